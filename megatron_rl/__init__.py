@@ -1,0 +1,3 @@
+"""megatron_rl: reinforcement learning for Mixture-of-Experts language models (Megatron-Core trains, SGLang rolls out)."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,376 @@
+"""Every knob of megatron_rl: one tree of frozen dataclasses, read from YAML and overridden on the command line.
+
+Sizes are given once, in prompts and samples (`batch`); everything else is derived from them in `megatron_rl.plan` and
+printed at the start of a run. An unknown key or a bad value is an error that names the key and the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from megatron_rl.errors import UserError
+
+section = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@section
+class ModelConfig:
+    path: str = ""
+    """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation (Megatron's recompute_granularity; full recomputes every layer)."""
+    moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach their experts; flex needs DeepEP."""
+    moe_aux_loss: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss; RL usually keeps it at 0, SFT of a fresh router does not."""
+    freeze_router: bool = False
+    """Keep router weights fixed."""
+
+
+@section
+class DataConfig:
+    task: str = "file"
+    """file | hub | reasoning_gym:NAME | the name of a built-in task (number_sorting)."""
+    path: str | None = None
+    """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder."""
+    eval_path: str | None = None
+    """Like path, for the held-out prompts; without it they are split off from path by hash, disjoint from training."""
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    response_key: str = "response"
+    """Column of demonstrations, for `megatron-rl sft`."""
+    template: str = "{prompt}"
+    """Text around a prompt; {prompt} is replaced."""
+    chat: bool = False
+    """Apply the tokenizer's chat template, the prompt being the user's message."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the task itself (for reasoning_gym: those of the data set)."""
+    verifier: str | None = None
+    """exact | math | number_list | reasoning_gym; by default the task's own."""
+    rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Weights of the named reward parts; by default 1.0 for each part that the task lists as its main one."""
+    seed: int = 0
+    """Order of the prompts, and the procedural tasks' generator."""
+
+
+@section
+class BatchConfig:
+    prompts_per_step: Positive = 32
+    """Different prompts asked in one step, over all data-parallel ranks."""
+    samples_per_prompt: Positive = 8
+    """Responses to each prompt: the group of the group-relative baselines."""
+    updates_per_step: Positive = 1
+    """Optimizer updates that one rollout batch serves (1 = on-policy; n = the papers' off-n)."""
+    tokens_per_micro_batch: Positive = 8192
+    """Token budget of one packed forward-backward, per data-parallel rank."""
+
+
+@section
+class KLConfig:
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference in the loss; 0 keeps no reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    reference: str | None = None
+    """Hugging Face folder of the reference; by default model.path."""
+
+
+@section
+class AlgorithmConfig:
+    advantage: Literal["group_relative", "group_baseline", "leave_one_out"] = "group_relative"
+    """group_relative: GRPO's (r - mean) / std; group_baseline: r - mean; leave_one_out: RLOO."""
+    loss: Literal["clipped", "gspo", "reinforce"] = "clipped"
+    """clipped: PPO/GRPO's token ratio; gspo: the sequence ratio; reinforce: no ratio."""
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    """DAPO's clip-higher: a clip_high above clip_low."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all tokens of the update, or over sequences of each one's token mean."""
+    entropy_coefficient: float = 0.0
+    kl: KLConfig = KLConfig()
+
+
+@section
+class OptimizerConfig:
+    lr: PositiveFloat = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: NonNegativeFloat = 1.0
+    """Norm to which gradients are clipped; 0 does not clip."""
+    warmup_steps: Count = 0
+    """In optimizer updates, as decay_steps."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of the decay, as a share of lr."""
+    decay_steps: Positive | None = None
+    """By default all updates of the run."""
+
+
+@section
+class ParallelConfig:
+    tensor: Positive = 1
+    """Tensor parallelism; above 1 it always brings sequence parallelism."""
+    pipeline: Positive = 1
+    virtual_pipeline: Positive = 1
+    """Model chunks per pipeline stage (interleaved schedule when above 1)."""
+    expert: Positive = 1
+    expert_tensor: Positive | None = None
+    """Tensor parallelism inside an expert; by default that of the rest of the model when expert = 1, else 1."""
+    context: Positive = 1
+    distributed_optimizer: bool = True
+    """Shard the optimizer's state over the data-parallel ranks."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest wait in a collective before the run stops."""
+
+
+@section
+class PrecisionConfig:
+    train: Literal["bf16", "fp32"] = "bf16"
+    rollout: Literal["bf16", "fp32"] = "bf16"
+
+
+@section
+class SamplingConfig:
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    """-1: all tokens."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+@section
+class ServerConfig:
+    """The SGLang server that the trainer starts as its child when rollout.addresses is empty."""
+
+    python: str | None = None
+    """Python of SGLang's environment; by default .venv-rollout beside the package."""
+    start_timeout_s: PositiveFloat = 300.0
+    tensor: Positive = 1
+    memory_fraction: Fraction = 0.5
+    max_total_tokens: Positive | None = None
+    """Size of the key-value cache in tokens; by default SGLang chooses on a GPU, and 65,536 without one."""
+    threads: Positive | None = None
+    """OMP_NUM_THREADS of the server where there is no GPU; by default all cores."""
+    extra_args: list[str] = dataclasses.field(default_factory=list)
+    """More flags of sglang.launch_server, as they are."""
+
+
+@section
+class RolloutConfig:
+    addresses: list[str] = dataclasses.field(default_factory=list)
+    """External SGLang servers (http://host:port); empty: the trainer starts one on this machine."""
+    server: ServerConfig = ServerConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    max_new_tokens: Positive = 1024
+    context_length: Positive = 4096
+    """Longest prompt + response; a prompt that leaves no room for max_new_tokens is skipped, counted and logged."""
+    concurrency: Positive = 512
+    """Requests in flight per data-parallel leader."""
+    request_timeout_s: PositiveFloat = 600.0
+    retries: Count = 3
+    """Attempts after the first, with a growing pause; a dead child server is restarted in between."""
+    routes: bool = False
+    """Ask the engine for the experts of every token."""
+    record: bool = False
+    """Keep every step's trajectories under the run's rollouts/ folder."""
+    replay: str | None = None
+    """A rollouts/ folder to train from instead of asking an engine."""
+
+
+@section
+class SyncConfig:
+    transport: Literal["distributed", "tensor", "disk"] = "distributed"
+    """distributed: NCCL or gloo broadcast; tensor: shared memory on one machine; disk: a safetensors folder."""
+    bucket_mb: PositiveFloat = 256.0
+    timeout_s: PositiveFloat = 300.0
+
+
+@section
+class CheckpointConfig:
+    every: Count = 0
+    """Steps between checkpoints; 0 saves at the end alone."""
+    keep: Positive = 2
+    """Newest complete checkpoints that stay."""
+    load: str | None = None
+    """Checkpoint folder of another run to start from (weights alone)."""
+
+
+@section
+class EvalConfig:
+    every: Count = 0
+    """Steps between evaluations; 0 evaluates before the first step and after the last."""
+    prompts: Count = 200
+    samples: Positive = 4
+    """Responses to each prompt at the sampling temperature, for avg@n and pass@n."""
+    greedy: bool = True
+    """Also one greedy response to each prompt."""
+
+
+@section
+class LoggingConfig:
+    progress: bool = True
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    samples: Count = 8
+    """Rollouts of each step that are kept for the report."""
+
+
+@section
+class Config:
+    name: str = "run"
+    """The run's folder under runs_dir."""
+    runs_dir: str = "runs"
+    seed: int = 0
+    steps: Positive = 100
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+def _fields(tree: Any) -> dict[str, Any]:
+    """Name -> type of a section's fields."""
+    return typing.get_type_hints(tree)
+
+
+def key_paths(tree: Any = None, prefix: str = "") -> dict[str, Any]:
+    """All dotted keys of the tree with their types, sections left out: {'batch.prompts_per_step': int, ...}."""
+    paths = {}
+    for name, kind in _fields(tree or Config).items():
+        if dataclasses.is_dataclass(kind):
+            paths |= key_paths(kind, f"{prefix}{name}.")
+        else:
+            paths[f"{prefix}{name}"] = kind
+    return paths
+
+
+def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
+    if not isinstance(values, dict):
+        raise UserError(f"config: '{prefix[:-1]}' is a section: give keys below it, not {values!r}")
+    hints = _fields(tree)
+    for name, value in values.items():
+        if name not in hints:
+            raise UserError(f"config: unknown key '{prefix}{name}'; {nearest_key(f'{prefix}{name}')}")
+        if dataclasses.is_dataclass(hints[name]):
+            _check_keys(value, hints[name], f"{prefix}{name}.")
+
+
+def nearest_key(key: str) -> str:
+    """'did you mean ...?' for a dotted key: the nearest in its own section, else anywhere in the tree."""
+    paths = list(key_paths())
+    section_name = key.rpartition(".")[0]
+    siblings = [p for p in paths if p.rpartition(".")[0] == section_name]
+    close = difflib.get_close_matches(key, siblings, 1, 0.5) or difflib.get_close_matches(key, paths, 1, 0.4)
+    leaf = [p for p in paths if p.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = (leaf or close or [None])[0]
+    return f"did you mean '{near}'?" if near else "docs/configuration.md lists all keys"
+
+
+def _merge(base: dict, over: dict) -> dict:
+    merged = dict(base)
+    for key, value in over.items():
+        both_dicts = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_dicts else value
+    return merged
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: 1e-6 is a number (PyYAML reads YAML 1.1, where it is a string)."""
+
+
+_FLOAT = r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+
+
+def parse_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+
+
+def parse_overrides(arguments: list[str]) -> dict:
+    """['--a.b', '1', '--c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML."""
+    tree: dict = {}
+    items = iter(arguments)
+    for item in items:
+        if not item.startswith("--"):
+            raise UserError(f"command line: expected --key value, found '{item}'")
+        key, equals, value = item[2:].partition("=")
+        if not equals:
+            value = next(items, None)
+            if value is None:
+                raise UserError(f"command line: --{key} needs a value")
+        paths = key_paths()
+        in_options = any(key.startswith(f"{p}.") for p, kind in paths.items() if typing.get_origin(kind) is dict)
+        if key not in paths and not in_options:
+            raise UserError(f"config: unknown key '{key}'; {nearest_key(key)}")
+        try:
+            parsed = parse_yaml(value)
+        except yaml.YAMLError:
+            parsed = value
+        for part in reversed(key.split(".")):
+            parsed = {part: parsed}
+        tree = _merge(tree, parsed)
+    return tree
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+    near = ""
+    if first["type"] == "literal_error":
+        choices = [c.strip("' ") for c in first["ctx"]["expected"].replace(" or ", ",").split(",")]
+        close = difflib.get_close_matches(str(first["input"]), choices, 1, 0.3)
+        near = f"; did you mean '{close[0]}'?" if close else ""
+    return f"config {source}: '{key}' = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{near}"
+
+
+def build_config(values: dict, source: str = "") -> Config:
+    """Validate a nested dict against the tree. Errors: UserError that names the key, the value and the nearest choice."""
+    _check_keys(values, Config)
+    try:
+        return TypeAdapter(Config).validate_python(values)
+    except ValidationError as error:
+        raise UserError(_explain(error, source)) from None
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and command-line overrides (['--batch.prompts_per_step', '16'])."""
+    try:
+        values = parse_yaml(Path(path).read_text()) or {}
+    except OSError as error:
+        raise UserError(f"config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+    return build_config(_merge(values, parse_overrides(overrides or [])), str(path))
+
+
+def to_yaml(config: Config) -> str:
+    """The whole tree, defaults included, as it is stored in a run's config.yaml."""
+    plain = TypeAdapter(Config).dump_python(config, mode="json")
+    return yaml.safe_dump(plain, sort_keys=False)

@@ -1,0 +1,57 @@
+"""What comes back from the engine: one sampled response with everything that the trainer needs to know about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+NO_ROUTE_UINT8 = 255
+"""Sentinel of a uint8 route table (experts <= 255: ids 0..254)."""
+NO_ROUTE_INT16 = -1
+"""Sentinel of an int16 route table."""
+
+
+@dataclass
+class WeightSpan:
+    """Response tokens [start, end) were sampled from the weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass
+class Trajectory:
+    """One prompt with one response.
+
+    n = prompt_length + response_length tokens. Positions in `log_probs` and `loss_mask` are those of the response
+    tokens in order: `log_probs[i]` belongs to `tokens[prompt_length + i]`.
+    """
+
+    prompt_id: str
+    """Identifies the prompt in its data set."""
+    group_id: int
+    """Samples of one prompt in one step share it."""
+    tokens: np.ndarray
+    """[n] int32: prompt, then response."""
+    prompt_length: int
+    log_probs: np.ndarray
+    """[response_length] float32, under the sampling support, as the engine returned them."""
+    loss_mask: np.ndarray
+    """[response_length] bool: tokens that the policy chose (False for tool output)."""
+    finish_reason: str = "stop"
+    """stop | length | abort."""
+    kept: list[np.ndarray] | None = None
+    """Per response token the ids that the sampling support kept, or None where it kept the whole vocabulary."""
+    routes: np.ndarray | None = None
+    """[n - 1, moe_layers, topk] uint8 (int16 where experts > 255): experts of each input token."""
+    weight_spans: list[WeightSpan] = field(default_factory=list)
+    text: str = ""
+    """The response, decoded."""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def response_length(self) -> int:
+        return len(self.tokens) - self.prompt_length

@@ -1,0 +1,126 @@
+"""The command line: megatron-rl train | sft | eval | rollout | convert | report | doctor."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megatron_rl import __version__
+from megatron_rl.errors import UserError
+
+CONFIG_COMMANDS = {
+    "train": "reinforcement learning from a config; goes on from the run's newest checkpoint",
+    "sft": "supervised fine-tuning on the task's demonstrations, with the same trainer",
+    "eval": "score the model on held-out prompts, sampled and greedy",
+    "rollout": "sample the training prompts once and write the trajectories, without training",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in CONFIG_COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            epilog="Every key of the config can be given as --section.key VALUE; docs/configuration.md lists them.",
+        )
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument(
+            "--nproc", type=int, default=1, metavar="N",
+            help="trainer processes on this machine (starts torchrun; leave it out under srun or torchrun)",
+        )  # fmt: skip
+    convert = commands.add_parser("convert", help="Hugging Face safetensors <-> Megatron distributed checkpoint",
+                                  allow_abbrev=False)  # fmt: skip
+    convert.add_argument("source", metavar="SOURCE", help="Hugging Face folder, or a checkpoint folder step_N")
+    convert.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
+    for size in ("tensor", "pipeline", "expert"):
+        convert.add_argument(f"--{size}", type=int, default=1, metavar="N", help=f"{size} parallel size of this conversion")
+    convert.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
+    report = commands.add_parser("report", help="one HTML page of a run: curves and sample rollouts", allow_abbrev=False)
+    report.add_argument("run", metavar="RUN", nargs="+", help="run folder(s): runs/NAME")
+    doctor = commands.add_parser("doctor", help="what is installed here, and what each missing part costs", allow_abbrev=False)
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 0, or 2 after a one-line error for the user."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args, rest = make_parser().parse_known_args(arguments)
+    try:
+        return _dispatch(args, rest, arguments) or 0
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-rl: error: {error}", file=sys.stderr, flush=True)
+        # Other ranks may wait in a collective for this one: leave without the interpreter's orderly shutdown.
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            os._exit(2)
+        return 2
+    except KeyboardInterrupt:
+        print("megatron-rl: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
+    if rest and args.command not in CONFIG_COMMANDS:
+        raise UserError(f"unknown argument '{rest[0]}'; see megatron-rl {args.command} --help")
+    if args.command == "doctor":
+        from megatron_rl.doctor import doctor
+
+        return doctor(as_json=args.json)
+    if args.command == "report":
+        from megatron_rl.metrics.report import write_report
+
+        print(write_report([Path(run) for run in args.run]))
+        return None
+    if args.command == "convert":
+        from megatron_rl.config import build_config
+
+        sizes = {"tensor": args.tensor, "pipeline": args.pipeline, "expert": args.expert}
+        parallel = build_config({"parallel": sizes}).parallel
+        if _needs_torchrun(args.nproc):
+            return _torchrun(args.nproc, arguments)
+        from megatron_rl.models.convert import convert
+
+        return convert(Path(args.source), Path(args.out), parallel)
+
+    from megatron_rl.config import load_config
+
+    config = load_config(args.config, rest)
+    if _needs_torchrun(args.nproc):
+        return _torchrun(args.nproc, arguments)
+    if args.command == "sft":
+        from megatron_rl.sft import sft
+
+        return sft(config)
+    from megatron_rl import train
+
+    return {"train": train.train, "eval": train.evaluate_only, "rollout": train.rollout_only}[args.command](config)
+
+
+def _needs_torchrun(nproc: int) -> bool:
+    return nproc > 1 and "RANK" not in os.environ
+
+
+def _torchrun(nproc: int, arguments: list[str]) -> int:
+    """Start this command again on `nproc` processes; each gets its share of the cores."""
+    from torch.distributed.run import main as torchrun
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
+    try:
+        torchrun(["--standalone", f"--nproc-per-node={nproc}", "--no-python", sys.executable, "-m", "megatron_rl.cli", *arguments])
+    except BaseException as error:  # torchrun's ChildFailedError prints a report of its own: ours is already out
+        if type(error).__name__ not in ("ChildFailedError", "SystemExit"):
+            raise
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Accuracy on held-out prompts: the mean at the sampling temperature (avg@n), pass@n, and greedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_rl.config import Config
+from megatron_rl.engine import Engine
+from megatron_rl.environments.evaluation import average_at_n, pass_at_k
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.run import Run
+
+
+def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
+    """Scores of the current rollout weights on the first eval.prompts held-out prompts. Every process calls it.
+
+    eval/score is the mean reward over all samples at the sampling temperature; eval/pass@n the chance that one of n is
+    right (reward above 0.5); eval/greedy the mean reward of one response without sampling.
+    """
+    prompts = run.eval_prompts
+    if not prompts:
+        return {}
+    share = prompts[run.ranks.data_rank :: run.ranks.data_size]
+    support = SamplingSupport.from_config(config.rollout.sampling)
+    sampled = engine.ask(share, support, samples=config.eval.samples)
+    rewards = run.gather_groups(sampled)
+    n = config.eval.samples
+    scores = {
+        "eval/score": average_at_n(rewards),
+        f"eval/pass@{n}": pass_at_k(rewards, n, threshold=0.5),
+        "eval/response_length": run.mean([float(t.response_length) for t in sampled]),
+        "eval/prompts": float(len(rewards)),
+    }
+    if config.eval.greedy:
+        greedy = engine.ask(share, replace(support, temperature=0.0), samples=1)
+        scores["eval/greedy"] = average_at_n(run.gather_groups(greedy))
+    return scores

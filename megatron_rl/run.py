@@ -1,0 +1,229 @@
+"""One run on this process: everything that `train` and `sft` share, built in an order in which errors come early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from megatron_rl.config import Config, to_yaml
+from megatron_rl.environments import PromptStream, build_task, fitting
+from megatron_rl.errors import UserError
+from megatron_rl.metrics.logger import RunLogger
+from megatron_rl.models.build import Model, load
+from megatron_rl.models.parallel_check import check_parallel, read_hf_config
+from megatron_rl.plan import make_plan
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.trainer import checkpoint, parallel
+from megatron_rl.trainer.trainer import Trainer
+
+T = TypeVar("T")
+
+
+class Clock:
+    """Seconds of the parts of one step."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - start
+
+    def times(self) -> dict[str, float]:
+        """time/PART_s for each part, time/other_s for the rest, time/step_s for all."""
+        total = time.perf_counter() - self._start
+        times = {f"time/{part}_s": seconds for part, seconds in self._parts.items()}
+        return {**times, "time/other_s": max(0.0, total - sum(self._parts.values())), "time/step_s": total}
+
+
+class Run:
+    """Model, trainer, data and log of one run; a context manager that saves what is due and closes everything.
+
+    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, model, trainer, logger, step.
+    """
+
+    def __init__(self, config: Config, *, kind: Literal["train", "sft"]) -> None:
+        self.config = config
+        self.kind = kind
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.hf_config = read_hf_config(config.model.path)
+        check_parallel(self.hf_config, config.parallel, world_size)
+        self.plan = make_plan(config.batch, config.parallel, world_size)
+        self.support = SamplingSupport.from_config(config.rollout.sampling)
+        if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
+            raise UserError(
+                f"config: a sequence of rollout.context_length = {config.rollout.context_length} tokens does not fit into"
+                f" batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}; raise the latter"
+            )
+        self.ranks = parallel.initialize(config.parallel, config.seed)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.task = build_task(config.data, demonstrations=kind == "sft")
+        lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
+        self.stream = PromptStream(self.task, self.tokenizer, *lengths, seed=config.data.seed)
+        held_out = self.task.prompts("eval")[: config.eval.prompts] if kind == "train" else []
+        self.eval_prompts = fitting(held_out, self.tokenizer, *lengths)
+        self.folder = config.run_dir
+        self.checkpoints = self.folder / "checkpoints"
+        self._write_config()
+        self.model: Model = load(
+            config.model.path,
+            parallel=config.parallel,
+            precision=config.precision.train,
+            recompute=config.model.recompute,
+            moe_dispatcher=config.model.moe_dispatcher,
+            moe_aux_loss=config.model.moe_aux_loss,
+            freeze_router=config.model.freeze_router,
+        )
+        updates = config.steps * (config.batch.updates_per_step if kind == "train" else 1)
+        self.trainer = Trainer(
+            config, self.model, self.ranks, total_updates=updates, temperature=self.support.temperature if kind == "train" else 1.0
+        )  # fmt: skip
+        self.step = 0
+        self._saved_at = -1
+        self._resume()
+        self.logger = RunLogger(self.folder, config, resume_step=self.step, active=self.ranks.rank == 0)
+        self._stop = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        if self.ranks.rank == 0:
+            for line in self.plan.lines():
+                self.logger.say(line)
+            if self.step:
+                self.logger.say(f"resumed at step {self.step}")
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            if kind is None and self._saved_at != self.step:
+                self.save()
+        finally:
+            self.logger.close()
+            self.task.close()
+            if kind is None:
+                parallel.shutdown()
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._stop = True
+
+    def stop_requested(self) -> bool:
+        """Whether any process was asked to stop (SIGTERM, SIGUSR1): the run saves and ends after the current step."""
+        return bool(self.ranks.maximum(int(self._stop)))
+
+    def _write_config(self) -> None:
+        problem = None
+        if self.ranks.rank == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / "config.yaml").write_text(to_yaml(self.config))
+            except OSError as error:
+                problem = f"run folder {self.folder}: {error.strerror}"
+        problem = self.ranks.from_main(problem)
+        if problem:
+            raise UserError(problem)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens `every` steps happens now; 0 means after the last step alone."""
+        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
+
+    def save(self) -> Path:
+        """Write a complete checkpoint of the current step."""
+        extra = {"stream": self.stream.state_dict(), "kind": self.kind}
+        keep = self.config.checkpoint.keep
+        path = checkpoint.save(self.checkpoints, self.step, self.trainer, self.ranks, extra, keep)
+        self._saved_at = self.step
+        return path
+
+    def _resume(self) -> None:
+        found = self.ranks.from_main(checkpoint.complete_checkpoints(self.checkpoints))
+        if found:
+            state = checkpoint.load(found[-1], self.trainer, self.ranks)
+            self.step = self._saved_at = state["step"]
+            self.stream.load_state_dict(state["extra"]["stream"])
+        elif self.config.checkpoint.load:
+            checkpoint.load_weights(Path(self.config.checkpoint.load), self.trainer)
+
+    def save_hf(self) -> Path:
+        """Write the current weights as a Hugging Face folder `hf` in the run's folder."""
+        out = self.folder / "hf"
+        self.model.save_hf(self.trainer.chunks, out)
+        return out
+
+    # -- data over ranks ----------------------------------------------------------------------------------------------
+
+    def share(self, items: list[T]) -> list[T]:
+        """This data-parallel rank's contiguous share of a list that is the same everywhere."""
+        size = len(items) // self.ranks.data_size
+        return items[self.ranks.data_rank * size : (self.ranks.data_rank + 1) * size]
+
+    def gather_from_leaders(self, items: list[T]) -> list[T]:
+        """The lists of all copies of the model, one after the other."""
+        return [x for part in self.ranks.gather(items if self.ranks.is_leader else []) for x in part]
+
+    def gather_groups(self, trajectories: list[Trajectory]) -> list[list[float]]:
+        """Rewards by prompt, over all ranks."""
+        groups: dict[int, list[float]] = {}
+        for t in trajectories:
+            groups.setdefault(t.group_id, []).append(t.reward)
+        return self.gather_from_leaders(list(groups.values()))
+
+    def mean(self, values: list[float]) -> float:
+        """Mean over all leaders' values; NaN where there is none."""
+        everything = self.gather_from_leaders(values)
+        return float(np.mean(everything)) if everything else float("nan")
+
+    # -- metrics ------------------------------------------------------------------------------------------------------
+
+    def step_metrics(self, trajectories: list[Trajectory], updates: list[dict[str, float]]) -> dict[str, Any]:
+        """Metrics of one RL step from its trajectories and the sums of its updates."""
+        rows = self.gather_from_leaders(
+            [(t.group_id, t.reward, t.response_length, len(t.tokens), t.finish_reason, t.reward_parts) for t in trajectories]
+        )
+        rewards = np.asarray([r[1] for r in rows])
+        groups: dict[int, list[float]] = {}
+        for row in rows:
+            groups.setdefault(row[0], []).append(row[1])
+        metrics: dict[str, Any] = {
+            "reward/mean": rewards.mean(),
+            "reward/std": rewards.std(),
+            "reward/solved_all": np.mean([min(g) == max(g) and max(g) > 0 for g in groups.values()]),
+            "reward/no_spread": np.mean([min(g) == max(g) for g in groups.values()]),
+            "response/length": np.mean([r[2] for r in rows]),
+            "response/truncated": np.mean([r[4] == "length" for r in rows]),
+            "tokens": int(sum(r[3] for r in rows)),
+            "data/skipped_prompts": len(self.stream.skipped),
+        }
+        for part in rows[0][5]:
+            metrics[f"reward/{part}"] = np.mean([r[5][part] for r in rows])
+        return metrics | self.update_metrics(updates)
+
+    def update_metrics(self, updates: list[dict[str, float]]) -> dict[str, float]:
+        """Sums over tokens become means; per-update figures (update/...) are averaged, skips are counted."""
+        tokens = sum(u["tokens"] for u in updates)
+        metrics = {}
+        for key in updates[0]:
+            total = sum(u[key] for u in updates)
+            if key == "update/skipped":
+                metrics[key] = total
+            elif key.startswith("update/"):
+                metrics[key] = total / len(updates)
+            elif key != "tokens":
+                metrics[key] = total / max(tokens, 1)
+        return metrics

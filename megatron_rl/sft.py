@@ -1,0 +1,35 @@
+"""Supervised fine-tuning on the task's demonstrations, with the same trainer: the quickstart's warm start."""
+
+from __future__ import annotations
+
+import random
+
+from megatron_rl.config import Config
+from megatron_rl.environments.task import encode_response
+from megatron_rl.run import Clock, Run
+from megatron_rl.trainer.objective import sft_objective
+from megatron_rl.trainer.packing import Sample
+
+
+def sft(config: Config) -> None:
+    """config.steps updates on batch.prompts_per_step demonstrations each; ends with a Hugging Face folder `hf/`."""
+    with Run(config, kind="sft") as run:
+        trainer = run.trainer
+        while run.step < config.steps and not run.stop_requested():
+            clock = Clock()
+            with clock("train"):
+                prompts = run.stream.next(config.batch.prompts_per_step)
+                rng = random.Random(f"{config.seed}/{run.step}")
+                texts = [run.task.demonstration(prompt, rng) for prompt in prompts]
+                samples = [
+                    Sample.demonstration(prompt.tokens, encode_response(run.tokenizer, text))
+                    for prompt, text in zip(prompts, texts, strict=True)
+                ]
+                batches = trainer.pack(run.share(samples))
+                metrics = trainer.update(batches, sft_objective)
+            run.step += 1
+            with clock("checkpoint"):
+                if run.due(config.checkpoint.every):
+                    run.save()
+            run.logger.log_step(run.step, **run.sft_metrics(batches, metrics), **clock.times())
+        run.save_hf()

@@ -1,0 +1,76 @@
+"""The algorithm: sample, score, update, push the weights, look. Everything else is behind one verb each."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from megatron_rl.algorithms import advantages as adv
+from megatron_rl.config import AlgorithmConfig, Config
+from megatron_rl.engine import Engine
+from megatron_rl.evaluate import evaluate
+from megatron_rl.metrics import mismatch
+from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.run import Clock, Run
+from megatron_rl.trainer.objective import policy_objective
+from megatron_rl.trainer.packing import Sample
+
+
+def train(config: Config) -> None:
+    """Reinforcement learning by the config, from the newest checkpoint of the run where there is one."""
+    with Run(config, kind="train") as run, Engine(config, run) as engine:
+        trainer, ranks, logger = run.trainer, run.ranks, run.logger
+        engine.push(trainer, version=run.step)
+        if run.step == 0:
+            logger.log_eval(0, evaluate(config, run, engine))
+        while run.step < config.steps and not run.stop_requested():
+            clock = Clock()
+            with clock("rollout"):
+                prompts = run.stream.next(config.batch.prompts_per_step)
+                trajectories = engine.collect(run.share(prompts), step=run.step)
+
+            with clock("score"):
+                samples = [
+                    Sample.from_trajectory(t, a)
+                    for t, a in zip(trajectories, advantages(config.algorithm, trajectories), strict=True)
+                ]
+                per_update = len(samples) // config.batch.updates_per_step
+                updates = [trainer.pack(samples[i : i + per_update]) for i in range(0, len(samples), per_update)]
+                for batches in updates:
+                    # With one update the current policy is the old one, and the loss takes its own log-probs as such.
+                    if len(updates) > 1:
+                        trainer.score(batches, "old")
+                    trainer.score_reference(batches)
+
+            with clock("train"):
+                metrics = []
+                for batches in updates:
+                    scale = trainer.scale(batches)
+                    objective = partial(policy_objective, config.algorithm, scale, all_reduce=trainer.context_sum)
+                    metrics.append(trainer.update(batches, objective))
+            run.step += 1
+
+            with clock("sync"):
+                engine.push(trainer, version=run.step)
+            with clock("eval"):
+                if run.due(config.eval.every):
+                    logger.log_eval(run.step, evaluate(config, run, engine))
+            with clock("checkpoint"):
+                if run.due(config.checkpoint.every):
+                    run.save()
+            logger.log_step(
+                run.step,
+                **run.step_metrics(trajectories, metrics, engine.stats),
+                **mismatch_metrics(run, updates),
+                **clock.times(),
+            )
+
+
+def advantages(config: AlgorithmConfig, trajectories: list[Trajectory]) -> torch.Tensor:
+    """[N] advantage of each trajectory against the others of its prompt."""
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+    groups = torch.tensor([t.group_id for t in trajectories])
+    if config.advantage == "leave_one_out":
+        return adv.leave_one_out(rewards, groups)
+    return adv.group_relative(rewards, groups, normalize=config.advantage == "group_relative")

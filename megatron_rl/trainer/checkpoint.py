@@ -1,0 +1,182 @@
+"""Checkpoints: Megatron's dist_checkpointing, in a folder that exists under its final name only when it is complete.
+
+A checkpoint carries model, optimizer, scheduler, random states, data position and step, and can be loaded on any other
+parallel layout. It is written to `step_N.tmp` with a SHA-256 manifest and renamed when all ranks are done, so that a crash
+while saving never harms an older one. Files that do not match the manifest are refused by name when it is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_rl.errors import UserError
+from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.trainer.trainer import Trainer
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_NAME = re.compile(r"step_(\d+)")
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints below `folder`, oldest first."""
+    found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda p: int(_NAME.fullmatch(p.name)[1]))
+
+
+def _model_state(trainer: Trainer) -> dict[str, Any]:
+    if len(trainer.chunks) == 1:
+        return {"model": trainer.chunks[0].sharded_state_dict(metadata=_METADATA)}
+    states = {}
+    for index, chunk in enumerate(trainer.chunks):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(index)
+        states[f"model{index}"] = chunk.sharded_state_dict(metadata=_METADATA)
+    return states
+
+
+def _random_states() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and states["device"] is not None:
+        torch.cuda.set_rng_state(states["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+    state = _model_state(trainer)
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=_METADATA)
+    if with_random:
+        # One object per process: it can be restored on the same number of processes alone.
+        state["random"] = ShardedObject("random", _random_states(), (ranks.world_size,), (ranks.rank,))
+    return state
+
+
+def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[str, Any], keep: int) -> Path:
+    """Write `folder`/step_N (all ranks call). `extra`: small picklable state that is the same on all ranks.
+
+    Errors: UserError when the disk is full or the folder cannot be written; older checkpoints stay untouched.
+    """
+    final = folder / f"step_{step:06d}"
+    temporary = final.with_name(final.name + ".tmp")
+    problem = None
+    if ranks.rank == 0:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            problem = f"checkpoint {final}: {error.strerror}"
+    _raise_together(ranks, problem)
+    state = _state(trainer, ranks, loading=False)
+    state["run"] = {
+        "step": step,
+        "world_size": ranks.world_size,
+        "scheduler": trainer.scheduler.state_dict(),
+        "extra": extra,
+    }
+    try:
+        dist_checkpointing.save(state, str(temporary), async_strategy="mcore", verify_integrity=True)
+    except (OSError, CheckpointingException, RuntimeError) as error:
+        problem = f"checkpoint {final}: could not be written ({_one_line(error)}); older checkpoints are intact"
+    _raise_together(ranks, problem)
+    if ranks.rank == 0:
+        try:
+            trainer.model.save_hf_metadata(temporary / "hf")
+            _sync_folder(temporary)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(temporary, final)
+            for old in complete_checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+        except OSError as error:
+            problem = f"checkpoint {final}: {error.strerror}; older checkpoints are intact"
+    _raise_together(ranks, problem)
+    return final
+
+
+def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
+    """Restore everything from a checkpoint (all ranks call). Returns {'step', 'extra'}.
+
+    Errors: UserError naming the file that is damaged or the tensor that is missing.
+    """
+    common = read_common(path, ranks)
+    same_size = common["world_size"] == ranks.world_size
+    loaded = _load(_state(trainer, ranks, loading=True, with_random=same_size), path)
+    _load_model(trainer, loaded)
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    trainer.scheduler.load_state_dict(common["scheduler"])
+    if same_size:
+        _set_random_states(loaded["random"])
+    return {"step": common["step"], "extra": common["extra"]}
+
+
+def load_weights(path: Path, trainer: Trainer) -> None:
+    """Restore the model's weights alone; the optimizer starts anew."""
+    _load_model(trainer, _load(_model_state(trainer), path))
+    trainer.optimizer.reload_model_params()
+
+
+def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
+    """The part of a checkpoint that is the same on all ranks."""
+    try:
+        return dist_checkpointing.load_common_state_dict(str(path))["run"]
+    except (OSError, KeyError, CheckpointingException, RuntimeError, EOFError, ValueError) as error:
+        raise UserError(f"checkpoint {path}: not a checkpoint of megatron_rl, or damaged ({_one_line(error)})") from None
+
+
+def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load(state, str(path), verify_integrity=True)
+    except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError) as error:
+        raise UserError(
+            f"checkpoint {path}: damaged or of another model ({_one_line(error)}); remove it to go on from an older one"
+        ) from None
+
+
+def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
+    if len(trainer.chunks) == 1:
+        trainer.chunks[0].load_state_dict(loaded["model"])
+        return
+    for index, chunk in enumerate(trainer.chunks):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(index)
+        chunk.load_state_dict(loaded[f"model{index}"])
+
+
+def _raise_together(ranks: Ranks, problem: str | None) -> None:
+    """The same error on all ranks, so that none waits in a collective for one that has stopped."""
+    problems = [p for p in ranks.gather(problem) if p]
+    if problems:
+        raise UserError(problems[0])
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _sync_folder(folder: Path) -> None:
+    """fsync all files, so that the rename never names data that a power cut would lose."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

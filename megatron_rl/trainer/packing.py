@@ -1,0 +1,185 @@
+"""Sequences -> packed micro-batches (THD: no padding between sequences but what the parallel layout asks for)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megatron_rl.rollout.trajectory import Trajectory
+
+IGNORED = -100
+"""Label of a position whose prediction nobody asks for."""
+
+
+@dataclass
+class Sample:
+    """One sequence to train on: n tokens of which the last n - prompt_length are the response."""
+
+    tokens: np.ndarray
+    """[n] int32"""
+    prompt_length: int
+    loss_mask: np.ndarray
+    """[n - prompt_length] bool"""
+    rollout_log_probs: np.ndarray
+    """[n - prompt_length] float32; zeros where there was no rollout (SFT)."""
+    advantage: float = 0.0
+
+    @classmethod
+    def from_trajectory(cls, trajectory: Trajectory, advantage: float) -> Sample:
+        t = trajectory
+        return cls(t.tokens, t.prompt_length, np.asarray(t.loss_mask, bool), t.log_probs, float(advantage))
+
+    @classmethod
+    def demonstration(cls, prompt: list[int], response: list[int]) -> Sample:
+        length = len(response)
+        tokens = np.asarray([*prompt, *response], np.int32)
+        return cls(tokens, len(prompt), np.ones(length, bool), np.zeros(length, np.float32))
+
+    @property
+    def inputs(self) -> int:
+        """Tokens that enter the model: the last one is only predicted."""
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the parallel layout asks of a packed micro-batch."""
+
+    tensor: int = 1
+    context: int = 1
+    context_rank: int = 0
+    pad_token: int = 0
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Megatron's zigzag cuts each sequence into 2 x context chunks."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """Sequence parallelism cuts this rank's tokens into `tensor` equal parts."""
+        return math.lcm(self.sequence_multiple, self.tensor * self.context)
+
+
+@dataclass
+class Batch:
+    """One packed micro-batch as this context-parallel rank sees it.
+
+    T tokens of S sequences lie behind each other; with context parallelism T is this rank's share. All per-token fields
+    are in *label position*: entry t speaks of the token that position t predicts.
+    """
+
+    tokens: torch.Tensor
+    """[1, T] int64"""
+    position_ids: torch.Tensor
+    """[1, T] int64, from 0 in each sequence"""
+    labels: torch.Tensor
+    """[T] int64, IGNORED outside the response"""
+    mask: torch.Tensor
+    """[T] bool: labels that count in the loss"""
+    rollout_log_probs: torch.Tensor
+    """[T] float32"""
+    advantages: torch.Tensor
+    """[T] float32"""
+    sequence_ids: torch.Tensor
+    """[T] int64: 0..S-1, -1 for padding"""
+    cu_seqlens: torch.Tensor
+    """[S' + 1] int32: borders of the sequences over *all* context-parallel ranks, padding counted with its sequence"""
+    max_seqlen: int
+    num_sequences: int
+    sequence_lengths: torch.Tensor
+    """[S] float32: counted labels of each whole sequence"""
+    samples: list[int]
+    """Index of each of the S sequences in the list that was packed"""
+    scored: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Log-probs [T] of earlier passes ('old', 'reference'), on the pipeline stage that computes them."""
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return Batch(**{**vars(self), **moved})
+
+
+def micro_batch_count(lengths: list[int], budget: int) -> int:
+    """Fewest micro-batches that the longest-first rule needs to stay within `budget` tokens each."""
+    if not lengths:
+        return 1
+    count = max(1, math.ceil(sum(lengths) / budget))
+    while max(sum(lengths[i] for i in b) for b in assign(lengths, count)) > budget and count < len(lengths):
+        count += 1
+    return count
+
+
+def assign(lengths: list[int], count: int) -> list[list[int]]:
+    """Share sequences among `count` bins, longest first to the emptiest bin (LPT); indices ascend within a bin."""
+    heap: list[tuple[int, int]] = [(0, b) for b in range(count)]
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, b = heapq.heappop(heap)
+        bins[b].append(index)
+        heapq.heappush(heap, (load + lengths[index], b))
+    return [sorted(b) for b in bins]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
+    """Pack samples[i] for i in indices into one micro-batch (an empty list gives one of padding alone)."""
+    padded = [_round_up(samples[i].inputs, layout.sequence_multiple) for i in indices]
+    tail = _round_up(sum(padded), layout.total_multiple) - sum(padded) if indices else layout.total_multiple
+    borders = np.concatenate([[0], np.cumsum([*padded, *([tail] if tail else [])])]).astype(np.int64)
+    total = int(borders[-1])
+
+    tokens = np.full(total, layout.pad_token, np.int64)
+    position_ids = np.concatenate([np.arange(n) for n in np.diff(borders)])
+    labels = np.full(total, IGNORED, np.int64)
+    mask = np.zeros(total, bool)
+    rollout_log_probs = np.zeros(total, np.float32)
+    advantages = np.zeros(total, np.float32)
+    sequence_ids = np.full(total, -1, np.int64)
+    for row, (i, start) in enumerate(zip(indices, borders, strict=False)):
+        sample = samples[i]
+        n, p = sample.inputs, sample.prompt_length
+        tokens[start : start + n] = sample.tokens[:-1]
+        response = slice(start + p - 1, start + n)
+        labels[response] = sample.tokens[p:]
+        mask[response] = sample.loss_mask
+        rollout_log_probs[response] = sample.rollout_log_probs
+        advantages[response] = sample.advantage
+        sequence_ids[start : start + n] = row
+
+    local = np.concatenate([_zigzag(a, b, layout) for a, b in zip(borders[:-1], borders[1:], strict=True)])
+    pick = lambda array: torch.from_numpy(np.ascontiguousarray(array[local]))  # noqa: E731
+    return Batch(
+        tokens=pick(tokens)[None],
+        position_ids=pick(position_ids)[None],
+        labels=pick(labels),
+        mask=pick(mask),
+        rollout_log_probs=pick(rollout_log_probs),
+        advantages=pick(advantages),
+        sequence_ids=pick(sequence_ids),
+        cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
+        max_seqlen=int(np.diff(borders).max()),
+        num_sequences=len(indices),
+        sequence_lengths=torch.tensor([float(samples[i].loss_mask.sum()) for i in indices]),
+        samples=list(indices),
+    )
+
+
+def _zigzag(start: int, end: int, layout: Layout) -> np.ndarray:
+    """Positions of [start, end) on this context-parallel rank: chunks r and 2c-1-r of 2c."""
+    if layout.context == 1:
+        return np.arange(start, end)
+    chunks = np.split(np.arange(start, end), 2 * layout.context)
+    return np.concatenate([chunks[layout.context_rank], chunks[2 * layout.context - 1 - layout.context_rank]])
+
+
+def pack_all(samples: list[Sample], count: int, layout: Layout) -> list[Batch]:
+    """Share samples over `count` micro-batches of about equal length and pack each."""
+    bins = assign([s.inputs for s in samples], count)
+    return [pack(samples, indices, layout) for indices in bins]

@@ -1,0 +1,133 @@
+"""torch.distributed and Megatron's parallel state, and the few questions that the rest asks of them."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_rl.config import ParallelConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. A copy of the model is held by the processes of one data-parallel rank."""
+
+    rank: int
+    world_size: int
+    data_rank: int
+    data_size: int
+    is_leader: bool
+    """First process of its copy of the model: it asks the rollout engine for its data-parallel rank's share."""
+    copy_group: dist.ProcessGroup
+    """The processes that hold one copy of the model (tensor x pipeline x context), over gloo."""
+    leader: int
+    """Global rank of this copy's leader."""
+    world_group: dist.ProcessGroup
+    """All processes, over gloo: for objects and for flags."""
+    device: torch.device
+
+    def from_leader(self, value: T | None) -> T:
+        """The leader's value, on every process of its copy."""
+        return self._broadcast(value, self.leader, self.copy_group)
+
+    def from_main(self, value: T | None) -> T:
+        """Global rank 0's value, on every process."""
+        return self._broadcast(value, 0, self.world_group)
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, in order of ranks, on every process."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.world_group)
+        return values
+
+    def maximum(self, value: int) -> int:
+        """Largest value over all processes."""
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.world_group)
+        return int(tensor)
+
+    def total(self, value: int, *, of_leaders: bool = False) -> int:
+        """Sum over all processes, or over one process of each copy of the model."""
+        tensor = torch.tensor(value if self.is_leader or not of_leaders else 0)
+        dist.all_reduce(tensor, group=self.world_group)
+        return int(tensor)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.world_group)
+
+    def _broadcast(self, value: Any, source: int, group: dist.ProcessGroup) -> Any:
+        if dist.get_world_size(group) == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=group)
+        return box[0]
+
+
+def initialize(config: ParallelConfig, seed: int) -> Ranks:
+    """Start torch.distributed (from torchrun's environment; one process without it) and Megatron's parallel state.
+
+    Random states are seeded alike on all data-parallel ranks, and differently per tensor and pipeline rank as Megatron does.
+    """
+    timeout = timedelta(seconds=config.timeout_s)
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=config.expert_tensor,
+        distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
+        create_gloo_process_groups=True,
+    )
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_group = dist.new_group(backend="gloo", timeout=timeout)
+    data_rank = parallel_state.get_data_parallel_rank()
+    data_ranks: list[int] = [0] * world_size
+    dist.all_gather_object(data_ranks, data_rank, group=world_group)
+    copies = [[r for r in range(world_size) if data_ranks[r] == d] for d in range(max(data_ranks) + 1)]
+    groups = [dist.new_group(copy, backend="gloo", timeout=timeout) for copy in copies]
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        data_rank=data_rank,
+        data_size=len(copies),
+        is_leader=copies[data_rank][0] == rank,
+        copy_group=groups[data_rank],
+        leader=copies[data_rank][0],
+        world_group=world_group,
+        device=device,
+    )
+
+
+def shutdown() -> None:
+    """Leave Megatron's parallel state and torch.distributed, for programs that go on (tests, tools)."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,189 @@
+"""The trainer's verbs: score, update, export_weights, save, load. One object per process; every process calls every verb."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_rl.config import Config
+from megatron_rl.models.build import Model
+from megatron_rl.trainer.head import HeadRequest, log_prob_head
+from megatron_rl.trainer.objective import Scale, Sums
+from megatron_rl.trainer.optimizer import make_optimizer, make_scheduler, wrap_ddp
+from megatron_rl.trainer.packing import Batch, Layout, Sample, micro_batch_count, pack_all
+from megatron_rl.trainer.parallel import Ranks
+
+Objective = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Sums]]
+"""(micro-batch, values [2, T]) -> (loss sum, metric sums)."""
+
+
+class Trainer:
+    """The policy with its optimizer, and its frozen reference where one is asked for."""
+
+    def __init__(self, config: Config, model: Model, ranks: Ranks, *, total_updates: int, temperature: float) -> None:
+        self.config = config
+        self.model = model
+        self.ranks = ranks
+        self.temperature = temperature
+        self.layout = Layout(
+            tensor=config.parallel.tensor,
+            context=config.parallel.context,
+            context_rank=parallel_state.get_context_parallel_rank(),
+        )
+        self.chunks = model.make_chunks()
+        self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
+        self.ddp = wrap_ddp(config, self.chunks)
+        self.optimizer = make_optimizer(config, self.ddp)
+        self.scheduler = make_scheduler(config.optimizer, self.optimizer, total_updates)
+        settings = self.chunks[0].config
+        settings.finalize_model_grads_func = finalize_model_grads
+        settings.grad_scale_func = self.optimizer.scale_loss
+        settings.no_sync_func = [d.no_sync for d in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
+        self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    def _make_reference(self) -> list[torch.nn.Module]:
+        chunks = self.model.make_chunks(weights=self.config.algorithm.kl.reference)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            chunk.eval()
+        return chunks
+
+    # -- micro-batches ------------------------------------------------------------------------------------------------
+
+    def pack(self, samples: list[Sample]) -> list[Batch]:
+        """This data-parallel rank's samples as micro-batches, equally many on all ranks."""
+        count = micro_batch_count([s.inputs for s in samples], self.config.batch.tokens_per_micro_batch)
+        count = self.ranks.maximum(count)
+        if self.config.parallel.virtual_pipeline > 1:  # the interleaved schedule works in rounds of `pipeline`
+            stages = self.config.parallel.pipeline
+            count = -(-count // stages) * stages
+        return [batch.to(self.ranks.device) for batch in pack_all(samples, count, self.layout)]
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def score(self, batches: list[Batch], name: str, chunks: list[torch.nn.Module] | None = None) -> None:
+        """Forward alone: store log-probs [T] as batch.scored[name] on the last pipeline stage."""
+
+        def objective(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+            batch.scored[name] = values[0]
+            return values.sum(), {}
+
+        self._run(chunks or self.chunks, batches, objective, forward_only=True, with_entropy=False)
+
+    def score_reference(self, batches: list[Batch]) -> None:
+        """Log-probs of the frozen reference, as batch.scored['reference']."""
+        if self.reference is not None:
+            self.score(batches, "reference", self.reference)
+
+    def update(self, batches: list[Batch], objective: Objective, *, with_entropy: bool = True) -> dict[str, float]:
+        """Forward, backward, gradient reduction, clipping, one optimizer step. Returns metric sums over all ranks.
+
+        A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
+        """
+        for ddp in self.ddp:
+            ddp.train()
+            ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._run(self.ddp, batches, objective, forward_only=False, with_entropy=with_entropy)
+        metrics = self._total(sums)
+        metrics["update/lr"] = self.optimizer.param_groups[0]["lr"]
+        done, norm = self._step()
+        metrics["update/grad_norm"] = norm
+        metrics["update/skipped"] = float(not done)
+        if done:
+            self.scheduler.step(1)
+        return metrics
+
+    def _step(self) -> tuple[bool, float]:
+        """Clip and step, unless the norm is not finite (Megatron's own check raises, or steps on NaN)."""
+        found_inf = self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if found_inf or not math.isfinite(norm):
+            return False, norm
+        done, _, _ = self.optimizer.step()
+        return done, norm
+
+    def scale(self, batches: list[Batch]) -> Scale:
+        """Counted tokens and sequences of these micro-batches over all ranks."""
+        tokens = sum(int(b.sequence_lengths.sum()) for b in batches)
+        sequences = sum(int((b.sequence_lengths > 0).sum()) for b in batches)
+        return Scale(self.ranks.total(tokens, of_leaders=True), self.ranks.total(sequences, of_leaders=True))
+
+    def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the context-parallel ranks, which hold the other parts of the same sequences (not differentiable)."""
+        if self.config.parallel.context > 1:
+            dist.all_reduce(tensor, group=parallel_state.get_context_parallel_group())
+        return tensor
+
+    def _run(self, chunks, batches, objective, *, forward_only: bool, with_entropy: bool) -> list[Sums]:
+        if forward_only:
+            for chunk in chunks:
+                chunk.eval()
+        step = partial(self._forward_step, objective=objective, with_entropy=with_entropy)
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=self.config.batch.tokens_per_micro_batch,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward_step(self, iterator: Iterator[Batch], chunk, *, objective: Objective, with_entropy: bool):
+        batch = next(iterator)
+        borders = batch.cu_seqlens
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            cu_seqlens_q_padded=borders,
+            cu_seqlens_kv_padded=borders,
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_kv=batch.max_seqlen,
+        )
+        values = chunk(
+            input_ids=batch.tokens,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            packed_seq_params=packed,
+            output_processor=log_prob_head,
+            output_processor_context=HeadRequest(
+                batch.labels, self.temperature, with_entropy, self.model.hf_config.vocab_size
+            ),
+        )
+
+        def loss(values: torch.Tensor):
+            total, sums = objective(batch, values)
+            tokens = batch.mask.sum().int()
+            return total, tokens, sums | {"tokens": tokens}
+
+        return values, loss
+
+    def _total(self, micro_batch_sums: list[Sums]) -> dict[str, float]:
+        """Add up metric sums over micro-batches and over the ranks that computed them (one per tensor-parallel group)."""
+        mine: dict[str, float] = {}
+        if self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0:
+            for sums in micro_batch_sums:
+                for key, value in sums.items():
+                    mine[key] = mine.get(key, 0.0) + float(value)
+        total: dict[str, float] = {}
+        for part in self.ranks.gather(mine):
+            for key, value in part.items():
+                total[key] = total.get(key, 0.0) + value
+        return total
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full Hugging Face tensors, one at a time (a collective: every process iterates to the end)."""
+        return self.model.export_hf_weights(self.chunks)

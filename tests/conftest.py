@@ -1,0 +1,27 @@
+"""Shared fixtures: tiny models of each family, made once per test run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory):
+    """tiny_model("qwen3_moe", "--layers", "4") -> folder of a tiny random model, made once for the same arguments."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(*arguments: str) -> Path:
+        if arguments not in made:
+            out = tmp_path_factory.mktemp("models") / "-".join(a.strip("-") for a in arguments)
+            tool = REPOSITORY / "tools" / "make_tiny_model.py"
+            subprocess.run([sys.executable, str(tool), arguments[0], str(out), *arguments[1:]], check=True, timeout=120)
+            made[arguments] = out
+        return made[arguments]
+
+    return make

@@ -1,0 +1,134 @@
+"""What each rank does in the parity tests: train on the same samples under one parallel layout, return whole tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import Config, build_config
+from megatron_rl.models.build import load
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.objective import policy_objective
+from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.trainer import Trainer
+
+TEMPERATURE = 0.7
+
+
+def make_samples(seed: int, count: int, vocab: int) -> list[Sample]:
+    """Random sequences of 4..40 tokens with random masks, rollout log-probs and advantages."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        prompt, response = int(rng.integers(1, 15)), int(rng.integers(3, 26))
+        samples.append(
+            Sample(
+                tokens=rng.integers(0, vocab, prompt + response).astype(np.int32),
+                prompt_length=prompt,
+                loss_mask=rng.random(response) < 0.9,
+                rollout_log_probs=rng.normal(-3, 1, response).astype(np.float32),
+                advantage=float(rng.normal()),
+            )
+        )
+    return samples
+
+
+def make_config(model: str, overrides: dict) -> Config:
+    base = {
+        "steps": 4,
+        "model": {"path": model},
+        "batch": {"tokens_per_micro_batch": 96},
+        "optimizer": {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1},
+        "precision": {"train": "fp32"},
+    }
+    for section, values in overrides.items():
+        base[section] = {**base.get(section, {}), **values}
+    return build_config(base)
+
+
+def make_trainer(config: Config) -> Trainer:
+    ranks = parallel.initialize(config.parallel, config.seed)
+    model = load(
+        config.model.path,
+        parallel=config.parallel,
+        precision=config.precision.train,
+        recompute=config.model.recompute,
+        moe_dispatcher=config.model.moe_dispatcher,
+        moe_aux_loss=config.model.moe_aux_loss,
+        freeze_router=config.model.freeze_router,
+    )
+    return Trainer(config, model, ranks, total_updates=config.steps, temperature=TEMPERATURE)
+
+
+def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Every gradient as a whole Hugging Face tensor: gradients put in the weights' place and exported like them."""
+    weights = {id(p): p.data.clone() for chunk in trainer.chunks for p in chunk.parameters()}
+    for chunk in trainer.chunks:
+        for p in chunk.parameters():
+            p.data.copy_(p.main_grad)
+    grads = {name: tensor.float().numpy().copy() for name, tensor in trainer.export_weights()}
+    for chunk in trainer.chunks:
+        for p in chunk.parameters():
+            p.data.copy_(weights[id(p)])
+    return grads
+
+
+def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
+    """Score, then `updates` updates; returns scored log-probs, loss and gradients of the first, and the last weights."""
+    trainer = make_trainer(config)
+    settings = trainer.chunks[0].config
+    finalize = settings.finalize_model_grads_func
+    # The distributed optimizer reduce-scatters; for looking at gradients they are wanted whole on every rank.
+    settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
+        *args, force_all_reduce=True, **kw
+    )
+    ranks = trainer.ranks
+    mine = samples[ranks.data_rank :: ranks.data_size]
+    mine_index = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
+    result: dict = {"micro_batches": 0}
+    for update in range(updates):
+        batches = trainer.pack(mine)
+        trainer.score(batches, "old")
+        if update == 0:
+            result["scored"] = gather_scored(trainer, batches, mine_index, "old")
+            for batch in batches:  # make ratios differ from 1, the same in every layout
+                if "old" in batch.scored:
+                    batch.scored["old"] = batch.scored["old"] + 0.1 * torch.sin(7.0 * batch.scored["old"])
+        scale = trainer.scale(batches)
+        objective = partial(policy_objective, config.algorithm, scale, all_reduce=trainer.context_sum)
+        captured: dict = {}
+        step = trainer._step
+        if update == 0:
+            trainer._step = lambda captured=captured, step=step: (captured.update(grads=whole_gradients(trainer)), step())[1]
+        metrics = trainer.update(batches, objective)
+        trainer._step = step
+        if update == 0:
+            result |= {"metrics": metrics, "grads": captured["grads"], "micro_batches": len(batches)}
+    result["weights"] = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
+    if dist.get_rank() != 0:
+        result.pop("grads"), result.pop("weights")
+    parallel.shutdown()
+    return result
+
+
+def gather_scored(trainer: Trainer, batches, mine_index: list[int], name: str) -> dict[tuple[int, int], float]:
+    """(sample, label position) -> log-prob, from all ranks that hold some."""
+    mine: dict[tuple[int, int], float] = {}
+    for batch in batches:
+        if name not in batch.scored:
+            continue
+        for t in batch.mask.nonzero()[:, 0].tolist():
+            sample = mine_index[batch.samples[int(batch.sequence_ids[t])]]
+            mine[sample, int(batch.position_ids[0, t])] = float(batch.scored[name][t])
+    merged: dict[tuple[int, int], float] = {}
+    for part in trainer.ranks.gather(mine):
+        merged |= part
+    return merged
+
+
+def run_layouts(model: str, samples: list[Sample], layouts: list[dict]) -> list[dict]:
+    """Several layouts of the same world size, one after the other on the same processes."""
+    return [run_layout(make_config(model, overrides), samples) for overrides in layouts]

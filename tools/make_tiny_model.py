@@ -1,0 +1,294 @@
+"""Make a tiny random model folder of a supported family: config.json, safetensors, tokenizer, generation_config.json.
+
+    python tools/make_tiny_model.py qwen3_moe OUT
+    python tools/make_tiny_model.py gpt_oss OUT --layers 2 --experts 8 --dtype bfloat16
+    python tools/make_tiny_model.py --preset quickstart OUT
+
+The folder loads in transformers, in SGLang and in the trainer. No network is used: the tokenizer is built here, either a
+byte-level BPE trained on the Python manual that comes with every Python ("text", with a ChatML chat template), or one
+token a number ("numbers", for arithmetic tasks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from pydoc_data import topics
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that all families share; a family ignores those that it does not have."""
+
+    hidden: int = 64
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    intermediate: int = 96
+    """Of a dense MLP."""
+    expert_intermediate: int = 48
+    experts: int = 8
+    topk: int = 2
+    vocab: int = 512
+    max_position: int = 4096
+
+
+def qwen3_moe(s: Sizes) -> PreTrainedConfig:
+    return transformers.Qwen3MoeConfig(
+        **_decoder(s), head_dim=s.head_dim, **_routed(s), num_experts=s.experts, norm_topk_prob=True
+    )
+
+
+def olmoe(s: Sizes) -> PreTrainedConfig:
+    """Every layer is MoE, `intermediate_size` is the expert's, and heads share hidden_size evenly."""
+    return transformers.OlmoeConfig(
+        **_decoder(s) | {"intermediate_size": s.expert_intermediate},
+        num_experts=s.experts,
+        num_experts_per_tok=s.topk,
+        norm_topk_prob=False,
+        eos_token_id=None,  # its default is outside of a small vocabulary
+    )
+
+
+def mixtral(s: Sizes) -> PreTrainedConfig:
+    return transformers.MixtralConfig(
+        **_decoder(s) | {"intermediate_size": s.expert_intermediate},
+        head_dim=s.head_dim,
+        num_local_experts=s.experts,
+        num_experts_per_tok=s.topk,
+    )
+
+
+def deepseek_v3(s: Sizes) -> PreTrainedConfig:
+    """Moonlight's shape (MLA without a query LoRA, two shared experts, first layer dense), with two expert groups."""
+    return transformers.DeepseekV3Config(
+        **_decoder(s) | {"num_key_value_heads": s.heads},
+        **_routed(s),
+        n_routed_experts=s.experts,
+        n_shared_experts=2,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        moe_layer_freq=1,
+        routed_scaling_factor=2.446,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        kv_lora_rank=2 * s.head_dim,
+        qk_nope_head_dim=s.head_dim,
+        qk_rope_head_dim=s.head_dim // 2,
+        v_head_dim=s.head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
+
+
+def gpt_oss(s: Sizes) -> PreTrainedConfig:
+    """Yarn, learned sinks, biases, every other layer with a sliding window."""
+    if s.hidden == 2 * s.expert_intermediate:
+        raise ValueError(
+            f"gpt_oss: hidden {s.hidden} is twice the expert's intermediate size, so that gate_up_proj is square and "
+            "converters cannot tell its orientation; choose another --expert-intermediate"
+        )
+    return transformers.GptOssConfig(
+        **_decoder(s) | {"intermediate_size": s.expert_intermediate},
+        head_dim=s.head_dim,
+        num_local_experts=s.experts,
+        num_experts_per_tok=s.topk,
+        sliding_window=8,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": max(1, s.max_position // 32),
+        },
+    )
+
+
+def qwen3(s: Sizes) -> PreTrainedConfig:
+    return transformers.Qwen3Config(**_decoder(s), head_dim=s.head_dim)
+
+
+def llama(s: Sizes) -> PreTrainedConfig:
+    """With tied embeddings, as in the small Llama models."""
+    return transformers.LlamaConfig(**_decoder(s) | {"tie_word_embeddings": True}, head_dim=s.head_dim)
+
+
+FAMILIES = {f.__name__: f for f in (qwen3_moe, olmoe, deepseek_v3, gpt_oss, mixtral, qwen3, llama)}
+
+QUICKSTART = Sizes(hidden=192, heads=4, kv_heads=2, head_dim=48, expert_intermediate=256, vocab=64, max_position=512)
+"""5.2 M parameters: learns number sorting in minutes on two cores."""
+
+
+def _decoder(s: Sizes) -> dict:
+    return {
+        "vocab_size": s.vocab,
+        "hidden_size": s.hidden,
+        "intermediate_size": s.intermediate,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "max_position_embeddings": s.max_position,
+        "tie_word_embeddings": False,
+    }
+
+
+def _routed(s: Sizes) -> dict:
+    return {"moe_intermediate_size": s.expert_intermediate, "num_experts_per_tok": s.topk}
+
+
+def text_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of exactly `vocab` tokens (at least 260: 256 bytes and the special tokens), with ChatML."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(topics.topics.values(), trainer)
+    if bpe.get_vocab_size() != vocab:
+        raise ValueError(f"--vocab {vocab}: the text tokenizer has {bpe.get_vocab_size()} tokens; choose 260 to 4096")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=special[0], eos_token=special[2], clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def numbers_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """One token for each number 0 to 19 and each of + - * / ( ) = : < >, and pad, bos, eos: 33; the rest is reserved.
+
+    Reserved tokens only fill the vocabulary up to a size that tensor parallelism divides; no text maps to them, and
+    they are visible when decoded. Text outside the vocabulary becomes <pad>.
+    """
+    words = ["<pad>", "<bos>", "<eos>", *(str(n) for n in range(20)), *"+-*/()=:<>"]
+    if vocab < len(words):
+        raise ValueError(f"--vocab {vocab}: the numbers tokenizer needs {len(words)}")
+    words += [f"<reserved_{i}>" for i in range(len(words), vocab)]
+    level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    level.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d+|\S"), behavior="removed", invert=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=level,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+TOKENIZERS = {"text": text_tokenizer, "numbers": numbers_tokenizer}
+
+
+def make_tiny_model(
+    family: str,
+    out: str | Path,
+    *,
+    sizes: Sizes = Sizes(),
+    tokenizer: str = "text",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    vector_noise: float = 0.1,
+) -> Path:
+    """Write the model folder and return its path. The folder appears complete or not at all.
+
+    vector_noise: std of the noise added to norm weights, biases, sinks and expert biases, which start as constants: with
+    it a vector that a converter forgets or swaps changes the output.
+    """
+    out = Path(out)
+    tok = TOKENIZERS[tokenizer](sizes.vocab)
+    config = FAMILIES[family](sizes)
+    special = {name: getattr(tok, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config.update(special)
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            # Expert biases are [experts, size]: told by name. The router's correction bias of DeepSeek-V3 is a buffer.
+            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            for name, tensor in tensors.items():
+                vector = tensor.dim() == 1 and "inv_freq" not in name
+                if vector or name.endswith("_bias"):
+                    tensor += vector_noise * torch.randn_like(tensor)
+    finally:
+        torch.set_rng_state(generator_state)
+    model = model.to(dtype)
+    model.generation_config = GenerationConfig(do_sample=True, **special)
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tok.save_pretrained(partial)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+    return out
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", nargs="?", choices=list(FAMILIES), help="left out with --preset")
+    parser.add_argument("out", help="folder to make; an existing one is replaced if it is a model folder or empty")
+    parser.add_argument("--preset", choices=["quickstart"], help="the 5.2 M Qwen3-MoE of examples/quickstart.sh")
+    parser.add_argument("--tokenizer", choices=list(TOKENIZERS))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vector-noise", type=float, help="std of noise on norms and biases (0.1; preset: 0)")
+    for name, default in asdict(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"default {default}")
+    options = parser.parse_args(arguments)
+    if (options.family is None) == (options.preset is None):
+        parser.error("give either a family or --preset")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    disable_progress_bar()
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    preset = options.preset is not None
+    given = {name: value for name in asdict(Sizes()) if (value := getattr(options, name)) is not None}
+    out = Path(options.out)
+    if out.exists() and any(out.iterdir()) and not (out / "config.json").exists():
+        print(f"make_tiny_model: {out} exists and is not a model folder; give another", file=sys.stderr)
+        return 2
+    noise = options.vector_noise
+    try:
+        make_tiny_model(
+            "qwen3_moe" if preset else options.family,
+            out,
+            sizes=replace(QUICKSTART if preset else Sizes(), **given),
+            tokenizer=options.tokenizer or ("numbers" if preset else "text"),
+            dtype=getattr(torch, options.dtype),
+            seed=options.seed,
+            vector_noise=noise if noise is not None else (0.0 if preset else 0.1),
+        )
+    except ValueError as error:
+        print(f"make_tiny_model: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

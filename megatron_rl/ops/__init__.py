@@ -1,0 +1,3 @@
+"""Operators with their own gradients: one autograd function per file, with its plain-torch reference beside it."""
+
+from megatron_rl.ops.masked_log_softmax import masked_log_softmax as masked_log_softmax

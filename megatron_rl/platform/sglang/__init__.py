@@ -1,0 +1,42 @@
+"""What lets SGLang run where no GPU exists. Nothing here is used on a machine with CUDA.
+
+The folder `pythonpath/` is put first on PYTHONPATH of the server process alone. It holds a stand-in for the package
+`sgl_kernel` and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry point group `sglang.srt.plugins`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PYTHONPATH = Path(__file__).parent / "pythonpath"
+
+REPLACED = {
+    "package sgl_kernel": (
+        "loads libcuda at import; the stand-in has the names that SGLang imports everywhere, and none of its operators,"
+        " so that SGLang takes its torch-native paths"
+    ),
+    "sglang.srt.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS['cpu']": (
+        "the capture of routed experts pins its host buffer with cudaHostRegister; here it is plain memory"
+    ),
+    "attention backend 'torch_native'": (
+        "loops over requests in Python and knows no attention sinks; replaced by one padded batch with sinks and windows"
+    ),
+    "sglang.srt.arg_groups.model_hook.attention_backends_of": (
+        "refuses torch_native for gpt-oss for want of sinks and windows, which the replacement has"
+    ),
+}
+"""Every place of SGLang that is replaced, and why."""
+
+FLAGS = ["--device", "cpu", "--attention-backend", "torch_native"]
+"""Flags of sglang.launch_server on a machine without a GPU."""
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Environment variables of a server without a GPU, on top of the caller's."""
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join([str(PYTHONPATH), *([inherited] if inherited else [])]),
+    }

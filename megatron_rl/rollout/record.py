@@ -1,0 +1,71 @@
+"""Trajectories on disk: one .npz a step and data-parallel rank, written whole or not at all; no pickles."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.trajectory import Trajectory, WeightSpan
+
+_PLAIN = ("prompt_id", "group_id", "prompt_length", "finish_reason", "text", "reward", "reward_parts")
+
+
+def file_of(folder: Path, step: int, data_rank: int) -> Path:
+    """File of the trajectories that data-parallel rank `data_rank` trained on in step `step` (0-based)."""
+    return folder / f"step_{step:06d}.rank{data_rank}.npz"
+
+
+def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
+    """Write trajectories to `path` (a temporary file that is renamed)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, np.ndarray] = {}
+    rows = []
+    for index, t in enumerate(trajectories):
+        row = {key: getattr(t, key) for key in _PLAIN}
+        row["weight_spans"] = [[s.version, s.start, s.end] for s in t.weight_spans]
+        row["kept"] = None if t.kept is None else [len(k) for k in t.kept]
+        rows.append(row)
+        arrays[f"{index}.tokens"] = t.tokens
+        arrays[f"{index}.log_probs"] = t.log_probs
+        arrays[f"{index}.loss_mask"] = t.loss_mask
+        if t.routes is not None:
+            arrays[f"{index}.routes"] = t.routes
+        if t.kept is not None:
+            arrays[f"{index}.kept"] = np.concatenate(t.kept)
+    arrays["rows"] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        np.savez(file, **arrays)
+    os.replace(temporary, path)
+
+
+def load_trajectories(path: Path) -> list[Trajectory]:
+    """Read what save_trajectories wrote. Errors: UserError naming the file that is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            rows = json.loads(arrays["rows"].tobytes())
+            return [_trajectory(arrays, index, row) for index, row in enumerate(rows)]
+    except FileNotFoundError:
+        raise UserError(f"rollout.replay: {path} does not exist (recorded on other data-parallel ranks?)") from None
+    except Exception as error:
+        raise UserError(f"rollout.replay: {path} is damaged ({type(error).__name__}: {error})") from None
+
+
+def _trajectory(arrays, index: int, row: dict) -> Trajectory:
+    kept = None
+    if row["kept"] is not None:
+        kept = np.split(arrays[f"{index}.kept"], np.cumsum(row["kept"])[:-1])
+    routes = arrays[f"{index}.routes"] if f"{index}.routes" in arrays else None
+    return Trajectory(
+        **{key: row[key] for key in _PLAIN},
+        tokens=arrays[f"{index}.tokens"],
+        log_probs=arrays[f"{index}.log_probs"],
+        loss_mask=arrays[f"{index}.loss_mask"],
+        kept=kept,
+        routes=routes,
+        weight_spans=[WeightSpan(*span) for span in row["weight_spans"]],
+    )

@@ -1,0 +1,204 @@
+"""The SGLang server that the trainer starts on its own machine: start, wait until ready, restart, end with the trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import ServerConfig
+from megatron_rl.errors import UserError
+from megatron_rl.platform import sglang as cpu_platform
+
+SUPERVISOR = Path(__file__).with_name("supervise.py")
+STOP_GRACE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
+CPU_CACHE_TOKENS = 65_536
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def find_python(configured: str | None = None) -> Path:
+    """Python of SGLang's environment: the configured one, else .venv-rollout beside the package or in the current folder."""
+    if configured:
+        if not os.access(configured, os.X_OK):
+            raise UserError(f"config: rollout.server.python = '{configured}' is not an executable file")
+        return Path(configured)
+    places = [Path(__file__).parents[2], Path.cwd()]
+    for place in places:
+        python = place / ".venv-rollout" / "bin" / "python"
+        if os.access(python, os.X_OK):
+            return python
+    raise UserError(
+        "no environment of SGLang found (.venv-rollout beside the package or in the current folder): run tools/setup.sh,"
+        " or set rollout.server.python, or list running servers in rollout.addresses"
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def tail(path: Path, lines: int = 20) -> list[str]:
+    """Last non-empty lines of a log."""
+    try:
+        with open(path, errors="replace") as log:
+            return [line.rstrip() for line in deque(filter(str.strip, log), lines)]
+    except OSError:
+        return []
+
+
+def reason_of_death(path: Path) -> str:
+    """The last exception's own line in SGLang's log, else its last line."""
+    lines = tail(path, 400)
+    for line in reversed(lines):
+        if re.match(r"^(\w+\.)*\w*(Error|Exception|Interrupt)\b", line) or "error: " in line:
+            return line
+    return lines[-1] if lines else "its log is empty"
+
+
+class RolloutServer:
+    """One SGLang server on 127.0.0.1, child of this process.
+
+    `with RolloutServer(...) as server:` starts it and waits until it answers; leaving the block ends its whole process
+    tree, as does the end of this process, in whatever way. `address` stays the same over `restart()`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: ServerConfig,
+        *,
+        dtype: str = "bf16",
+        context_length: int = 4096,
+        routes: bool = False,
+        log_path: str | Path = "sglang.log",
+        seed: int = 0,
+    ):
+        """model: Hugging Face folder; dtype: bf16 | fp32; routes: capture the experts of every token."""
+        self.model, self.config, self.dtype = Path(model), config, dtype
+        self.context_length, self.routes, self.seed = context_length, routes, seed
+        self.log_path = Path(log_path)
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.restarts = 0
+        self._process: subprocess.Popen | None = None
+
+    def __enter__(self) -> RolloutServer:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.stop()
+
+    def command(self) -> list[str]:
+        """The server's command line."""
+        flags = {
+            "--model-path": self.model,
+            "--host": "127.0.0.1",
+            "--port": self.port,
+            "--dtype": DTYPES[self.dtype],
+            "--context-length": self.context_length,
+            "--mem-fraction-static": self.config.memory_fraction,
+            "--tensor-parallel-size": self.config.tensor,
+            "--random-seed": self.seed,
+        }
+        tokens = self.config.max_total_tokens
+        if not torch.cuda.is_available():
+            tokens = tokens or CPU_CACHE_TOKENS
+        if tokens:
+            flags["--max-total-tokens"] = tokens
+        command = [str(find_python(self.config.python)), "-m", "sglang.launch_server"]
+        for name, value in flags.items():
+            command += [name, str(value)]
+        if self.routes:
+            command.append("--enable-return-routed-experts")
+        if not torch.cuda.is_available():
+            command += cpu_platform.FLAGS
+        return command + self.config.extra_args
+
+    def environment(self) -> dict[str, str]:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # the model is a folder
+        # Without compiled modules on disk each of SGLang's processes compiles thousands of them at every start.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        if not torch.cuda.is_available():
+            environment |= cpu_platform.environment(self.config.threads or os.cpu_count() or 1)
+        return environment
+
+    def start(self) -> None:
+        """Start the process; returns at once."""
+        if not (self.model / "config.json").is_file():
+            raise UserError(f"model '{self.model}' has no config.json: rollout needs a Hugging Face folder")
+        command = self.command()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-E", "-S", str(SUPERVISOR), str(STOP_GRACE_S), *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                start_new_session=True,  # Ctrl-C reaches the trainer alone, which then ends the server in order
+            )
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers. Errors: UserError with SGLang's own reason when it dies or takes too long."""
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while time.monotonic() < deadline:
+            if not self.alive():
+                status = self._process.wait() if self._process else None
+                raise UserError(
+                    f"SGLang did not start (exit status {status}): {reason_of_death(self.log_path)}"
+                    f" [whole log: {self.log_path}]"
+                )
+            if self.ready():
+                return
+            time.sleep(0.1)
+        raise UserError(
+            f"SGLang was not ready after {self.config.start_timeout_s:.0f} s (rollout.server.start_timeout_s);"
+            f" last line of {self.log_path}: {(tail(self.log_path, 1) or ['(empty)'])[0]}"
+        )
+
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.address}/ready", timeout=5) as reply:
+                return reply.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the whole process tree: SIGTERM, then SIGKILL. Returns when it is gone; harmless when it is gone already."""
+        if self._process is None:
+            return
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_GRACE_S + 20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the supervisor hangs: its server dies with it
+            self._process.wait(20)
+        self._process = None
+
+    def restart(self) -> None:
+        """Stop what is left of the server and start it again at the same address, with the weights of the model folder."""
+        self.stop()
+        self.restarts += 1
+        self.start()
+        self.wait_ready()

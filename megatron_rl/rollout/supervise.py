@@ -1,0 +1,74 @@
+"""Keeps a server's whole process tree tied to its owner: `python supervise.py GRACE_S COMMAND...`, standard library alone.
+
+The owner holds the other end of standard input. When it closes that pipe, or dies in whatever way (kill -9 included: the
+kernel closes the pipe), or when the server's first process ends, every process of the tree gets SIGTERM and, GRACE_S
+seconds later, SIGKILL. Exits with the server's own status.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def descendants() -> list[int]:
+    """Process ids below this process. Orphans stay among them, because this process is their subreaper."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, frontier = [], [os.getpid()]
+    while frontier:
+        frontier = [pid for parent in frontier for pid in children.get(parent, [])]
+        found += frontier
+    return found
+
+
+def end(pids: list[int], signal_number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal_number)
+        except ProcessLookupError:
+            pass
+
+
+def main() -> int:
+    grace, command = float(sys.argv[1]), sys.argv[2:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        # Should this process itself be killed with -9, the server goes with it (and SGLang's workers with the server).
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the owner decides, by closing the pipe
+    death = os.pidfd_open(server.pid)
+    select.select([sys.stdin, death], [], [])
+    deadline = time.monotonic() + grace
+    end(descendants(), signal.SIGTERM)
+    while descendants() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while left := descendants():
+        end(left, signal.SIGKILL)
+        time.sleep(0.05)
+    status = server.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""Tasks, verifiers and the stream of prompts: what is asked and how answers are judged."""
+
+from megatron_rl.environments.build import build_task
+from megatron_rl.environments.stream import PromptStream, fitting
+from megatron_rl.environments.task import Prompt, Task, combine, encode_response, score
+
+__all__ = ["Prompt", "PromptStream", "Task", "build_task", "combine", "encode_response", "fitting", "score"]

@@ -1,0 +1,46 @@
+"""Scores of an evaluation: n responses to each prompt. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+
+def average_at_n(rewards: Sequence[Sequence[float]]) -> float:
+    """avg@n: mean over prompts of the mean reward of their responses. rewards: [prompts][n]."""
+    return _mean([_mean(row) for row in rewards])
+
+
+def pass_at_k(rewards: Sequence[Sequence[float]], k: int, *, threshold: float = 1.0) -> float:
+    """pass@k: chance that one of k responses is right, unbiased from n >= k responses (arXiv 2107.03374, equation 1).
+
+    1 - C(n - c, k) / C(n, k), c of n responses having a reward of at least threshold. rewards: [prompts][n].
+    """
+    estimates = []
+    for row in rewards:
+        n, right = len(row), sum(reward >= threshold for reward in row)
+        if not 1 <= k <= n:
+            raise ValueError(f"pass@{k} needs at least {k} responses to each prompt, there are {n}")
+        estimates.append(1.0 - math.comb(n - right, k) / math.comb(n, k))
+    return _mean(estimates)
+
+
+def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]]) -> float:
+    """maj@n: mean reward of each prompt's most frequent answer; among equally frequent ones the mean of theirs.
+
+    answers, rewards: [prompts][n]; equal answers of a prompt have equal rewards.
+    """
+    scores = []
+    for row, row_rewards in zip(answers, rewards, strict=True):
+        counts = Counter(row)
+        top = max(counts.values())
+        reward_of = dict(zip(row, row_rewards, strict=True))
+        scores.append(_mean([reward_of[answer] for answer, count in counts.items() if count == top]))
+    return _mean(scores)
+
+
+def _mean(values: Sequence[float]) -> float:
+    if not len(values):
+        raise ValueError("an evaluation needs at least one prompt and one response")
+    return math.fsum(values) / len(values)

@@ -1,0 +1,209 @@
+"""Tasks from data: a .jsonl or .parquet file, or a Hugging Face data set (by name or folder)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import DataConfig
+from megatron_rl.environments.task import Prompt, Split, Task, is_held_out, nearest
+from megatron_rl.environments.verifiers import PooledVerifier, exact, extract_answer, number_list
+from megatron_rl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Row = tuple[str, "dict[str, Any] | str"]
+"""(where it stands, the row or what is wrong with it)."""
+HELD_OUT_SHARE = 0.1
+MATH_TIMEOUT_S = 5.0
+_SHOWN = 5
+_MISSING = object()
+
+
+def read_file(path: str, key: str = "data.path") -> Iterator[Row]:
+    """Rows of a .jsonl or .parquet file. Errors: UserError where there is no such file or it is neither."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"config: {key}: there is no file {path}")
+    if file.suffix == ".jsonl":
+        return _read_jsonl(file)
+    if file.suffix == ".parquet":
+        return _read_parquet(file)
+    raise UserError(f"config: {key}: {path} is neither .jsonl nor .parquet")
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                row = f"not JSON ({error})"
+            yield f"{file}:{number}", row if isinstance(row, dict | str) else "not a JSON object"
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(file)
+        number = 0
+        for batch in batches.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}:{number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"data: {file} is not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Row]:
+    """Rows of a Hugging Face data set, or of a folder that `datasets` can read (saved with save_to_disk, or of files)."""
+    import datasets
+
+    try:
+        if (Path(path) / "dataset_info.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(path)
+            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            rows = datasets.load_dataset(path, subset, split=split)
+    except Exception as error:  # the library raises many kinds, from its own to those of HTTP clients
+        raise UserError(f"config: {key}: data set {path} (split {split}): {' '.join(str(error).split())[:300]}") from None
+    return ((f"{path}:{split}:{number}", row) for number, row in enumerate(rows, 1))
+
+
+class RowTask(Task):
+    """Prompts from rows; a row that cannot be used is skipped, counted and named in the log.
+
+    demonstrations: rows need data.response_key (and no answer), for SFT.
+    """
+
+    def __init__(self, name: str, data: DataConfig, read: Callable[[Split], Iterator[Row] | None], *, demonstrations: bool):
+        self.name = name
+        self.data = data
+        self.demonstrations = demonstrations
+        options = dict(data.options)
+        self.verify = _verifier(data.verifier or "exact", float(options.pop("verifier_timeout_s", MATH_TIMEOUT_S)))
+        self.parts = ("correct",) if data.verifier in (None, "exact") else ("correct", "answered")
+        self.skipped = 0
+        self._split = self._load(read)
+
+    def _load(self, read: Callable[[Split], Iterator[Row] | None]) -> dict[str, list[Prompt]]:
+        train = self._parse(read("train"))
+        held_out = read("eval")
+        if held_out is None:
+            return _split_by_hash(train)
+        evaluation = self._parse(held_out)
+        texts = {prompt.text for prompt in evaluation}
+        fresh = [prompt for prompt in train if prompt.text not in texts]
+        if len(fresh) < len(train):
+            log.warning("data: %d training prompts are also held-out prompts and are left out", len(train) - len(fresh))
+        return {"train": fresh, "eval": evaluation}
+
+    def _parse(self, rows: Iterator[Row]) -> list[Prompt]:
+        prompts, columns, skipped, where = [], set(), 0, "the data"
+        missing = dict.fromkeys(self._needed(), 0)
+        for where, row in rows:
+            problem = row if isinstance(row, str) else None
+            if problem is None:
+                columns |= row.keys()
+                absent = [key for key in missing if _get(row, key) is _MISSING]
+                for key in absent:
+                    missing[key] += 1
+                problem = f"no '{absent[0]}'" if absent else self._empty(row)
+            if problem is None:
+                prompts.append(self._prompt(where, row))
+                continue
+            skipped += 1
+            if skipped <= _SHOWN:
+                log.warning("data: %s skipped: %s", where, problem)
+        if not prompts:
+            file = where.rpartition(":")[0] or where
+            for key, count in missing.items():
+                if count and key not in columns and columns:
+                    name = {self.data.prompt_key: "prompt", self.data.answer_key: "answer"}.get(key, "response")
+                    raise UserError(f"data: {file} has no column '{key}' (data.{name}_key){nearest(key, columns)}")
+            raise UserError(f"data: {file} has no usable line ({skipped} skipped)")
+        if skipped:
+            log.warning("data: %d of %d lines skipped", skipped, skipped + len(prompts))
+        self.skipped += skipped
+        return prompts
+
+    def _needed(self) -> list[str]:
+        return [self.data.prompt_key, self.data.response_key if self.demonstrations else self.data.answer_key]
+
+    def _empty(self, row: dict[str, Any]) -> str | None:
+        """What is wrong with a row that has all columns."""
+        for key in self._needed():
+            value = _get(row, key)
+            if value is None or (isinstance(value, str | list) and not len(value)):
+                return f"'{key}' is empty"
+        prompt = _get(row, self.data.prompt_key)
+        if isinstance(prompt, list):
+            good = all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in prompt)
+            return None if good else f"'{self.data.prompt_key}' is a list, but not one of messages with role and content"
+        return None if isinstance(prompt, str) else f"'{self.data.prompt_key}' is neither text nor a list of messages"
+
+    def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
+        prompt = _get(row, self.data.prompt_key)
+        answer, response = _get(row, self.data.answer_key), _get(row, self.data.response_key)
+        if isinstance(prompt, list):
+            messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+            text = messages[-1]["content"]
+        else:
+            text = self.data.template.replace("{prompt}", prompt)
+            messages = [{"role": "user", "content": text}] if self.data.chat else None
+        return Prompt(
+            prompt_id=where,
+            text=text,
+            answer=None if answer is _MISSING else answer,
+            response=None if response is _MISSING or response is None else str(response),
+            messages=messages,
+        )
+
+    def prompts(self, split: Split) -> list[Prompt]:
+        return self._split[split]
+
+    def extract(self, text: str) -> str:
+        return extract_answer(text.rpartition("####")[2])
+
+    def score(self, prompts, texts):
+        if isinstance(self.verify, PooledVerifier):
+            return self.verify.score(prompts, [(t, str(p.answer)) for p, t in zip(prompts, texts, strict=True)])
+        return [self.verify(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
+
+    def close(self) -> None:
+        if isinstance(self.verify, PooledVerifier):
+            self.verify.close()
+
+
+def _verifier(name: str, timeout_s: float):
+    verifiers = {"exact": exact, "number_list": number_list}
+    if name == "math":
+        target = "megatron_rl.environments.verifiers:compare_math"
+        return PooledVerifier(target, ("correct", "answered"), timeout_s=timeout_s, imports=["math_verify"])
+    if name not in verifiers:
+        raise UserError(f"config: data.verifier: '{name}' does not fit a file or hub task"
+                        f"{nearest(name, [*verifiers, 'math'])}")  # fmt: skip
+    return verifiers[name]
+
+
+def _get(row: dict[str, Any], key: str) -> Any:
+    """row[key], where 'reward_model.ground_truth' also reaches into nested rows; _MISSING if there is none."""
+    if key in row:
+        return row[key]
+    head, dot, rest = key.partition(".")
+    return _get(row[head], rest) if dot and isinstance(row.get(head), dict) else _MISSING
+
+
+def _split_by_hash(prompts: list[Prompt]) -> dict[str, list[Prompt]]:
+    split: dict[str, list[Prompt]] = {"train": [], "eval": []}
+    for prompt in prompts:
+        split["eval" if is_held_out(prompt.text, HELD_OUT_SHARE) else "train"].append(prompt)
+    if not split["train"]:
+        raise UserError(f"data: all {len(prompts)} lines fell to the held-out split; give more data, or data.eval_path")
+    return split

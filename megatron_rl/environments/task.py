@@ -1,0 +1,121 @@
+"""What a task is: prompts, the rewards of responses to them, and optionally demonstrations."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megatron_rl.errors import UserError
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question, with what its verifier needs to know."""
+
+    prompt_id: str
+    """Unique in its data set and stable over runs: `number_sorting:17`, `train.jsonl:3`."""
+    text: str
+    """The prompt as it is given to the model; of a conversation, its last message."""
+    answer: Any = None
+    response: str | None = None
+    """A demonstration that came with the prompt."""
+    messages: list[dict[str, str]] | None = None
+    """A conversation; the tokenizer's chat template is applied to it."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    """Filled by `encode`."""
+
+    def encode(self, tokenizer) -> Prompt:
+        """A copy with tokens, special tokens included as the tokenizer wants them in front of a response."""
+        if self.messages is None:
+            return replace(self, tokens=list(tokenizer.encode(self.text)))
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"data: prompt {self.prompt_id} is a conversation, but the model's tokenizer has no chat template;"
+                " set data.chat: false (and data.template), or give the tokenizer a chat_template"
+            )
+        text = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+        return replace(self, tokens=list(tokenizer.encode(text, add_special_tokens=False)))
+
+
+def encode_response(tokenizer, text: str) -> list[int]:
+    """Tokens of a demonstration after its prompt, closed by the end-of-sequence token where the tokenizer has one."""
+    tokens = list(tokenizer.encode(text, add_special_tokens=False))
+    return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
+
+
+class Task:
+    """Base of all tasks. A subclass gives `prompts` and `score`; `demonstration` where SFT is wanted."""
+
+    name: str = ""
+    parts: tuple[str, ...] = ("correct",)
+    """Names of the reward parts that `score` returns."""
+    main_parts: tuple[str, ...] = ("correct",)
+    """Parts that count with weight 1.0 unless the config says otherwise; the others count 0."""
+    weights: dict[str, float]
+    """part -> weight, set by `build_task` from data.rewards."""
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """Prompts of a split (not tokenised); train and eval share no text. May be lazy."""
+        raise NotImplementedError
+
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[dict[str, float]]:
+        """Reward parts of texts[i] as a response to prompts[i]; never raises because of what a text says."""
+        raise NotImplementedError
+
+    def rewards(self, prompt: Prompt, response_text: str) -> dict[str, float]:
+        """Reward parts of one response."""
+        return self.score([prompt], [response_text])[0]
+
+    def extract(self, text: str) -> str:
+        """The answer inside a response, in a form in which equal answers are equal strings (for majority@n)."""
+        return text.strip()
+
+    def demonstration(self, prompt: Prompt, rng: random.Random) -> str:
+        """A response to learn from in SFT. Errors: UserError where the task has none."""
+        if prompt.response is None:
+            raise UserError(f"data.task '{self.name}' has no demonstrations, so it cannot be used for SFT")
+        return prompt.response
+
+    def close(self) -> None:
+        """End the task's worker processes."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """'; did you mean ...?' for a misspelt name, or all names where none is near."""
+    names = [str(n) for n in names]
+    close = difflib.get_close_matches(name, names, 1, 0.4)
+    return f"; did you mean '{close[0]}'?" if close else f"; there is: {', '.join(sorted(names)) or 'nothing'}"
+
+
+def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
+    """part -> weight for all parts of the task. Errors: UserError for a part that the task does not have."""
+    for part in rewards:
+        if part not in task.parts:
+            raise UserError(f"config: data.rewards has '{part}', which task '{task.name}' does not give"
+                            f"{nearest(part, task.parts)}")
+    return {part: float(rewards.get(part, part in task.main_parts)) for part in task.parts}
+
+
+def score(task: Task, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[dict[str, float]]:
+    """Reward parts of each response; in parallel worker processes where the verifier is slow."""
+    if len(prompts) != len(texts):
+        raise ValueError(f"{len(prompts)} prompts for {len(texts)} responses")
+    return task.score(prompts, texts)
+
+
+def combine(parts: dict[str, float], weights: dict[str, float]) -> float:
+    """The reward: weighted sum of the parts."""
+    return sum(weights[name] * value for name, value in parts.items())
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a text belongs to the held-out split: decided by its hash alone, so equal texts never part."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64

@@ -1,0 +1,95 @@
+"""Import hook: modules of `megatron.*` are compiled from their rewritten source (rules.py) and cached as bytecode."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import marshal
+import os
+import struct
+import sys
+import tempfile
+import warnings
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from megatron_rl.platform.megatron import cuda, rules
+
+PREFIX = "megatron."
+_RULES_HASH = hashlib.sha256(Path(rules.__file__).read_bytes()).hexdigest()[:12]
+
+
+class CpuLoader(SourceFileLoader):
+    """Loads one module of Megatron with the rules applied."""
+
+    def source_to_code(self, data: bytes, path: str, *, _optimize: int = -1) -> CodeType:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in Megatron's docstrings
+            tree, _ = rules.rewrite(data, self.name, path)
+            return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The cached bytecode, if it belongs to this source file and these rules; else compile and cache it."""
+        path = self.get_filename(fullname)
+        stat = os.stat(path)
+        header = struct.pack("<qq", stat.st_mtime_ns, stat.st_size)
+        for cache in cache_paths(path):
+            with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
+                data = cache.read_bytes()
+                if data[:16] == header:
+                    return marshal.loads(data[16:])
+        code = self.source_to_code(self.get_data(path), path)
+        if not sys.dont_write_bytecode:
+            _store(header + marshal.dumps(code), cache_paths(path))
+        return code
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        setattr(module, rules.SHIM, cuda)
+        return module
+
+
+def cache_paths(source: str) -> list[Path]:
+    """Where a module's bytecode may lie: beside Python's own, or in the user's cache where that cannot be written."""
+    beside = Path(importlib.util.cache_from_source(source))
+    name = f"{beside.stem}.cpu-{_RULES_HASH}.pyc"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_rl"
+    folder = hashlib.sha256(str(beside.parent).encode()).hexdigest()[:16]
+    return [beside.with_name(name), user / folder / name]
+
+
+def _store(data: bytes, paths: list[Path]) -> None:
+    """Write to the first path that takes it; complete or not at all, whatever other processes do."""
+    for path in paths:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+        except OSError:
+            continue
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            os.replace(temporary, path)
+            return
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+class CpuFinder(MetaPathFinder):
+    """Finds `megatron.*` as Python would, and gives source files to CpuLoader."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not fullname.startswith(PREFIX):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = CpuLoader(fullname, spec.origin)
+        return spec
+
+
+def install() -> None:
+    sys.meta_path.insert(0, CpuFinder())

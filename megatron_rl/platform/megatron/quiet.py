@@ -1,0 +1,20 @@
+"""Silences what Megatron says at start-up that a user without a GPU can do nothing about. One narrow filter each."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+WARNINGS = (
+    r"Transformer Engine and Apex are not installed\. Falling back",
+    r"Apex is not installed\. Falling back to Torch Norm",
+)
+LOG_LINES = {"torch.utils.cpp_extension": "No CUDA runtime is found"}
+"""Logger -> beginning of the line."""
+
+
+def silence() -> None:
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message)
+    for name, start in LOG_LINES.items():
+        logging.getLogger(name).addFilter(lambda record, start=start: not str(record.msg).startswith(start))

@@ -1,0 +1,196 @@
+"""How the source of `megatron.*` is changed, in memory, where no GPU exists.
+
+Megatron addresses the GPU directly (`torch.cuda.current_device()`, `device="cuda"`). Instead of replacing functions of
+torch, which every other library shares, the syntax tree of each Megatron module is rewritten while it is imported: a few
+general rules, and `SWAPS` for single expressions. Positions are kept, so tracebacks show Megatron's own lines.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Literal
+
+SHIM = "_megatron_rl_platform_"
+"""Name under which a rewritten module sees `megatron_rl.platform.megatron.cuda`."""
+SHIM_MODULE = "megatron_rl.platform.megatron.cuda"
+TE_MODULE = "megatron_rl.platform.megatron.transformer_engine"
+
+Rule = Literal[
+    "torch.cuda", "import", "device name", "device()", ".cuda()", "tensor type", "pin_memory", "record_stream", "compile",
+    "swap",
+]
+
+WHY: dict[str, str] = {
+    "torch.cuda": "torch.cuda.NAME becomes our counterpart of it (cuda.py)",
+    "import": "from torch.cuda import NAME becomes our counterpart of it",
+    "device name": "the device name 'cuda' as an argument, a default or a value becomes 'cpu'; comparisons stay honest",
+    "device()": "torch.device('cuda', index) becomes the CPU device",
+    ".cuda()": "x.cuda(...) becomes x.cpu()",
+    "tensor type": "'torch.cuda.FloatTensor' and its kin become 'torch.FloatTensor' and its kin",
+    "pin_memory": "memory is not pinned",
+    "record_stream": "x.record_stream(...) goes: there are no streams",
+    "compile": "torch.compile leaves the function eager: compiling small fusions costs minutes and gains nothing",
+    "swap": "one expression, see SWAPS",
+}
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One expression of one module, and what stands there instead.
+
+    `old` is compared with `ast.unparse` of each expression (each statement's expressions, not statements); `count` is how
+    many places must match.
+    """
+
+    module: str
+    old: str
+    new: str
+    why: str
+    count: int = 1
+
+
+SWAPS = (
+    Swap(
+        "megatron.core.transformer.moe.moe_utils",
+        "torch.is_tensor(tensor) and tensor.is_cuda",
+        "torch.is_tensor(tensor)",
+        "split sizes must become numpy for all_to_all_single, which Megatron does for CUDA tensors alone",
+    ),
+    Swap(
+        "megatron.core.tensor_parallel.mappings",
+        "torch.distributed.all_gather",
+        f"{SHIM}.all_gather_uneven",
+        "gloo gathers tensors of equal size alone; expert tensor parallelism has a different token count on each rank",
+    ),
+    Swap(
+        "megatron.core.optimizer.distrib_optimizer",
+        "isinstance(tensors[key], torch.Tensor)",
+        "isinstance(tensors.get(key), torch.Tensor)",
+        "torch's Adam keeps `step` as a tensor, which is loaded with the parameter groups: without this, KeyError",
+    ),
+    Swap(
+        "megatron.core.tensor_parallel.random",
+        "torch.all(cpu_rng_state == torch.get_rng_state()).item()",
+        "True",
+        "warns when the CPU's random state changed inside the GPU's: here they are the same",
+    ),
+    Swap(
+        "megatron.bridge.peft.lora_layers",
+        "import transformer_engine.pytorch as te",
+        f"import {TE_MODULE} as te",
+        "imported unguarded, used for LoRA on Transformer Engine layers alone; HAVE_TE stays False everywhere",
+    ),
+)
+
+_TENSOR_TYPES = {f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte")}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One replaced place."""
+
+    module: str
+    line: int
+    rule: Rule
+    what: str
+
+
+class Rewriter(ast.NodeTransformer):
+    """Applies the rules to one module's tree; `sites` lists what was replaced."""
+
+    def __init__(self, module: str):
+        self.module = module
+        self.sites: list[Site] = []
+        self.swaps = {swap.old: swap for swap in SWAPS if swap.module == module}
+
+    def _replace(self, node: ast.AST, new: ast.AST, rule: Rule, what: str) -> ast.AST:
+        self.sites.append(Site(self.module, node.lineno, rule, what))
+        return ast.fix_missing_locations(ast.copy_location(new, node))
+
+    def _shim(self, name: str) -> ast.Attribute:
+        return ast.Attribute(ast.Name(SHIM, ast.Load()), name, ast.Load())
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if self.swaps and isinstance(node, ast.expr | ast.Import | ast.ImportFrom):
+            swap = self.swaps.get(ast.unparse(node))
+            if swap is not None:
+                mode = "exec" if isinstance(node, ast.stmt) else "eval"
+                new = ast.parse(swap.new, mode=mode)
+                return self._replace(node, new.body[0] if mode == "exec" else new.body, "swap", swap.old)
+        return super().visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == "torch" and isinstance(node.ctx, ast.Load):
+            if node.attr == "cuda":
+                return self._replace(node, ast.Name(SHIM, ast.Load()), "torch.cuda", "torch.cuda")
+            if node.attr == "compile":
+                return self._replace(node, self._shim("leave_eager"), "compile", "torch.compile")
+        if node.attr in ("cuda", "compile"):
+            return self.generic_visit(node)
+        value = node.value
+        node = self.generic_visit(node)
+        if value is not node.value and isinstance(node.value, ast.Name) and node.value.id == SHIM:
+            site = self.sites[-1]
+            self.sites[-1] = Site(site.module, site.line, site.rule, f"torch.cuda.{node.attr}")
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.level == 0 and node.module and (node.module == "torch.cuda" or node.module.startswith("torch.cuda.")):
+            what = ", ".join(f"{node.module}.{alias.name}" for alias in node.names)
+            return self._replace(node, ast.ImportFrom(SHIM_MODULE, node.names, 0), "import", what)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        function, first = node.func, node.args[0] if node.args else None
+        if isinstance(function, ast.Attribute):
+            if ast.unparse(function) == "torch.device" and _is_cuda(first) and len(node.args) == 2:
+                return self._replace(node, ast.Call(self._shim("current_device"), [], []), "device()", ast.unparse(node))
+            if function.attr == "cuda":
+                new = ast.Call(ast.Attribute(self.visit(function.value), "cpu", ast.Load()), [], [])
+                return self._replace(node, new, ".cuda()", ".cuda()")
+            if function.attr == "pin_memory" and not node.args and not node.keywords:
+                return self._replace(node, self.visit(function.value), "pin_memory", ".pin_memory()")
+            if function.attr == "record_stream":
+                return self._replace(node, ast.Constant(None), "record_stream", ".record_stream()")
+        node.args = [self._device_name(argument) for argument in node.args]
+        for keyword in node.keywords:
+            if keyword.arg == "pin_memory" and not isinstance(keyword.value, ast.Attribute | ast.Name):
+                keyword.value = self._replace(keyword.value, ast.Constant(False), "pin_memory", "pin_memory=")
+            else:
+                keyword.value = self._device_name(keyword.value)
+        return self.generic_visit(node)
+
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        node.defaults = [self._device_name(default) for default in node.defaults]
+        node.kw_defaults = [self._device_name(default) for default in node.kw_defaults]
+        return self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        node.body, node.orelse = self._device_name(node.body), self._device_name(node.orelse)
+        return self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        node.value = self._device_name(node.value)
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and node.value in _TENSOR_TYPES:
+            return self._replace(node, ast.Constant(node.value.replace(".cuda", "")), "tensor type", node.value)
+        return node
+
+    def _device_name(self, node: ast.AST | None) -> ast.AST | None:
+        if _is_cuda(node):
+            return self._replace(node, ast.Constant("cpu"), "device name", "'cuda'")
+        return node
+
+
+def _is_cuda(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value == "cuda"
+
+
+def rewrite(source: bytes | str, module: str, path: str = "<source>") -> tuple[ast.Module, list[Site]]:
+    """The changed tree of a module's source, and the places that were replaced."""
+    rewriter = Rewriter(module)
+    tree = rewriter.visit(ast.parse(source, path))
+    return tree, rewriter.sites

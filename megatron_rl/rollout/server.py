@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -84,14 +85,15 @@ class RolloutServer:
         routes: bool = False,
         log_path: str | Path = "sglang.log",
         seed: int = 0,
+        pythonpath: Sequence[str | Path] = (),
     ):
-        """model: Hugging Face folder; dtype: bf16 | fp32; routes: capture the experts of every token."""
+        """model: Hugging Face folder; dtype: bf16 | fp32; routes: capture the experts of every token; pythonpath: folders
+        with plugins of SGLang (entry point group `sglang.srt.plugins`)."""
         self.model, self.config, self.dtype = Path(model), config, dtype
         self.context_length, self.routes, self.seed = context_length, routes, seed
-        self.log_path = Path(log_path)
+        self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
-        self.restarts = 0
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> RolloutServer:
@@ -136,9 +138,11 @@ class RolloutServer:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # the model is a folder
         # Without compiled modules on disk each of SGLang's processes compiles thousands of them at every start.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        paths = self.pythonpath + [p for p in [os.environ.get("PYTHONPATH")] if p]
         if not torch.cuda.is_available():
+            paths.insert(0, str(cpu_platform.PYTHONPATH))
             environment |= cpu_platform.environment(self.config.threads or os.cpu_count() or 1)
-        return environment
+        return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
     def start(self) -> None:
         """Start the process; returns at once."""
@@ -199,6 +203,5 @@ class RolloutServer:
     def restart(self) -> None:
         """Stop what is left of the server and start it again at the same address, with the weights of the model folder."""
         self.stop()
-        self.restarts += 1
         self.start()
         self.wait_ready()

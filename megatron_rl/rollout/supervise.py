@@ -1,8 +1,8 @@
 """Keeps a server's whole process tree tied to its owner: `python supervise.py GRACE_S COMMAND...`, standard library alone.
 
 The owner holds the other end of standard input. When it closes that pipe, or dies in whatever way (kill -9 included: the
-kernel closes the pipe), or when the server's first process ends, every process of the tree gets SIGTERM and, GRACE_S
-seconds later, SIGKILL. Exits with the server's own status.
+kernel closes the pipe), every process of the tree gets SIGTERM and, GRACE_S seconds later, SIGKILL. When the server's
+first process ends by itself, the rest of the tree is killed at once. Exits with the server's own status.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the owner decides, by closing the pipe
     death = os.pidfd_open(server.pid)
-    select.select([sys.stdin, death], [], [])
-    deadline = time.monotonic() + grace
+    ended, _, _ = select.select([sys.stdin, death], [], [])
+    # Without its first process the server has nothing to finish in order: its owner wants to know at once.
+    deadline = time.monotonic() + (0 if death in ended else grace)
     end(descendants(), signal.SIGTERM)
     while descendants() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -6,7 +6,6 @@ The folder `pythonpath/` is put first on PYTHONPATH of the server process alone.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 PYTHONPATH = Path(__file__).parent / "pythonpath"
@@ -33,10 +32,5 @@ FLAGS = ["--device", "cpu", "--attention-backend", "torch_native"]
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Environment variables of a server without a GPU, on top of the caller's."""
-    inherited = os.environ.get("PYTHONPATH")
-    return {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join([str(PYTHONPATH), *([inherited] if inherited else [])]),
-    }
+    """Environment variables of a server without a GPU, PYTHONPATH aside."""
+    return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}

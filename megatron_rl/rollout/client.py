@@ -1,0 +1,196 @@
+"""HTTP client of one or many SGLang servers: bounded concurrency, timeouts, retries, typed replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.trajectory import WeightSpan
+
+FIRST_PAUSE_S = 0.5
+"""Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""
+LONGEST_PAUSE_S = 30.0
+
+
+class EngineLost(UserError):
+    """No server answered, after all retries."""
+
+
+@dataclass
+class Reply:
+    """One sampled response, p prompt tokens and m response tokens."""
+
+    tokens: np.ndarray
+    """[m] int32."""
+    log_probs: np.ndarray
+    """[m] float32, under the sampling support."""
+    finish_reason: str
+    """stop | length | abort."""
+    weight_spans: list[WeightSpan]
+    routes: np.ndarray | None = None
+    """[p + m - 1, moe_layers, topk]."""
+    prompt_log_probs: np.ndarray | None = None
+    """[p - 1] float32: log-probs of prompt tokens 1..p-1 at temperature 1, from the prefill."""
+    text: str = ""
+    """Decoded by the server, empty where it has no tokenizer."""
+
+
+def parse_reply(reply: dict[str, Any], prompt_length: int, routes: RouteLayout | None, prompt_log_probs: bool) -> Reply:
+    """One element of SGLang's answer. Errors: UserError that names the field that is missing or malformed."""
+    try:
+        meta = reply["meta_info"]
+        tokens = np.asarray(reply["output_ids"], np.int32)
+        log_probs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
+        reason = meta["finish_reason"]
+        spans = [WeightSpan(str(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions") or []]
+        if not spans:
+            spans = [WeightSpan(str(meta["weight_version"]), 0, len(tokens))]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise UserError(f"reply of SGLang is not what release 0.5.23 sends ({type(error).__name__}: {error})") from None
+    if reason["type"] == "abort" and "status_code" in reason:
+        raise UserError(f"SGLang refused a prompt of {prompt_length} tokens: {reason.get('message')}")
+    if len(log_probs) != len(tokens):
+        raise UserError(f"reply of SGLang has {len(tokens)} tokens but {len(log_probs)} log-probs")
+    parsed = Reply(tokens, log_probs, reason["type"], spans, text=reply.get("text") or "")
+    if routes is not None:
+        if meta.get("routed_experts") is None:
+            raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
+        parsed.routes = routes.decode(meta["routed_experts"], prompt_length + len(tokens) - 1)
+    if prompt_log_probs:
+        entries = meta["input_token_logprobs"]
+        parsed.prompt_log_probs = np.asarray([entry[0] for entry in entries[1:]], np.float32)
+    return parsed
+
+
+@dataclass
+class ClientStats:
+    """Counts since the client was made."""
+
+    retries: int = 0
+    errors: list[str] = field(default_factory=list)
+    """What the retries were for, the newest last."""
+
+
+class SGLangClient:
+    """`async with SGLangClient(addresses) as client:`; one object may be entered again, also under another event loop."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        concurrency: int = 512,
+        timeout_s: float = 600.0,
+        retries: int = 3,
+        lost: Callable[[], bool] = lambda: False,
+    ):
+        """concurrency: responses in flight; timeout_s: of one attempt; lost(): True where retrying is pointless, because
+        the server is known to be dead."""
+        if not addresses:
+            raise UserError("no SGLang server: rollout.addresses is empty and none was started")
+        self.addresses = [a.rstrip("/") if "://" in a else f"http://{a.rstrip('/')}" for a in addresses]
+        self.concurrency, self.timeout_s, self.retries, self.lost = concurrency, timeout_s, retries, lost
+        self.stats = ClientStats()
+        self._in_flight = dict.fromkeys(self.addresses, 0)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> SGLangClient:
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=min(10.0, self.timeout_s))
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._free, self._running = asyncio.Condition(), 0
+        return self
+
+    async def __aexit__(self, *_exception) -> None:
+        await self._session.close()
+
+    async def ready(self) -> bool:
+        """Whether every server answers /ready (which, unlike /health, generates nothing)."""
+        for address in self.addresses:
+            try:
+                async with self._session.get(f"{address}/ready") as reply:
+                    if reply.status != 200:
+                        return False
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+                return False
+        return True
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: dict[str, Any],
+        *,
+        samples: int = 1,
+        routes: RouteLayout | None = None,
+        prompt_log_probs: bool = False,
+    ) -> list[Reply]:
+        """Ask for `samples` responses to each prompt in one call; replies come prompt by prompt.
+
+        sampling: SGLang's sampling_params. Errors: EngineLost after all retries, UserError for what a retry cannot mend.
+        """
+        body: dict[str, Any] = {
+            "input_ids": [[int(token) for token in prompt] for prompt in prompts],
+            "sampling_params": {**sampling, "n": samples},
+            "return_logprob": True,
+            "return_routed_experts": routes is not None,
+        }
+        if prompt_log_probs:
+            body["logprob_start_len"] = 0
+        async with self._in_turn(len(prompts) * samples):
+            answer = await self._post("/generate", body)
+        if not isinstance(answer, list) or len(answer) != len(prompts) * samples:
+            raise UserError(f"SGLang answered {len(prompts)} prompts x {samples} samples with something else")
+        lengths = [len(prompt) for prompt in prompts for _ in range(samples)]
+        return [parse_reply(one, n, routes, prompt_log_probs) for one, n in zip(answer, lengths, strict=True)]
+
+    @asynccontextmanager
+    async def _in_turn(self, responses: int) -> AsyncIterator[None]:
+        """Wait until `responses` more fit under the concurrency; a call that is larger than it goes alone."""
+        async with self._free:
+            await self._free.wait_for(lambda: not self._running or self._running + responses <= self.concurrency)
+            self._running += responses
+        try:
+            yield
+        finally:
+            async with self._free:
+                self._running -= responses
+                self._free.notify_all()
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """POST to the least busy server, another one after a failure. 4xx is the caller's error and is not retried."""
+        tried: dict[str, int] = dict.fromkeys(self.addresses, 0)
+        for attempt in range(self.retries + 1):
+            address = min(self.addresses, key=lambda a: (tried[a], self._in_flight[a]))
+            tried[address] += 1
+            self._in_flight[address] += 1
+            try:
+                async with self._session.post(address + path, json=body) as reply:
+                    if reply.status < 400:
+                        return await reply.json()
+                    problem = f"{address}{path} answered {reply.status}: {_message(await reply.text())}"
+                    if reply.status < 500:
+                        raise UserError(problem)
+            except asyncio.TimeoutError:
+                problem = f"{address}{path} did not answer within {self.timeout_s:g} s"
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                problem = f"{address}{path}: {str(error) or type(error).__name__}"
+            finally:
+                self._in_flight[address] -= 1
+            if self.lost():
+                raise EngineLost(f"SGLang's server died ({problem})")
+            if attempt < self.retries:
+                self.stats.retries += 1
+                self.stats.errors.append(problem)
+                await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
+        raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
+
+
+def _message(text: str) -> str:
+    """The start of an error body, on one line."""
+    return " ".join(text.split())[:300]

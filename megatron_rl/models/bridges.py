@@ -1,0 +1,208 @@
+"""Megatron-Bridge's bridges for the supported families, with what our layer spec and the config.json files add to them.
+
+Each family's bridge is subclassed and registered in the place of the original: more names of weights (our layer spec keeps
+norms apart from the linear layers behind them), and settings of config.json that the original fixes to one model's values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import (
+    MegatronModelBridge,
+    WeightConversionTask,
+    get_model_bridge,
+)
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
+from megatron.bridge.models.gpt_oss.gpt_oss_bridge import GPTOSSBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+from megatron.bridge.models.llama.llama_bridge import LlamaBridge
+from megatron.bridge.models.mla_provider import MLAModelProvider
+from megatron.bridge.models.olmoe.olmoe_bridge import OlMoEBridge
+from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
+from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
+from megatron.core.models.gpt import GPTModel
+
+from megatron_rl.models.mixtral import MixtralBridge
+from megatron_rl.models.parallel_check import architecture
+
+
+class OurSpec:
+    """Mixin: names of weights under our layer spec that a bridge may lack, and loading that is checked for completeness."""
+
+    EXTRA = {
+        "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
+        "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
+    }
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        mappings = super().mapping_registry().get_all_mappings()
+        known = {mapping.megatron_param for mapping in mappings}
+        extra = [AutoMapping(ours, theirs) for ours, theirs in self.EXTRA.items() if ours not in known]
+        return MegatronMappingRegistry(*mappings, *extra)
+
+    def load_into(self, chunks: list[torch.nn.Module], source: PreTrainedCausalLM) -> Iterator[str]:
+        """Copy the folder's weights into the chunks; yields each Megatron parameter's name when it is done.
+
+        Collective. Errors: IncompleteWeights, on all ranks alike, before anything is copied. It stands in for
+        `load_weights_hf_to_megatron`, which only warns about what is missing and keeps every expert tensor it has read.
+        """
+        tasks = [task for task in self.build_conversion_tasks(source, chunks) if task is not None]
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, self._incomplete(tasks, chunks, set(source.state.source.get_all_keys())))
+        problem = next((p for p in problems if p), None)
+        if problem:
+            raise IncompleteWeights(problem)
+
+        recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
+        for task in tasks:
+            if task.megatron_module is None:
+                continue
+            key = str(task.mapping.hf_param)
+            if key not in recent:
+                recent[key] = self.maybe_modify_loaded_hf_weight(task.mapping.hf_param, source.state)
+                while len(recent) > 4:
+                    recent.popitem(last=False)
+            weight = task.mapping.hf_to_megatron(recent[key], task.megatron_module)
+            if weight is not None:
+                if weight.shape != task.param_weight.shape:
+                    raise IncompleteWeights(
+                        f"tensor {task.mapping.hf_param} has shape {list(weight.shape)} for a parameter of shape"
+                        f" {list(task.param_weight.shape)} ({task.global_param_name})"
+                    )
+                with torch.no_grad():
+                    task.param_weight.copy_(weight)
+            yield task.global_param_name
+        self._broadcast_shared_embeddings(chunks)
+
+    def _incomplete(self, tasks: list[WeightConversionTask], chunks: list, keys: set[str]) -> str | None:
+        """What is wrong when the tensors of the files and the parameters of the model do not match one to one."""
+        tied = self._share_embeddings_and_output_weights(chunks[0].config)
+        names = {n for n in self._megatron_global_param_names_all_pp_ranks(chunks) if not (tied and "output_layer" in n)}
+        unmapped = sorted(names - {task.global_param_name for task in tasks})
+        if unmapped:
+            return f"no rule where parameter {unmapped[0]} comes from"
+        used: set[str] = set()
+        for task in tasks:
+            hf_param = task.mapping.hf_param
+            for name in [hf_param] if isinstance(hf_param, str) else hf_param.values():
+                parts = {name} if name in keys else {f"{name}_blocks", f"{name}_scales"}  # as MXFP4
+                if not parts <= keys:
+                    return f"tensor {name} is missing"
+                used |= parts
+        # Experts of other expert-parallel ranks are theirs to check.
+        used = {_EXPERT.sub(".experts.*.", name) for name in used}
+        layers = self.hf_config.num_hidden_layers
+        for name in sorted(keys):
+            layer = _LAYER.match(name)
+            ignored = (
+                name.endswith(("rotary_emb.inv_freq", "_scale_inv"))
+                or (tied and name == "lm_head.weight")
+                or (layer is not None and int(layer[1]) >= layers)  # draft layers for multi-token prediction
+            )
+            if not ignored and _EXPERT.sub(".experts.*.", name) not in used:
+                return f"tensor {name} has no place in the model that config.json describes"
+        return None
+
+    def _with_progress_tracking(self, tasks: list, description: str, show_progress: bool = True) -> Iterable:
+        """Without the bridge's own progress bar."""
+        return iter(tasks)
+
+
+class IncompleteWeights(Exception):
+    """The safetensors files and the model do not match; the message names the tensor."""
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def _register(source: str, **options: Any):
+    """Registers a bridge under the transformers class, which is how Megatron-Bridge looks it up."""
+    return MegatronModelBridge.register_bridge(source=getattr(transformers, source), target=GPTModel, **options)
+
+
+@_register("Qwen3MoeForCausalLM", model_type="qwen3_moe")
+class OurQwen3MoE(OurSpec, Qwen3MoEBridge):
+    pass
+
+
+@_register("Qwen3ForCausalLM", model_type="qwen3")
+class OurQwen3(OurSpec, Qwen3Bridge):
+    pass
+
+
+@_register("LlamaForCausalLM", model_type="llama")
+class OurLlama(OurSpec, LlamaBridge):
+    pass
+
+
+@_register("MixtralForCausalLM", model_type="mixtral")
+class OurMixtral(OurSpec, MixtralBridge):
+    pass
+
+
+@_register("DeepseekV3ForCausalLM", provider=MLAModelProvider, model_type="deepseek_v3")
+class OurDeepSeekV3(OurSpec, DeepSeekV3Bridge):
+    def provider_bridge(self, hf_pretrained: Any) -> MLAModelProvider:
+        provider = super().provider_bridge(hf_pretrained)
+        provider.mtp_num_layers = None  # the policy is the model without its draft layers
+        provider.moe_router_bias_update_rate = 0.0  # RL keeps the balance that pre-training found
+        return provider
+
+
+@_register("OlmoeForCausalLM", model_type="olmoe")
+class OurOlmoe(OurSpec, OlMoEBridge):
+    """OLMoE-1B-7B; its bridge knows grouped experts alone."""
+
+    EXTRA = OurSpec.EXTRA | {
+        "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight": "model.layers.*.mlp.experts.*.down_proj.weight",
+    }
+
+    def provider_bridge(self, hf_pretrained: Any) -> GPTModelProvider:
+        provider = super().provider_bridge(hf_pretrained)
+        provider.moe_router_pre_softmax = not hf_pretrained.config.norm_topk_prob
+        return provider
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        expert = "model.layers.*.mlp.experts.*"
+        return MegatronMappingRegistry(
+            *super().mapping_registry().get_all_mappings(),
+            GatedMLPMapping(
+                megatron_param="decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight",
+                gate=f"{expert}.gate_proj.weight",
+                up=f"{expert}.up_proj.weight",
+            ),
+        )
+
+
+@_register("GptOssForCausalLM", model_type="gpt_oss")
+class OurGptOss(OurSpec, GPTOSSBridge):
+    """Yarn and the pattern of sliding windows from config.json; the original has the released models' as constants."""
+
+    def provider_bridge(self, hf_pretrained: Any) -> GPTModelProvider:
+        provider = super().provider_bridge(hf_pretrained)
+        config = hf_pretrained.config
+        rope = config.rope_parameters
+        provider.yarn_rotary_scaling_factor = rope["factor"]
+        provider.yarn_original_max_position_embeddings = rope["original_max_position_embeddings"]
+        provider.yarn_beta_fast = rope.get("beta_fast", 32.0)
+        provider.yarn_beta_slow = rope.get("beta_slow", 1.0)
+        provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
+        provider.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in config.layer_types]
+        provider.activation_func_clamp_value = getattr(config, "swiglu_limit", 7.0)
+        return provider
+
+
+def make_bridge(hf_config: transformers.PreTrainedConfig) -> MegatronModelBridge:
+    """The bridge of a supported architecture (parallel_check.SUPPORTED)."""
+    return get_model_bridge(getattr(transformers, architecture(hf_config)), hf_config=hf_config)

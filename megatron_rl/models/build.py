@@ -1,0 +1,220 @@
+"""A Hugging Face model folder as a Megatron model, and its weights back: `load` gives a `Model` that does both."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.errors import UserError
+from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
+from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, read_hf_config
+from megatron_rl.platform import activate
+
+activate()
+
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge  # noqa: E402
+from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM  # noqa: E402
+from megatron.bridge.utils.fusions import can_enable_gradient_accumulation_fusion  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+
+from megatron_rl.models.bridges import IncompleteWeights, make_bridge  # noqa: E402
+from megatron_rl.models.spec import layer_spec  # noqa: E402
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Model:
+    """How to build a folder's model under one parallel layout. All methods but save_hf_metadata are collective."""
+
+    path: Path
+    hf_config: PreTrainedConfig
+    config: GPTModelProvider
+    """Megatron's TransformerConfig; the chunks share it."""
+    bridge: MegatronModelBridge
+    freeze_router: bool = False
+
+    def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
+        """This rank's model chunks, one per virtual pipeline stage, not wrapped in DDP; parallel_state must be initialised.
+
+        weights: another folder of the same architecture. Without load_weights the parameters are uninitialised memory.
+        """
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.config._pg_collection = groups
+        virtual = self.config.virtual_pipeline_model_parallel_size
+        first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
+        chunks = []
+        for stage in range(virtual) if virtual else [None]:
+            ends = {"vp_stage": stage} if virtual else {}
+            chunk = self.config.provide(
+                pre_process=first(ignore_virtual=not virtual, **ends),
+                post_process=last(ignore_virtual=not virtual, **ends),
+                vp_stage=stage,
+            )
+            chunk.model_type = ModelType.encoder_or_decoder
+            if virtual:
+                chunk.vp_stage = stage
+            for parameter in chunk.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)
+        if load_weights:
+            self.load_hf_weights(chunks, weights)
+        if self.freeze_router:
+            for chunk in chunks:
+                for name, parameter in chunk.named_parameters():
+                    if ".mlp.router." in name:
+                        parameter.requires_grad_(False)
+        return chunks
+
+    def load_hf_weights(self, chunks: list[GPTModel], path: str | Path | None = None) -> None:
+        """Read the folder's safetensors into the chunks. Errors: UserError naming the file or tensor, on all ranks."""
+        for _ in self.iter_load(chunks, path):
+            pass
+
+    def iter_load(self, chunks: list[GPTModel], path: str | Path | None = None) -> Iterator[str]:
+        """load_hf_weights, yielding each Megatron parameter's name when it is loaded."""
+        folder = self.path if path is None else Path(path)
+        if path is not None and read_hf_config(folder).architectures != self.hf_config.architectures:
+            raise UserError(f"model folder {folder}: not of the architecture of {self.path}")
+        check_weight_files(folder)
+        source = PreTrainedCausalLM.from_pretrained(folder)
+        source.config = self.hf_config
+        try:
+            yield from self.bridge.load_into(chunks, source)
+        except IncompleteWeights as error:
+            raise UserError(f"model folder {folder}: {error}") from None
+
+    @torch.no_grad()
+    def export_hf_weights(self, chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) one at a time, in the dtypes of the trained weights, on every rank.
+
+        A tensor may share memory with a parameter: use or copy it before the next optimizer step.
+        """
+        vocab = self.hf_config.vocab_size
+        exported = self.bridge.stream_weights_megatron_to_hf(
+            chunks,
+            SimpleNamespace(config=self.hf_config),  # no files: tensors are exported as the model has them
+            cpu=False,
+            show_progress=False,
+            conversion_tasks=self.bridge.build_conversion_tasks(self.hf_config, chunks),
+            merge_adapter_weights=False,
+        )
+        for name, tensor in exported:
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                tensor = tensor[:vocab]  # without the rows that pad the vocabulary to the tensor-parallel size
+            yield name, tensor
+
+    def save_hf_metadata(self, out_dir: str | Path) -> None:
+        """config.json (for the trained dtype), generation config and tokenizer files; no weights. Not collective."""
+        copy_metadata(self.path, Path(out_dir), self.config.params_dtype)
+
+    def save_hf(self, chunks: list[GPTModel], out_dir: str | Path) -> None:
+        """A complete Hugging Face folder, written by rank 0, that appears under its name only when it is complete.
+
+        Errors: UserError on all ranks when the disk is full or the folder cannot be written.
+        """
+        out = Path(out_dir)
+        partial = out.with_name(out.name + ".partial")
+        tensors = self.export_hf_weights(chunks)
+        problem = [None]
+        if dist.get_rank() == 0:
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                self.save_hf_metadata(partial)
+                write_weights(partial, tensors)
+                shutil.rmtree(out, ignore_errors=True)
+                partial.rename(out)
+            except OSError as error:
+                problem = [f"model folder {out}: could not be written ({error.strerror or error})"]
+        for _ in tensors:  # the other ranks; and rank 0's rest if it failed early
+            pass
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0]:
+            raise UserError(problem[0])
+
+
+def load(
+    hf_path: str | Path,
+    *,
+    parallel: ParallelConfig,
+    precision: Literal["bf16", "fp32"],
+    recompute: Literal["none", "selective", "full"] = "none",
+    moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
+    moe_aux_loss: float = 0.0,
+    freeze_router: bool = False,
+) -> Model:
+    """Read a folder's config.json and set up Megatron for it; builds nothing yet.
+
+    Errors: UserError for a folder or an architecture that cannot be used.
+    """
+    hf_config = read_hf_config(hf_path)
+    bridge = make_bridge(hf_config)
+    config = bridge.provider_bridge(SimpleNamespace(config=hf_config))
+    _set_parallel(config, parallel)
+    _set_kernels(config, DTYPES[precision], recompute)
+    if expert_count(hf_config):
+        _set_experts(config, moe_dispatcher, moe_aux_loss)
+    config.transformer_layer_spec = layer_spec
+    config.should_pad_vocab = True
+    config.make_vocab_size_divisible_by = 1  # times the tensor-parallel size
+    config.calculate_per_token_loss = True
+    config.perform_initialization = False  # weights are loaded
+    config.hidden_dropout = config.attention_dropout = 0.0
+    config.finalize()
+    # After finalize, which refuses it together with the allgather dispatcher: packed micro-batches differ in length.
+    config.variable_seq_lengths = parallel.pipeline > 1
+    return Model(Path(hf_path), hf_config, config, bridge, freeze_router)
+
+
+def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
+    config.tensor_model_parallel_size = parallel.tensor
+    config.sequence_parallel = parallel.tensor > 1
+    config.pipeline_model_parallel_size = parallel.pipeline
+    config.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+    config.context_parallel_size = parallel.context
+    config.expert_model_parallel_size = parallel.expert
+    config.expert_tensor_parallel_size = expert_tensor_size(parallel)
+    if parallel.virtual_pipeline > 1:  # batched p2p mixes up the interleaved schedule's messages on gloo
+        config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+
+
+def _set_kernels(config: GPTModelProvider, dtype: torch.dtype, recompute: str) -> None:
+    """Precision, recomputation, and the fusions that this machine has."""
+    config.params_dtype = config.pipeline_dtype = config.autocast_dtype = dtype
+    config.bf16, config.fp16 = dtype == torch.bfloat16, False
+    config.attention_softmax_in_fp32 = True
+    gpu = torch.cuda.is_available()
+    config.use_cpu_initialization = not gpu
+    config.gradient_accumulation_fusion = gpu and can_enable_gradient_accumulation_fusion()
+    config.bias_activation_fusion = config.bias_dropout_fusion = gpu
+    config.masked_softmax_fusion = config.persist_layer_norm = config.apply_rope_fusion = False
+    config.cross_entropy_loss_fusion = False  # log-probs are computed by our own head
+    config.recompute_granularity = None if recompute == "none" else recompute
+    if recompute == "full":
+        config.recompute_method, config.recompute_num_layers = "uniform", 1
+
+
+def _set_experts(config: GPTModelProvider, dispatcher: str, aux_loss: float) -> None:
+    config.moe_token_dispatcher_type = dispatcher
+    if dispatcher == "flex":
+        config.moe_flex_dispatcher_backend = "deepep"
+    config.moe_router_load_balancing_type = "aux_loss" if aux_loss > 0 else "none"
+    config.moe_aux_loss_coeff = aux_loss
+    config.moe_router_dtype = "fp32"
+    config.moe_router_fusion = False  # the fused router ignores replayed routes
+    config.moe_permute_fusion = False
+    config.moe_shared_expert_overlap = False
+    config.moe_grouped_gemm = False

@@ -1,0 +1,145 @@
+"""What a model folder's config.json allows: supported architectures, and parallel sizes that divide it. No Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.errors import UserError
+
+SUPPORTED = (
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+
+def read_hf_config(path: str | Path) -> PreTrainedConfig:
+    """config.json of a local model folder.
+
+    Errors: UserError when the folder or the file is missing, is not JSON, or describes a model that is not supported.
+    """
+    folder = Path(path)
+    if not str(path):
+        raise UserError("config: model.path is empty; give a Hugging Face model folder")
+    if not folder.is_dir():
+        raise UserError(f"model folder {folder}: does not exist; model.path must be a local folder")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model folder {folder}: has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model folder {folder}: config.json cannot be read ({_one_line(error)})") from None
+    _check_supported(config, folder)
+    return config
+
+
+def architecture(config: PreTrainedConfig) -> str:
+    """The one entry of `architectures`, e.g. Qwen3MoeForCausalLM."""
+    return (config.architectures or ["none"])[0]
+
+
+def expert_count(config: PreTrainedConfig) -> int:
+    """Routed experts of a MoE layer; 0 for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+
+
+def expert_intermediate(config: PreTrainedConfig) -> int:
+    """Inner size of one expert."""
+    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+
+
+def expert_tensor_size(parallel: ParallelConfig) -> int:
+    """Tensor parallelism inside an expert: as given, else that of the model without expert parallelism, else 1."""
+    if parallel.expert_tensor is not None:
+        return parallel.expert_tensor
+    return parallel.tensor if parallel.expert == 1 else 1
+
+
+def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_size: int) -> None:
+    """Whether the parallel sizes divide the model and the processes. Errors: UserError naming the key and what would do."""
+    experts, expert_tensor = expert_count(config), expert_tensor_size(parallel)
+    copies = {
+        "tensor x pipeline x context": parallel.tensor * parallel.pipeline * parallel.context,
+        "expert x expert_tensor x pipeline": parallel.expert * expert_tensor * parallel.pipeline,
+    }
+    for what, size in copies.items():
+        if world_size % size:
+            raise UserError(
+                f"config: parallel.{what} = {size} does not divide the {world_size} processes; start a multiple of {size}"
+            )
+    if parallel.expert > 1 and not experts:
+        raise UserError(f"config: parallel.expert = {parallel.expert}, but {architecture(config)} is dense; set it to 1")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise UserError("config: parallel.virtual_pipeline needs parallel.pipeline above 1")
+
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    divides = [
+        ("tensor", parallel.tensor, "attention heads", config.num_attention_heads),
+        ("tensor", parallel.tensor, "key-value heads", kv_heads),
+        ("tensor", parallel.tensor, "intermediate size", config.intermediate_size),
+        ("pipeline", parallel.pipeline, "layers", config.num_hidden_layers),
+    ]
+    if experts:
+        divides += [
+            ("expert", parallel.expert, "experts", experts),
+            ("expert_tensor", expert_tensor, "expert intermediate size", expert_intermediate(config)),
+        ]
+    for key, size, what, total in divides:
+        if total % size:
+            raise UserError(f"config: parallel.{key} = {size} does not divide the model's {total} {what}; {_choices(total)}")
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if config.num_hidden_layers % chunks:
+        per_stage = config.num_hidden_layers // parallel.pipeline
+        raise UserError(
+            f"config: parallel.virtual_pipeline = {parallel.virtual_pipeline} does not divide the {per_stage} layers of a"
+            f" pipeline stage; {_choices(per_stage)}"
+        )
+
+
+def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
+    """Settings that would change the result without changing any tensor's name or shape are refused here."""
+    name = architecture(config)
+    if name not in SUPPORTED:
+        raise UserError(f"model folder {folder}: architecture {name} is not supported; supported: {', '.join(SUPPORTED)}")
+
+    def refuse(key: str, why: str) -> None:
+        raise UserError(f"model folder {folder}: config.json has {key} = {getattr(config, key)!r}: {why}")
+
+    if config.hidden_act != "silu":
+        refuse("hidden_act", "only silu is supported")
+    if getattr(config, "use_sliding_window", False):
+        refuse("use_sliding_window", "sliding windows of this architecture are not supported")
+    if getattr(config, "clip_qkv", None) is not None:
+        refuse("clip_qkv", "clipping of queries, keys and values is not supported")
+    if name == "GptOssForCausalLM" and config.hidden_size == 2 * config.intermediate_size:
+        refuse("hidden_size", "gate_up_proj is square, so that its orientation cannot be told from its shape")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    known = {
+        "LlamaForCausalLM": ("default", "llama3", "linear"),
+        "DeepseekV3ForCausalLM": ("default", "yarn"),
+        "GptOssForCausalLM": ("yarn",),
+    }
+    if kind not in known.get(name, ("default", "yarn")):
+        refuse("rope_parameters", f"rope_type {kind} is not supported for {name}")
+    # Megatron-Core has these three as constants (rope_utils, Llama 3.1).
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and any(rope.get(key, value) != value for key, value in fixed.items()):
+        refuse("rope_parameters", f"llama3 scaling is supported with {fixed} alone")
+
+
+def _choices(total: int) -> str:
+    divisors = [str(n) for n in range(1, min(total, 1024) + 1) if total % n == 0]
+    return f"choose one of {', '.join(divisors[:12])}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,56 @@
+"""Write docs/configuration.md from megatron_rl/config.py: every key with its type, default and meaning.
+
+    python tools/config_reference.py > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent / "megatron_rl" / "config.py"
+HEAD = """# Configuration
+
+Every key of the YAML files, and of the command line as `--section.key VALUE`. This page is made from
+`megatron_rl/config.py` by `tools/config_reference.py`; a test keeps them equal.
+"""
+
+
+def sections() -> dict[str, ast.ClassDef]:
+    tree = ast.parse(SOURCE.read_text())
+    return {n.name: n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")}
+
+
+def rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of a section and, below it, of the sections inside it."""
+    body, found, nested = classes[name].body, [], []
+    for index, node in enumerate(body):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        key, kind = f"{prefix}{node.target.id}", ast.unparse(node.annotation)
+        if kind in classes:
+            nested += rows(classes, kind, f"{key}.")
+            continue
+        after = body[index + 1] if index + 1 < len(body) else None
+        text = ast.unparse(after.value) if isinstance(after, ast.Expr) else ""
+        meaning = " ".join(ast.literal_eval(text).split()) if text else ""
+        default = ast.unparse(node.value) if node.value else ""
+        default = {"dataclasses.field(default_factory=dict)": "{}", "dataclasses.field(default_factory=list)": "[]"}.get(
+            default, default
+        )
+        found.append((key, kind, default, meaning))
+    return found + nested
+
+
+def page() -> str:
+    classes = sections()
+    lines = [HEAD, "| key | type | default | meaning |", "|---|---|---|---|"]
+    for row in rows(classes, "Config"):
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append(f"| `{cells[0]}` | `{cells[1]}` | `{cells[2]}` | {cells[3]} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

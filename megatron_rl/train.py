@@ -19,8 +19,9 @@ from megatron_rl.trainer.packing import Sample
 
 def train(config: Config) -> None:
     """Reinforcement learning by the config, from the newest checkpoint of the run where there is one."""
-    with Run(config, kind="train") as run, Engine(config, run) as engine:
-        trainer, ranks, logger = run.trainer, run.ranks, run.logger
+    with Engine(config) as engine, Run(config, kind="train") as run:
+        trainer, logger = run.trainer, run.logger
+        engine.join(run)
         engine.push(trainer, version=run.step)
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# A Mixture-of-Experts model learns to sort numbers by GRPO: set-up, warm start, reinforcement learning, report.
+# Everything runs on this machine, without a GPU, in minutes.  SEED=1 examples/quickstart.sh  changes the seed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+seed="${SEED:-0}"
+name="${NAME:-quickstart-seed$seed}"
+
+tools/setup.sh
+export PATH="$PWD/.venv/bin:$PATH"
+
+rm -rf "runs/$name"
+python tools/make_tiny_model.py --preset quickstart "runs/$name/model" --seed "$seed"
+
+echo "== warm start: supervised fine-tuning on demonstrations of which half are wrong"
+megatron-rl sft configs/quickstart_sft.yaml --name "$name/sft" --seed "$seed" --data.seed "$seed" \
+  --model.path "runs/$name/model"
+
+echo "== reinforcement learning: GRPO with a verifier"
+megatron-rl train configs/quickstart.yaml --name "$name/grpo" --seed "$seed" --data.seed "$seed" \
+  --model.path "runs/$name/sft/hf"
+
+megatron-rl report "runs/$name/grpo"

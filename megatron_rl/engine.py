@@ -1,0 +1,187 @@
+"""SGLang as the training loop sees it: push the weights, ask for trajectories; a server that dies is started again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import Config
+from megatron_rl.environments import Prompt, combine, score
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.client import EngineLost, SGLangClient
+from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
+from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.run import Run
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.trainer.trainer import Trainer
+
+RESTARTS = 3
+"""Times that a dead server is started again for one batch of requests."""
+
+
+@dataclass
+class EngineStats:
+    """Counts since the start of the run."""
+
+    restarts: int = 0
+    retries: int = 0
+    sync_bytes: int = 0
+    """Of the last push."""
+
+
+class Engine:
+    """Server (child of rank 0, or external), client (of each data-parallel leader) and weight sync (of all ranks).
+
+    The child starts on entering, before the trainer is built, so that both load at the same time; `join` connects them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self._stack = ExitStack()
+        self._server: RolloutServer | None = None
+        self._version = 0
+
+    def __enter__(self) -> Engine:
+        rollout = self.config.rollout
+        if not rollout.addresses and not rollout.replay and int(os.environ.get("RANK", 0)) == 0:
+            self._server = RolloutServer(
+                self.config.model.path,
+                rollout.server,
+                dtype=self.config.precision.rollout,
+                context_length=rollout.context_length,
+                routes=rollout.routes,
+                log_path=self.config.run_dir / "sglang.log",
+                seed=self.config.seed,
+                python_path=[SERVER_PYTHONPATH],
+            )
+            self._stack.callback(self._server.stop)
+            self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def join(self, run: Run) -> None:
+        """Wait until the server answers; make client and weight sync. Every process calls it."""
+        self.run = run
+        self._routes = RouteLayout.from_config(run.hf_config.to_dict()) if self.config.rollout.routes else None
+        self._stop_tokens = run.stop_tokens()
+        if self.config.rollout.replay:
+            return
+        self._together(self._server.wait_ready if self._server else None)
+        own = [self._server.address] if self._server else None
+        addresses = self.config.rollout.addresses or run.ranks.from_main(own)
+        rollout = self.config.rollout
+        self._client = SGLangClient(
+            addresses,
+            concurrency=rollout.concurrency,
+            timeout_s=rollout.request_timeout_s,
+            retries=rollout.retries,
+            lost=lambda: self._server is not None and not self._server.alive(),
+        )
+        self._sync = WeightSync(
+            self.config.sync,
+            addresses,
+            rollout_dtype=self.config.precision.rollout,
+            folder=self.config.run_dir / "sync",
+            group=run.ranks.world_group,
+        )
+        self._stack.callback(self._sync.close)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def push(self, trainer: Trainer, version: int) -> None:
+        """Send the trainer's weights to every server and compare checksums; a server that has died is restarted first."""
+        self._trainer, self._version = trainer, version
+        if self.config.rollout.replay:
+            return
+        self._revive()
+        self.stats.sync_bytes = self._sync.push(trainer.export_weights(), str(version)).bytes
+
+    def _revive(self) -> bool:
+        """Restart the child server if it is dead. Returns whether it was (on every process)."""
+        dead = self._server is not None and not self._server.alive()
+        if not self.run.ranks.maximum(int(dead)):
+            return False
+        self._together(self._server.restart if self._server else None)
+        self.stats.restarts += 1
+        return True
+
+    def _together(self, work) -> None:
+        """Run `work` on rank 0; its error is every process's."""
+        problem = None
+        if work is not None:
+            try:
+                work()
+            except UserError as error:
+                problem = str(error)
+        problem = self.run.ranks.from_main(problem)
+        if problem:
+            raise UserError(problem)
+
+    # -- trajectories -------------------------------------------------------------------------------------------------
+
+    def collect(self, prompts: Sequence[Prompt], step: int) -> list[Trajectory]:
+        """This data-parallel rank's trajectories of training step `step` (0-based), with rewards, on all its processes."""
+        rollout = self.config.rollout
+        rank = self.run.ranks.data_rank
+        if rollout.replay:
+            return load_trajectories(file_of(Path(rollout.replay), step, rank))
+        trajectories = self.ask(prompts, self.run.support, samples=self.config.batch.samples_per_prompt)
+        if rollout.record and self.run.ranks.is_leader:
+            save_trajectories(file_of(self.config.run_dir / "rollouts", step, rank), trajectories)
+        return trajectories
+
+    def ask(self, prompts: Sequence[Prompt], support: SamplingSupport, *, samples: int) -> list[Trajectory]:
+        """`samples` responses to each prompt of this data-parallel rank's share, with rewards; groups count over ranks.
+
+        Every process calls it. When the child server dies, it is restarted with the current weights, and what was not
+        answered is asked again.
+        """
+        ranks = self.run.ranks
+        collection = Collection(
+            prompts=prompts if ranks.is_leader else [],
+            support=support,
+            samples_per_prompt=samples,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            stop_token_ids=self._stop_tokens,
+            routes=self._routes,
+        )
+        attempts = 0
+        while True:
+            problem: UserError | None = None
+            if not collection.complete:
+                try:
+                    collection.run(self._client)
+                except UserError as error:
+                    problem = error
+            problems = [p for p in ranks.gather(problem) if p is not None]
+            if not problems:
+                break
+            attempts += 1
+            fatal = [p for p in problems if not isinstance(p, EngineLost)]
+            if fatal or attempts > RESTARTS or not self._revive():
+                raise (fatal or problems)[0]
+            self._sync.push(self._trainer.export_weights(), str(self._version))
+        self.stats.retries += collection.stats.retries
+        trajectories = collection.trajectories(first_group=ranks.data_rank * len(prompts)) if ranks.is_leader else None
+        return ranks.from_leader(self._with_rewards(prompts, trajectories))
+
+    def _with_rewards(self, prompts: Sequence[Prompt], trajectories: list[Trajectory] | None) -> list[Trajectory] | None:
+        if trajectories is None:
+            return None
+        task, tokenizer = self.run.task, self.run.tokenizer
+        texts = tokenizer.batch_decode([t.tokens[t.prompt_length :] for t in trajectories], skip_special_tokens=True)
+        first = trajectories[0].group_id if trajectories else 0
+        asked = [prompts[t.group_id - first] for t in trajectories]
+        for t, text, parts in zip(trajectories, texts, score(task, asked, texts), strict=True):
+            t.text, t.reward_parts, t.reward = text, parts, combine(parts, task.weights)
+        return trajectories

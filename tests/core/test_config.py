@@ -1,0 +1,71 @@
+"""Config: unknown keys and bad values name the key and the nearest valid one; overrides; the stored copy round-trips."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+
+from megatron_rl.config import build_config, key_paths, load_config, parse_overrides, to_yaml
+from megatron_rl.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["--batch.prompt_per_step", "4"], ["batch.prompt_per_step", "did you mean 'batch.prompts_per_step'?"]),
+        (["--lr", "1e-4"], ["'lr'", "optimizer.lr"]),
+        (["--optimizer.lr", "-1"], ["optimizer.lr", "greater than 0"]),
+        (["--optimizer.lr", "nan"], ["optimizer.lr"]),
+        (["--algorithm.loss", "cliped"], ["algorithm.loss", "'cliped'", "did you mean 'clipped'?"]),
+        (["--sync.transport", "nccl"], ["sync.transport", "'distributed', 'tensor' or 'disk'"]),
+        (["--steps", "0"], ["steps", "greater than or equal to 1"]),
+        (["--steps", "many"], ["steps", "valid integer"]),
+        (["--rollout.sampling", "3"], ["rollout.sampling"]),
+        (["--steps"], ["--steps needs a value"]),
+        (["steps", "3"], ["expected --key value, found 'steps'"]),
+        (["--batch", "{prompt_per_step: 3}"], ["batch"]),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_key(arguments, fragments):
+    with pytest.raises(UserError) as error:
+        build_config(parse_overrides(arguments))
+    message = str(error.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_unknown_key_in_a_file_names_the_file_section(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("rollout:\n  sampling:\n    temprature: 0.7\n")
+    with pytest.raises(UserError, match=r"rollout\.sampling\.temprature.*rollout\.sampling\.temperature"):
+        load_config(path)
+    path.write_text("a: [1,\n")
+    with pytest.raises(UserError, match="not YAML"):
+        load_config(path)
+    with pytest.raises(UserError, match="No such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_overrides_win_over_the_file_and_floats_may_lack_a_dot(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("optimizer: {lr: 1e-6, betas: [0.9, 0.99]}\ndata: {options: {a: 1}}\n")
+    config = load_config(path, ["--optimizer.lr=3e-5", "--data.options.b", "x", "--rollout.addresses", "[http://h:1]"])
+    assert config.optimizer.lr == 3e-5
+    assert config.optimizer.betas == (0.9, 0.99)
+    assert config.data.options == {"a": 1, "b": "x"}
+    assert config.rollout.addresses == ["http://h:1"]
+
+
+def test_the_stored_config_builds_the_same_tree():
+    config = build_config({"optimizer": {"lr": 0.25}, "data": {"rewards": {"correct": 2.0}}})
+    assert build_config(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_the_tree_is_frozen_and_has_few_knobs():
+    config = build_config({})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3
+    assert len(key_paths()) <= 150

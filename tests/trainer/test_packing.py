@@ -1,0 +1,78 @@
+"""Packing: every label, mask and value lands where it belongs, under every layout; budgets hold; loads are even."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.trainer.packing import IGNORED, Layout, Sample, assign, micro_batch_count, pack, pack_all
+
+lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 17)), min_size=1, max_size=12)
+
+
+def make(sizes, seed=0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    return [
+        Sample(
+            rng.integers(1, 50, p + r).astype(np.int32), p, rng.random(r) < 0.8, rng.normal(size=r).astype(np.float32), float(i)
+        )
+        for i, (p, r) in enumerate(sizes)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]), st.integers(0, 2**31))
+def test_all_ranks_together_hold_each_position_once(sizes, layout, seed):
+    samples = make(sizes, seed)
+    tensor, context = layout
+    seen: dict[tuple[int, int], tuple] = {}
+    for rank in range(context):
+        batch = pack(samples, list(range(len(samples))), Layout(tensor, context, rank))
+        tokens = batch.tokens.shape[1]
+        assert tokens % tensor == 0
+        assert int(batch.cu_seqlens[-1]) == tokens * context
+        assert (batch.cu_seqlens.diff() % (2 * context if context > 1 else 1) == 0).all()
+        for t in range(tokens):
+            row = int(batch.sequence_ids[t])
+            if row < 0:
+                assert batch.labels[t] == IGNORED and not batch.mask[t]
+                continue
+            position = int(batch.position_ids[0, t])
+            key = (row, position)
+            assert key not in seen
+            seen[key] = (
+                int(batch.tokens[0, t]),
+                int(batch.labels[t]),
+                bool(batch.mask[t]),
+                float(batch.rollout_log_probs[t]),
+                float(batch.advantages[t]),
+            )
+    for row, sample in enumerate(samples):
+        for position in range(sample.inputs):
+            token, label, mask, log_prob, advantage = seen.pop((row, position))
+            assert token == sample.tokens[position]
+            i = position + 1 - sample.prompt_length
+            if i < 0:
+                assert label == IGNORED and not mask
+            else:
+                assert label == sample.tokens[position + 1]
+                assert mask == sample.loss_mask[i]
+                assert log_prob == sample.rollout_log_probs[i]
+                assert advantage == sample.advantage
+    assert not seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(40, 200))
+def test_budget_holds_and_nothing_is_lost(sizes, budget):
+    count = micro_batch_count(sizes, budget)
+    bins = assign(sizes, count)
+    assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
+    assert max(sum(sizes[i] for i in b) for b in bins) <= budget
+
+
+def test_more_micro_batches_than_sequences_are_padding_alone():
+    batches = pack_all(make([(3, 4)]), 3, Layout(tensor=2, context=2))
+    assert [b.num_sequences for b in batches] == [1, 0, 0]
+    assert all((b.labels == IGNORED).all() and b.tokens.shape[1] % 2 == 0 for b in batches[1:])

@@ -8,8 +8,14 @@ import warnings
 WARNINGS = (
     r"Transformer Engine and Apex are not installed\. Falling back",
     r"Apex is not installed\. Falling back to Torch Norm",
+    r"Only transformer-engine>=1\.7\.0 supports MoE experts, but your version is 0\.0\.0",
+    r"`torch\.jit\.script` is deprecated",
 )
-LOG_LINES = {"torch.utils.cpp_extension": "No CUDA runtime is found"}
+LOG_LINES = {
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    "megatron.bridge.utils.import_utils": "Import of",
+    "megatron.bridge.models.gemma.gemma2_provider": "Gemma2:",
+}
 """Logger -> beginning of the line."""
 
 

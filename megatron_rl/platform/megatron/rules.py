@@ -81,6 +81,18 @@ SWAPS = (
         f"import {TE_MODULE} as te",
         "imported unguarded, used for LoRA on Transformer Engine layers alone; HAVE_TE stays False everywhere",
     ),
+    Swap(
+        "megatron.training.checkpointing",
+        "from modelopt.torch.opt.plugins import save_modelopt_state, save_sharded_modelopt_state",
+        "raise ImportError('left out at start-up')",
+        "optional, for megatron.training's own checkpoints, which we do not write; importing it takes seconds",
+    ),
+    Swap(
+        "megatron.training.training",
+        "from modelopt.torch.distill.plugins.megatron import get_tensor_shapes_adjust_fn_for_distillation",
+        "raise ImportError('left out at start-up')",
+        "optional, for megatron.training's own loop, which we do not use; importing it takes seconds",
+    ),
 )
 
 _TENSOR_TYPES = {f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte")}

@@ -1,6 +1,6 @@
 """Write docs/configuration.md from megatron_rl/config.py: every key with its type, default and meaning.
 
-    python tools/config_reference.py > docs/configuration.md
+python tools/config_reference.py > docs/configuration.md
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list[
         text = ast.unparse(after.value) if isinstance(after, ast.Expr) else ""
         meaning = " ".join(ast.literal_eval(text).split()) if text else ""
         default = ast.unparse(node.value) if node.value else ""
-        default = {"dataclasses.field(default_factory=dict)": "{}", "dataclasses.field(default_factory=list)": "[]"}.get(
-            default, default
-        )
+        default = {
+            "dataclasses.field(default_factory=dict)": "{}",
+            "dataclasses.field(default_factory=list)": "[]",
+        }.get(default, default)
         found.append((key, kind, default, meaning))
     return found + nested
 

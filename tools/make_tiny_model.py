@@ -4,9 +4,9 @@
     python tools/make_tiny_model.py gpt_oss OUT --layers 2 --experts 8 --dtype bfloat16
     python tools/make_tiny_model.py --preset quickstart OUT
 
-The folder loads in transformers, in SGLang and in the trainer. No network is used: the tokenizer is built here, either a
-byte-level BPE trained on the Python manual that comes with every Python ("text", with a ChatML chat template), or one
-token a number ("numbers", for arithmetic tasks).
+The folder loads in transformers, in SGLang and in the trainer. No network is used: the tokenizer is built here, either
+a byte-level BPE trained on the Python manual that comes with every Python ("text", with a ChatML chat template), or
+one token a number ("numbers", for arithmetic tasks).
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def make_tiny_model(
 ) -> Path:
     """Write the model folder and return its path. The folder appears complete or not at all.
 
-    vector_noise: std of the noise added to norm weights, biases, sinks and expert biases, which start as constants: with
-    it a vector that a converter forgets or swaps changes the output.
+    vector_noise: std of the noise added to norm weights, biases, sinks and expert biases, which start as constants:
+    with it a vector that a converter forgets or swaps changes the output.
     """
     out = Path(out)
     tok = TOKENIZERS[tokenizer](sizes.vocab)

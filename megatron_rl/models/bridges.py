@@ -1,7 +1,8 @@
 """Megatron-Bridge's bridges for the supported families, with what our layer spec and the config.json files add to them.
 
-Each family's bridge is subclassed and registered in the place of the original: more names of weights (our layer spec keeps
-norms apart from the linear layers behind them), and settings of config.json that the original fixes to one model's values.
+Each family's bridge is subclassed and registered in the place of the original: more names of weights (our layer spec
+keeps norms apart from the linear layers behind them), and settings of config.json that the original fixes to one
+model's values.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,9 @@ from megatron_rl.models.parallel_check import architecture
 
 
 class OurSpec:
-    """Mixin: names of weights under our layer spec that a bridge may lack, and loading that is checked for completeness."""
+    """Mixin: names of weights under our layer spec that a bridge may lack, and loading that misses nothing."""
 
-    EXTRA = {
+    EXTRA: ClassVar = {
         "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
         "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
     }
@@ -87,7 +88,9 @@ class OurSpec:
     def _incomplete(self, tasks: list[WeightConversionTask], chunks: list, keys: set[str]) -> str | None:
         """What is wrong when the tensors of the files and the parameters of the model do not match one to one."""
         tied = self._share_embeddings_and_output_weights(chunks[0].config)
-        names = {n for n in self._megatron_global_param_names_all_pp_ranks(chunks) if not (tied and "output_layer" in n)}
+        names = {
+            n for n in self._megatron_global_param_names_all_pp_ranks(chunks) if not (tied and "output_layer" in n)
+        }
         unmapped = sorted(names - {task.global_param_name for task in tasks})
         if unmapped:
             return f"no rule where parameter {unmapped[0]} comes from"
@@ -122,6 +125,7 @@ class IncompleteWeights(Exception):
     """The safetensors files and the model do not match; the message names the tensor."""
 
 
+_HF_EXPERT = "model.layers.*.mlp.experts.*"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -164,8 +168,8 @@ class OurDeepSeekV3(OurSpec, DeepSeekV3Bridge):
 class OurOlmoe(OurSpec, OlMoEBridge):
     """OLMoE-1B-7B; its bridge knows grouped experts alone."""
 
-    EXTRA = OurSpec.EXTRA | {
-        "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight": "model.layers.*.mlp.experts.*.down_proj.weight",
+    EXTRA: ClassVar = OurSpec.EXTRA | {
+        "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight": f"{_HF_EXPERT}.down_proj.weight",
     }
 
     def provider_bridge(self, hf_pretrained: Any) -> GPTModelProvider:
@@ -174,13 +178,12 @@ class OurOlmoe(OurSpec, OlMoEBridge):
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        expert = "model.layers.*.mlp.experts.*"
         return MegatronMappingRegistry(
             *super().mapping_registry().get_all_mappings(),
             GatedMLPMapping(
                 megatron_param="decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight",
-                gate=f"{expert}.gate_proj.weight",
-                up=f"{expert}.up_proj.weight",
+                gate=f"{_HF_EXPERT}.gate_proj.weight",
+                up=f"{_HF_EXPERT}.up_proj.weight",
             ),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,27 +11,22 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+from megatron.bridge.utils.fusions import can_enable_gradient_accumulation_fusion
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
+from megatron_rl.models.bridges import IncompleteWeights, make_bridge
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, read_hf_config
-from megatron_rl.platform import activate
-
-activate()
-
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge  # noqa: E402
-from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
-from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM  # noqa: E402
-from megatron.bridge.utils.fusions import can_enable_gradient_accumulation_fusion  # noqa: E402
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-
-from megatron_rl.models.bridges import IncompleteWeights, make_bridge  # noqa: E402
-from megatron_rl.models.spec import layer_spec  # noqa: E402
+from megatron_rl.models.spec import layer_spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -48,7 +43,7 @@ class Model:
     freeze_router: bool = False
 
     def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
-        """This rank's model chunks, one per virtual pipeline stage, not wrapped in DDP; parallel_state must be initialised.
+        """This rank's model chunks, one per virtual pipeline stage, without DDP; parallel_state must be initialised.
 
         weights: another folder of the same architecture. Without load_weights the parameters are uninitialised memory.
         """
@@ -121,14 +116,20 @@ class Model:
         """config.json (for the trained dtype), generation config and tokenizer files; no weights. Not collective."""
         copy_metadata(self.path, Path(out_dir), self.config.params_dtype)
 
-    def save_hf(self, chunks: list[GPTModel], out_dir: str | Path) -> None:
+    def save_hf(
+        self,
+        chunks: list[GPTModel],
+        out_dir: str | Path,
+        wrap: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]] = iter,
+    ) -> None:
         """A complete Hugging Face folder, written by rank 0, that appears under its name only when it is complete.
 
+        wrap: put around the stream of tensors, for a progress line.
         Errors: UserError on all ranks when the disk is full or the folder cannot be written.
         """
         out = Path(out_dir)
         partial = out.with_name(out.name + ".partial")
-        tensors = self.export_hf_weights(chunks)
+        tensors = wrap(self.export_hf_weights(chunks))
         problem = [None]
         if dist.get_rank() == 0:
             try:

@@ -18,7 +18,7 @@ SHARD_BYTES = 5 * 1024**3
 
 
 def check_weight_files(folder: Path) -> None:
-    """Open every safetensors file of the folder. Errors: UserError naming a file that is missing, truncated or broken."""
+    """Open every safetensors file of the folder. Errors: UserError naming a file that is missing or truncated."""
     files = sorted(folder.glob("*.safetensors"))
     where: dict[str, str] = {}
     if (folder / INDEX).is_file():
@@ -28,7 +28,9 @@ def check_weight_files(folder: Path) -> None:
             raise UserError(f"model folder {folder}: {INDEX} is damaged") from None
         files = [folder / name for name in sorted(set(where.values()))]
     if not files:
-        raise UserError(f"model folder {folder}: has no .safetensors files (other formats: save it again with transformers)")
+        raise UserError(
+            f"model folder {folder}: has no .safetensors files (other formats: save it again with transformers)"
+        )
     for file in files:
         if not file.is_file():
             raise UserError(f"model folder {folder}: {file.name} is missing, though {INDEX} names it")
@@ -58,9 +60,9 @@ def copy_metadata(source: Path, out: Path, dtype: torch.dtype) -> None:
 
 
 class ShardWriter:
-    """Writes tensors as they come into safetensors files of at most `shard_bytes`, with an index when there are several.
+    """Writes tensors as they come into safetensors files of at most `shard_bytes`, with an index for several files.
 
-    Holds one file's tensors in memory. A context manager is not needed: `close` writes the rest.
+    Holds one file's tensors in memory; `close` writes the rest and gives the files their names.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:

@@ -35,7 +35,7 @@ def read_hf_config(path: str | Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model folder {folder}: config.json cannot be read ({_one_line(error)})") from None
+        raise UserError(f"model folder {folder}: config.json cannot be read ({one_line(error)})") from None
     _check_supported(config, folder)
     return config
 
@@ -64,7 +64,7 @@ def expert_tensor_size(parallel: ParallelConfig) -> int:
 
 
 def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_size: int) -> None:
-    """Whether the parallel sizes divide the model and the processes. Errors: UserError naming the key and what would do."""
+    """Whether the parallel sizes divide the model and the processes. Errors: UserError naming key and remedy."""
     experts, expert_tensor = expert_count(config), expert_tensor_size(parallel)
     copies = {
         "tensor x pipeline x context": parallel.tensor * parallel.pipeline * parallel.context,
@@ -73,10 +73,13 @@ def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_siz
     for what, size in copies.items():
         if world_size % size:
             raise UserError(
-                f"config: parallel.{what} = {size} does not divide the {world_size} processes; start a multiple of {size}"
+                f"config: parallel.{what} = {size} does not divide the {world_size} processes;"
+                f" start a multiple of {size}"
             )
     if parallel.expert > 1 and not experts:
-        raise UserError(f"config: parallel.expert = {parallel.expert}, but {architecture(config)} is dense; set it to 1")
+        raise UserError(
+            f"config: parallel.expert = {parallel.expert}, but {architecture(config)} is dense; set it to 1"
+        )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise UserError("config: parallel.virtual_pipeline needs parallel.pipeline above 1")
 
@@ -94,13 +97,15 @@ def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_siz
         ]
     for key, size, what, total in divides:
         if total % size:
-            raise UserError(f"config: parallel.{key} = {size} does not divide the model's {total} {what}; {_choices(total)}")
+            raise UserError(
+                f"config: parallel.{key} = {size} does not divide the model's {total} {what}; {_choices(total)}"
+            )
     chunks = parallel.pipeline * parallel.virtual_pipeline
     if config.num_hidden_layers % chunks:
         per_stage = config.num_hidden_layers // parallel.pipeline
         raise UserError(
-            f"config: parallel.virtual_pipeline = {parallel.virtual_pipeline} does not divide the {per_stage} layers of a"
-            f" pipeline stage; {_choices(per_stage)}"
+            f"config: parallel.virtual_pipeline = {parallel.virtual_pipeline} does not divide the {per_stage}"
+            f" layers of a pipeline stage; {_choices(per_stage)}"
         )
 
 
@@ -108,7 +113,9 @@ def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
     """Settings that would change the result without changing any tensor's name or shape are refused here."""
     name = architecture(config)
     if name not in SUPPORTED:
-        raise UserError(f"model folder {folder}: architecture {name} is not supported; supported: {', '.join(SUPPORTED)}")
+        raise UserError(
+            f"model folder {folder}: architecture {name} is not supported; supported: {', '.join(SUPPORTED)}"
+        )
 
     def refuse(key: str, why: str) -> None:
         raise UserError(f"model folder {folder}: config.json has {key} = {getattr(config, key)!r}: {why}")
@@ -141,5 +148,6 @@ def _choices(total: int) -> str:
     return f"choose one of {', '.join(divisors[:12])}"
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error's message on one line, cut to a readable length."""
     return " ".join(str(error).split())[:300] or type(error).__name__

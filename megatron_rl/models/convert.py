@@ -1,0 +1,179 @@
+"""Hugging Face safetensors <-> Megatron distributed checkpoint, bit-exact, under any parallel layout on either side.
+
+A Megatron checkpoint here is a folder of torch.distributed.checkpoint files with an `hf/` folder beside them
+(config.json and the tokenizer); the trainer's own checkpoints are of this form. Weights stream: each rank holds its
+share of the model, and besides it one tensor at a time, or one output file's worth on rank 0 of `megatron_to_hf`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.errors import UserError
+from megatron_rl.models.build import DTYPES, Model, load
+from megatron_rl.models.hf_folder import check_weight_files
+from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, one_line, read_hf_config
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""As in the trainer's checkpoints."""
+
+
+def convert(source: Path, out: Path, parallel: ParallelConfig) -> Path:
+    """Convert in the direction that `source` asks for; returns `out`. Every rank calls (torchrun, or one process).
+
+    Errors: UserError when source is neither a Hugging Face folder nor a checkpoint, or out exists.
+    """
+    if out.exists():
+        raise UserError(f"convert: {out} exists; remove it or choose another folder")
+    if (source / "hf" / "config.json").is_file():
+        return megatron_to_hf(source, out, parallel)
+    if not (source / "config.json").is_file():
+        raise UserError(
+            f"convert: {source} is neither a Hugging Face folder (config.json) nor a checkpoint (hf/config.json)"
+        )
+    return hf_to_megatron(source, out, parallel)
+
+
+def hf_to_megatron(hf_dir: str | Path, out_dir: str | Path, parallel: ParallelConfig) -> Path:
+    """Write the folder's weights as a Megatron distributed checkpoint, sharded by `parallel`."""
+    hf_dir, out = Path(hf_dir), Path(out_dir)
+    check_weight_files(hf_dir)
+    with _parallel_state(hf_dir, parallel):
+        model = _model(hf_dir, parallel)
+        chunks = model.make_chunks(load_weights=False)
+        total = sum(1 for chunk in chunks for _ in chunk.parameters())
+        for _ in _progress(model.iter_load(chunks), f"reading {hf_dir}", total):
+            pass
+        with _finished_folder(out) as partial:
+            dist_checkpointing.save(_sharded_state(chunks), str(partial), async_strategy="mcore", verify_integrity=True)
+            if dist.get_rank() == 0:
+                model.save_hf_metadata(partial / "hf")
+    return out
+
+
+def megatron_to_hf(checkpoint_dir: str | Path, out_dir: str | Path, parallel: ParallelConfig) -> Path:
+    """Write a checkpoint's weights as a Hugging Face folder. `parallel` is how the model is spread while converting."""
+    checkpoint, out = Path(checkpoint_dir), Path(out_dir)
+    with _parallel_state(checkpoint / "hf", parallel):
+        model = _model(checkpoint / "hf", parallel)
+        chunks = model.make_chunks(load_weights=False)
+        load_checkpoint_weights(chunks, checkpoint)
+        model.save_hf(chunks, out, wrap=lambda tensors: _progress(tensors, f"writing {out}"))
+    return out
+
+
+def load_checkpoint_weights(chunks: list[torch.nn.Module], checkpoint: Path) -> None:
+    """Fill the chunks from a distributed checkpoint of any layout. Errors: UserError for a damaged or foreign one."""
+    try:
+        loaded = dist_checkpointing.load(_sharded_state(chunks), str(checkpoint), verify_integrity=True)
+    except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError) as error:
+        raise UserError(
+            f"checkpoint {checkpoint}: damaged, or not of the model in its hf folder ({one_line(error)})"
+        ) from None
+    for key, chunk in _named(chunks):
+        chunk.load_state_dict(loaded[key])
+
+
+def _model(hf_dir: Path, parallel: ParallelConfig) -> Model:
+    """Weights keep the dtype that config.json names, so that nothing is rounded."""
+    hf_config = read_hf_config(hf_dir)
+    precision = next((name for name, dtype in DTYPES.items() if dtype == (hf_config.dtype or torch.float32)), None)
+    if precision is None:
+        raise UserError(f"model folder {hf_dir}: dtype {hf_config.dtype} cannot be converted; use bfloat16 or float32")
+    return load(hf_dir, parallel=parallel, precision=precision)
+
+
+def _named(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """('model', chunk), or ('model0', ...), ('model1', ...) for virtual stages, the current stage being set to each."""
+    for index, chunk in enumerate(chunks):
+        if len(chunks) > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(index)
+        yield "model" if len(chunks) == 1 else f"model{index}", chunk
+
+
+def _sharded_state(chunks: list[torch.nn.Module]) -> dict[str, Any]:
+    return {key: chunk.sharded_state_dict(metadata=METADATA) for key, chunk in _named(chunks)}
+
+
+@contextlib.contextmanager
+def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
+    """Process group (torchrun's, or one process) and Megatron's parallel state, for as long as a conversion takes."""
+    check_parallel(read_hf_config(hf_dir), parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    timeout = timedelta(seconds=parallel.timeout_s)
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=expert_tensor_size(parallel),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        yield
+    finally:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _finished_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill that takes its name when all ranks are done. Errors: UserError on all ranks if one failed."""
+    partial = out.with_name(out.name + ".partial")
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            problem = f"checkpoint {out}: {error.strerror}"
+    _raise_together(problem)
+    try:
+        yield partial
+    except (OSError, CheckpointingException, RuntimeError) as error:
+        problem = f"checkpoint {out}: could not be written ({one_line(error)})"
+    _raise_together(problem)
+    if dist.get_rank() == 0:
+        partial.rename(out)
+    dist.barrier()
+
+
+def _raise_together(problem: str | None) -> None:
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    first = next((p for p in problems if p), None)
+    if first:
+        raise UserError(first)
+
+
+def _progress(items: Iterator[Any], what: str, total: int | None = None) -> Iterator[Any]:
+    """The items, with a progress line of rank 0's on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=dist.get_rank() != 0) as progress:
+        task = progress.add_task(what, total=total)
+        for item in items:
+            yield item
+            progress.advance(task)

@@ -32,7 +32,9 @@ def _make(data: DataConfig, demonstrations: bool) -> Task:
     if kind not in own_verifier:
         raise UserError(f"config: data.task: unknown task '{data.task}'{nearest(data.task, TASKS)}")
     if data.verifier not in (None, own_verifier[kind]):
-        raise UserError(f"config: data.verifier: task '{data.task}' has its own ({own_verifier[kind]}), not '{data.verifier}'")
+        raise UserError(
+            f"config: data.verifier: task '{data.task}' has its own ({own_verifier[kind]}), not '{data.verifier}'"
+        )
     if kind == "number_sorting":
         return NumberSorting(data.options, data.seed)
     return ReasoningGym(name, data.options, data.seed, data.template, data.chat)

@@ -15,8 +15,8 @@ from megatron_rl.errors import UserError
 
 log = logging.getLogger(__name__)
 
-Row = tuple[str, "dict[str, Any] | str"]
-"""(where it stands, the row or what is wrong with it)."""
+Row = tuple[str, dict[str, Any] | None, str]
+"""(where it stands, the row or None, what is wrong with it or '')."""
 HELD_OUT_SHARE = 0.1
 MATH_TIMEOUT_S = 5.0
 _SHOWN = 5
@@ -40,11 +40,12 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
+            row, problem = None, "not a JSON object"
             try:
                 row = json.loads(line)
             except ValueError as error:
-                row = f"not JSON ({error})"
-            yield f"{file}:{number}", row if isinstance(row, dict | str) else "not a JSON object"
+                problem = f"not JSON ({error})"
+            yield (f"{file}:{number}", row, "") if isinstance(row, dict) else (f"{file}:{number}", None, problem)
 
 
 def _read_parquet(file: Path) -> Iterator[Row]:
@@ -56,13 +57,13 @@ def _read_parquet(file: Path) -> Iterator[Row]:
         for batch in batches.iter_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield f"{file}:{number}", row
+                yield f"{file}:{number}", row, ""
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"data: {file} is not a readable parquet file: {str(error).splitlines()[0]}") from None
 
 
 def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Row]:
-    """Rows of a Hugging Face data set, or of a folder that `datasets` can read (saved with save_to_disk, or of files)."""
+    """Rows of a Hugging Face data set, or of a folder that `datasets` can read (of files, or saved by it)."""
     import datasets
 
     try:
@@ -72,8 +73,10 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
         else:
             rows = datasets.load_dataset(path, subset, split=split)
     except Exception as error:  # the library raises many kinds, from its own to those of HTTP clients
-        raise UserError(f"config: {key}: data set {path} (split {split}): {' '.join(str(error).split())[:300]}") from None
-    return ((f"{path}:{split}:{number}", row) for number, row in enumerate(rows, 1))
+        raise UserError(
+            f"config: {key}: data set {path} (split {split}): {' '.join(str(error).split())[:300]}"
+        ) from None
+    return ((f"{path}:{split}:{number}", row, "") for number, row in enumerate(rows, 1))
 
 
 class RowTask(Task):
@@ -82,7 +85,9 @@ class RowTask(Task):
     demonstrations: rows need data.response_key (and no answer), for SFT.
     """
 
-    def __init__(self, name: str, data: DataConfig, read: Callable[[Split], Iterator[Row] | None], *, demonstrations: bool):
+    def __init__(
+        self, name: str, data: DataConfig, read: Callable[[Split], Iterator[Row] | None], *, demonstrations: bool
+    ):
         self.name = name
         self.data = data
         self.demonstrations = demonstrations
@@ -107,15 +112,14 @@ class RowTask(Task):
     def _parse(self, rows: Iterator[Row]) -> list[Prompt]:
         prompts, columns, skipped, where = [], set(), 0, "the data"
         missing = dict.fromkeys(self._needed(), 0)
-        for where, row in rows:
-            problem = row if isinstance(row, str) else None
-            if problem is None:
+        for where, row, problem in rows:
+            if row is not None:
                 columns |= row.keys()
                 absent = [key for key in missing if _get(row, key) is _MISSING]
                 for key in absent:
                     missing[key] += 1
                 problem = f"no '{absent[0]}'" if absent else self._empty(row)
-            if problem is None:
+            if not problem:
                 prompts.append(self._prompt(where, row))
                 continue
             skipped += 1
@@ -136,8 +140,8 @@ class RowTask(Task):
     def _needed(self) -> list[str]:
         return [self.data.prompt_key, self.data.response_key if self.demonstrations else self.data.answer_key]
 
-    def _empty(self, row: dict[str, Any]) -> str | None:
-        """What is wrong with a row that has all columns."""
+    def _empty(self, row: dict[str, Any]) -> str:
+        """What is wrong with a row that has all columns, or ''."""
         for key in self._needed():
             value = _get(row, key)
             if value is None or (isinstance(value, str | list) and not len(value)):
@@ -145,8 +149,8 @@ class RowTask(Task):
         prompt = _get(row, self.data.prompt_key)
         if isinstance(prompt, list):
             good = all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in prompt)
-            return None if good else f"'{self.data.prompt_key}' is a list, but not one of messages with role and content"
-        return None if isinstance(prompt, str) else f"'{self.data.prompt_key}' is neither text nor a list of messages"
+            return "" if good else f"'{self.data.prompt_key}' is a list, but not one of messages with role and content"
+        return "" if isinstance(prompt, str) else f"'{self.data.prompt_key}' is neither text nor a list of messages"
 
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
         prompt = _get(row, self.data.prompt_key)
@@ -187,8 +191,9 @@ def _verifier(name: str, timeout_s: float):
         target = "megatron_rl.environments.verifiers:compare_math"
         return PooledVerifier(target, ("correct", "answered"), timeout_s=timeout_s, imports=["math_verify"])
     if name not in verifiers:
-        raise UserError(f"config: data.verifier: '{name}' does not fit a file or hub task"
-                        f"{nearest(name, [*verifiers, 'math'])}")  # fmt: skip
+        raise UserError(
+            f"config: data.verifier: '{name}' does not fit a file or hub task{nearest(name, [*verifiers, 'math'])}"
+        )
     return verifiers[name]
 
 

@@ -95,9 +95,15 @@ def _dataset(options: NumberSortingOptions):
     with _without_package_imports("reasoning_gym", "reasoning_gym.algorithmic"):
         module = importlib.import_module("reasoning_gym.algorithmic.number_sorting")
     config = module.NumberSortingConfig(
-        min_numbers=options.min_numbers, max_numbers=options.max_numbers, min_decimals=0, max_decimals=0,
-        min_value=options.min_value, max_value=options.max_value, seed=0, size=options.size,
-    )  # fmt: skip
+        min_numbers=options.min_numbers,
+        max_numbers=options.max_numbers,
+        min_decimals=0,
+        max_decimals=0,
+        min_value=options.min_value,
+        max_value=options.max_value,
+        seed=0,
+        size=options.size,
+    )
     return module.NumberSortingDataset(config)
 
 

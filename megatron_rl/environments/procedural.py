@@ -16,8 +16,8 @@ _MAX_PROBES = 200
 class ProceduralPrompts(Sequence[Prompt]):
     """Lazy sequence of `size` prompts of one split.
 
-    generate(block, index) makes prompt `index` of the generator's `block`. Where the text's hash says that it belongs to
-    the other split, the same index of the next block is taken, so both splits are disjoint whatever their sizes.
+    generate(block, index) makes prompt `index` of the generator's `block`. Where the text's hash says that it belongs
+    to the other split, the same index of the next block is taken, so both splits are disjoint whatever their sizes.
     """
 
     def __init__(self, generate: Callable[[int, int], Prompt], split: Split, size: int):
@@ -43,6 +43,6 @@ class ProceduralPrompts(Sequence[Prompt]):
                 return prompt
         side = "held-out" if self._eval else "training"
         raise UserError(
-            f"data: {_MAX_PROBES} tries gave no {side} prompt (last: {prompt.prompt_id}): the task has too few different"
-            " questions; widen data.options"
+            f"data: {_MAX_PROBES} tries gave no {side} prompt (last: {prompt.prompt_id}): the task has too few"
+            " different questions; widen data.options"
         )

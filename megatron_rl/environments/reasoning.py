@@ -48,20 +48,26 @@ class ReasoningGym(Task):
         except (AssertionError, ValueError, TypeError) as error:
             raise UserError(f"config: data.options of {self.name}: {error}") from None
         if all(score(self.dataset, self.options, entry, text) == 1.0 for entry in entries for text in _NONSENSE):
-            raise UserError(f"config: data.task: the scorer of {self.name} pays 1.0 for any text, so nothing can be learnt"
-                            " from it; choose another data set")  # fmt: skip
+            raise UserError(
+                f"config: data.task: the scorer of {self.name} pays 1.0 for any text, so nothing can be learnt"
+                " from it; choose another data set"
+            )
 
     def _block(self, block: int):
         return _dataset(self.dataset, self.options, self.size, (self._first_seed + block * self.size) % 2**31)
 
     def prompts(self, split: Split) -> ProceduralPrompts:
-        return ProceduralPrompts(self._generate, split, self.size if split == "train" else min(self.size, HELD_OUT_SIZE))
+        return ProceduralPrompts(
+            self._generate, split, self.size if split == "train" else min(self.size, HELD_OUT_SIZE)
+        )
 
     def _generate(self, block: int, index: int) -> Prompt:
         entry = self._block(block)[index]
         text = self.template.replace("{prompt}", entry["question"])
         messages = [{"role": "user", "content": text}] if self.chat else None
-        return Prompt(f"{self.name}:{block * self.size + index}", text, entry["answer"], None, messages, {"entry": entry})
+        return Prompt(
+            f"{self.name}:{block * self.size + index}", text, entry["answer"], None, messages, {"entry": entry}
+        )
 
     def extract(self, text: str) -> str:
         return extract_answer(text, multiline=True)
@@ -105,7 +111,9 @@ def _dataset(name: str, options: str, size: int, seed: int):
 
 
 def score(name: str, options: str, entry: dict[str, Any], answer: str) -> float:
-    """The data set's own score of an extracted answer; a scorer that raises counts as 0."""
+    """The data set's own score of an extracted answer; 0 for none, and where the scorer raises."""
+    if not answer:
+        return 0.0
     try:
         value = float(_dataset(name, options, 10, 0).score_answer(answer, entry))
     except Exception:  # the scorers parse free text, and many raise on garbage

@@ -76,16 +76,22 @@ class PromptStream:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seed": self.seed, "size": len(self.prompts), "epoch": self.epoch, "position": self.position,
-                "taken": self._taken, "skipped": sorted(self.skipped)}  # fmt: skip
+        return {
+            "seed": self.seed,
+            "size": len(self.prompts),
+            "epoch": self.epoch,
+            "position": self.position,
+            "taken": self._taken,
+            "skipped": sorted(self.skipped),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken. Errors: UserError where data or seed differ from then."""
         for key, now in (("seed", self.seed), ("size", len(self.prompts))):
             if state[key] != now:
                 raise UserError(
-                    f"checkpoint: the data stream had {key} {state[key]}, now it has {now}: resume with the same data, or"
-                    " start a new run with checkpoint.load"
+                    f"checkpoint: the data stream had {key} {state[key]}, now it has {now}: resume with the same data,"
+                    " or start a new run with checkpoint.load"
                 )
         self._start_epoch(state["epoch"])
         self.position, self._taken, self.skipped = state["position"], state["taken"], set(state["skipped"])

@@ -98,8 +98,9 @@ def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
     """part -> weight for all parts of the task. Errors: UserError for a part that the task does not have."""
     for part in rewards:
         if part not in task.parts:
-            raise UserError(f"config: data.rewards has '{part}', which task '{task.name}' does not give"
-                            f"{nearest(part, task.parts)}")
+            raise UserError(
+                f"config: data.rewards has '{part}', which task '{task.name}' does not give{nearest(part, task.parts)}"
+            )
     return {part: float(rewards.get(part, part in task.main_parts)) for part in task.parts}
 
 

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _PHRASE = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)+\s*:?\s*(.+)", re.IGNORECASE)
+_THOUSANDS = re.compile(r"\$?[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
@@ -83,11 +84,10 @@ def compare_math(text: str, answer: str) -> dict[str, float]:
 
 
 def _parse_gold(answer: str, parse) -> list:
-    """math-verify wants LaTeX between dollars; plain numbers are tried first ('70,000' is a tuple in LaTeX)."""
+    """math-verify wants LaTeX between dollars, but reads '70,000' there as a tuple."""
     text = answer.rpartition("####")[2].strip()
-    plain = text.replace(",", "").removeprefix("$").strip()
-    if _NUMBER.fullmatch(plain):
-        return parse(plain, parsing_timeout=None)
+    if _THOUSANDS.fullmatch(text):
+        return parse(text.replace(",", "").strip("$"), parsing_timeout=None)
     return parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None) or parse(
         text, parsing_timeout=None
     )
@@ -111,8 +111,11 @@ class PooledVerifier:
                 self.errors += not result.timed_out
                 log.warning(
                     "verifier: a response to %s scored 0: %s (%d over the time limit, %d failed so far)",
-                    prompt.prompt_id, result.reason, self.timeouts, self.errors,
-                )  # fmt: skip
+                    prompt.prompt_id,
+                    result.reason,
+                    self.timeouts,
+                    self.errors,
+                )
                 result = dict.fromkeys(self.parts, 0.0)
             results.append(result)
         return results

@@ -36,10 +36,16 @@ class _Worker:
     def __init__(self, target: str, memory_mb: int, imports: Sequence[str]):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_rl.environments.worker", target, str(memory_mb), *imports],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                              "PYTHONWARNINGS": "ignore"},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                "PYTHONWARNINGS": "ignore",
+            },
+        )
         try:
             self._receive(START_TIMEOUT_S)
         except OSError:  # TimeoutError and BrokenPipeError are among them
@@ -63,7 +69,7 @@ class _Worker:
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
         deadline = time.monotonic() + timeout_s
         size = HEADER.unpack(self._read(HEADER.size, deadline))[0]
-        return pickle.loads(self._read(size, deadline))  # noqa: S301 (from our own child)
+        return pickle.loads(self._read(size, deadline))  # from our own child
 
     def _read(self, count: int, deadline: float) -> bytes:
         data = b""
@@ -96,7 +102,13 @@ class WorkerPool:
     """
 
     def __init__(
-        self, target: str, *, timeout_s: float, imports: Sequence[str] = (), size: int | None = None, memory_mb: int = 4096
+        self,
+        target: str,
+        *,
+        timeout_s: float,
+        imports: Sequence[str] = (),
+        size: int | None = None,
+        memory_mb: int = 4096,
     ):
         self.target = target
         self.timeout_s = timeout_s

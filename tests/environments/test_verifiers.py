@@ -1,0 +1,237 @@
+"""Verifiers, the worker processes behind the slow ones, and evaluation scores."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from megatron_rl.config import DataConfig
+from megatron_rl.environments import build_task, reasoning, score
+from megatron_rl.environments.evaluation import average_at_n, majority_at_n, pass_at_k
+from megatron_rl.environments.verifiers import exact, extract_answer, number_list
+from megatron_rl.environments.worker_pool import Failure, WorkerPool
+from megatron_rl.errors import UserError
+
+TOWER = r"\boxed{9^{9^{9^9}}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("a\nb\n c ", "c"),
+        ("<answer>1</answer> <ANSWER> 2\n</ANSWER> end", "2"),
+        ("The answer is -4.\nBye", "-4"),
+        ("Final answer: **12**", "12"),
+        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{1", r"\boxed{1"),
+        ("", ""),
+    ],
+)
+def test_extract_answer(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_exact():
+    assert exact("I think\nParis ", "Paris") == {"correct": 1.0}
+    assert exact("Paris, France", "Paris") == {"correct": 0.0}
+    assert exact("The answer is 7", 7) == {"correct": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "answered"),
+    [
+        ("3 6 12", 1, 1),
+        (" [3, 6.0, 12] ", 1, 1),
+        ("3 12 6", 0, 1),
+        ("3 6", 0, 1),
+        ("3 6 12 12", 0, 1),
+        ("3 < 6 12", 0, 0),
+        ("", 0, 0),
+        ("3 6 twelve", 0, 0),
+    ],
+)
+def test_number_list(text, correct, answered):
+    for answer in ([3, 6, 12], "3 6 12"):
+        assert number_list(text, answer) == {"correct": correct, "answered": answered}
+
+
+@pytest.fixture(scope="module")
+def math_task(tmp_path_factory):
+    path = tmp_path_factory.mktemp("math") / "data.jsonl"
+    answers = [
+        "9 * 2 = $<<9*2=18>>18 a day.\n#### 18",
+        "#### 70,000",
+        r"\frac{3}{4}",
+        "2x+1",
+        "$-5$",
+        "(1, 2)",
+        "####",
+        "1,2,3",
+    ]
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": a}) + "\n" for i, a in enumerate(answers)))
+    held_out = path.with_name("eval.jsonl")
+    held_out.write_text('{"prompt": "e", "answer": "1"}\n')
+    data = DataConfig(path=str(path), eval_path=str(held_out), verifier="math", options={"verifier_timeout_s": 8})
+    task = build_task(data)
+    yield task
+    task.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "correct"),
+    [
+        (0, "She earns $2 each, so $18\n#### 18", 1),
+        (0, r"\boxed{18}", 1),
+        (0, "The answer is $18.00.", 1),
+        (0, "#### 81", 0),
+        (0, "18 or so\n#### 19", 0),
+        (0, "", 0),
+        (1, "She has $70,000.", 1),
+        (1, r"\boxed{70000}", 1),
+        (1, "70", 0),
+        (2, "3/4", 1),
+        (2, "0.75", 1),
+        (2, r"$\frac{4}{3}$", 0),
+        (3, "$1+2x$", 1),
+        (3, "$1-2x$", 0),
+        (4, "-5", 1),
+        (4, "5", 0),
+        (5, r"\boxed{(1,2)}", 1),
+        (5, r"\boxed{(2,1)}", 0),
+        (7, r"\boxed{1,2,3}", 1),
+        (7, r"\boxed{1,2}", 0),
+    ],
+)
+def test_math(math_task, prompt, text, correct):
+    assert math_task.rewards(math_task.prompts("train")[prompt], text)["correct"] == correct
+
+
+def test_slow_and_unparsable_math_scores_zero_and_is_counted(math_task, caplog):
+    prompts = math_task.prompts("train")
+    timeouts, errors = math_task.verify.timeouts, math_task.verify.errors
+    parts = score(math_task, [prompts[0], prompts[0], prompts[6]], [TOWER, "#### 18", "1"])
+    assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0]
+    assert (math_task.verify.timeouts - timeouts, math_task.verify.errors - errors) == (1, 1)
+    assert any("data.jsonl:1 scored 0: longer than 8 s" in m for m in caplog.messages)
+    assert any("data.jsonl:7 scored 0" in m and "'####' is not a mathematical" in m for m in caplog.messages)
+    assert math_task.rewards(prompts[0], "18")["correct"] == 1.0  # the worker was replaced
+
+
+def test_score_keeps_the_order(math_task):
+    prompts = math_task.prompts("train")[:6] * 10
+    texts = ["18", "70000", "3/4", "$2x+1$", "-5", r"\boxed{(1,2)}"] * 10
+    random.Random(0).shuffle(texts)
+    one_by_one = [math_task.rewards(p, t) for p, t in zip(prompts, texts, strict=True)]
+    assert score(math_task, prompts, texts) == one_by_one
+    with pytest.raises(ValueError, match="60 prompts for 2 responses"):
+        score(math_task, prompts, texts[:2])
+
+
+def test_reasoning_gym_uses_the_data_sets_own_scorer():
+    task = build_task(DataConfig(task="reasoning_gym:chain_sum", options={"size": 50}, template="Work out: {prompt}"))
+    prompts = task.prompts("train")[:3]
+    texts = [f"The answer is {p.answer}" for p in prompts]
+    assert all(p.text.startswith("Work out: ") for p in prompts)
+    assert [p["score"] for p in score(task, prompts, texts)] == [1.0] * 3
+    assert [p["score"] for p in score(task, prompts, ["I do not know"] * 3)] == [0.0] * 3
+    assert not {p.text for p in task.prompts("train")} & {p.text for p in task.prompts("eval")}
+    task.close()
+
+
+def test_reasoning_gym_scorers_that_raise_count_as_zero():
+    task = build_task(DataConfig(task="reasoning_gym:prime_factorization", options={"size": 50}))
+    entry = task.prompts("train")[0].metadata["entry"]
+    scores = [reasoning.score(task.dataset, task.options, entry, text) for text in ("x * y", "", entry["answer"])]
+    assert scores == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("game_of_life_halting", {}, "pays 1.0 for any text"),
+        ("chain_sums", {}, "did you mean 'chain_sum'"),
+        ("chain_sum", {"min_term": 2}, "did you mean 'min_terms'"),
+        ("chain_sum", {"min_terms": -1}, "min_terms"),
+    ],
+)
+def test_reasoning_gym_refusals(task, options, message):
+    with pytest.raises(UserError, match=message):
+        build_task(DataConfig(task=f"reasoning_gym:{task}", options=options))
+
+
+def test_worker_pool_survives_timeouts_errors_and_deaths():
+    with_limit = WorkerPool("time:sleep", timeout_s=1.0, size=2)
+    results = with_limit.map([(0,), (600,), ("x",), (0,)])
+    assert results[0] is None and results[3] is None
+    assert results[1] == Failure("longer than 1 s", timed_out=True) and "TypeError" in results[2].reason
+    with_limit.close()
+    deaths = WorkerPool("os:_exit", timeout_s=30.0, size=1)
+    assert deaths.map([(3,), (4,)]) == [Failure(f"the worker ended with status {n}") for n in (3, 4)]
+    deaths.close()
+
+
+def test_worker_that_cannot_start_is_an_error():
+    pool = WorkerPool("no_such_module:f", timeout_s=5.0, size=1)
+    with pytest.raises(UserError, match="no_such_module:f did not start"):
+        pool.map([()])
+    pool.close()
+
+
+def test_busy_workers_end_when_their_parent_is_killed():
+    program = (
+        "import threading\n"
+        "from megatron_rl.environments.worker_pool import WorkerPool\n"
+        "pool = WorkerPool('builtins:eval', timeout_s=600, size=1)\n"
+        "print(*pool.map([('__import__(\"os\").getpid()',)]), flush=True)\n"
+        "pool.map([('__import__(\"time\").sleep(600)',)])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        child = int(parent.stdout.readline())
+        assert os.path.exists(f"/proc/{child}")
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(30)
+    deadline = time.monotonic() + 30
+    while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{child}")
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    rng = random.Random(os.urandom(8))
+    rewards = [[float(rng.random() < 0.4) for _ in range(6)] for _ in range(5)]
+    for k in range(1, 7):
+        subsets = [[any(s) for s in itertools.combinations(row, k)] for row in rewards]
+        assert pass_at_k(rewards, k) == pytest.approx(statistics.fmean(statistics.fmean(s) for s in subsets))
+    with pytest.raises(ValueError, match="at least 7"):
+        pass_at_k(rewards, 7)
+
+
+def test_average_and_majority():
+    assert average_at_n([[1, 0], [1, 1], [0, 0]]) == pytest.approx(0.5)
+    assert majority_at_n(
+        [["a", "a", "b"], ["c", "d", "d"], ["e", "f"]], [[1, 1, 0], [1, 0, 0], [1, 0]]
+    ) == pytest.approx(0.5)
+    rng = random.Random(0)
+    answers = [[rng.randrange(4) for _ in range(9)] for _ in range(50)]
+    expected = []
+    for row in answers:
+        counts = Counter(row)
+        winners = [a for a in counts if counts[a] == max(counts.values())]
+        expected.append(sum(a == 2 for a in winners) / len(winners))
+    assert majority_at_n(answers, [[float(a == 2) for a in row] for row in answers]) == pytest.approx(
+        statistics.fmean(expected)
+    )
+    with pytest.raises(ValueError, match="at least one prompt"):
+        average_at_n([])

@@ -1,0 +1,242 @@
+"""masked_log_softmax against an independent fp64 oracle, by hand, by finite differences, and over two processes."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.ops.masked_log_softmax import masked_log_softmax, masked_log_softmax_reference
+
+
+def oracle(logits: torch.Tensor, targets: torch.Tensor, log_rho: float | None, temperature: float):
+    """Row by row in fp64 from the definition; the set is taken in fp32, as it is defined."""
+    scaled = logits.float() / temperature
+    rows = []
+    for z32, z, target in zip(scaled, scaled.double(), targets.tolist(), strict=True):
+        if target == -100:
+            rows.append((0.0, False, 1.0, 0.0))
+            continue
+        threshold = -torch.inf if log_rho is None else z32.max() + log_rho
+        safe = (z32 >= threshold) & (z32 > -torch.inf)
+        p_full = torch.exp(z - z.max())
+        p = torch.where(safe, p_full, 0.0)
+        coverage = float(p.sum() / p_full.sum())
+        p = p / p.sum()
+        log_prob = float(p[target].log()) if safe[target] else -math.inf
+        entropy = -sum(float(x) * math.log(float(x)) for x in p if x > 0)
+        rows.append((log_prob, bool(safe[target]), coverage, entropy))
+    return [torch.tensor(column) for column in zip(*rows, strict=True)]
+
+
+def batch(seed: int, rows: int, columns: int, dtype: torch.dtype, ignored: bool = True, low: bool = True):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, columns, generator=generator) * 5
+    if low and columns > 3:
+        logits[:, 1] = -torch.inf
+    targets = torch.randint(0, columns, (rows,), generator=generator)
+    if low:
+        targets[targets == 1] = 0
+    if ignored:
+        targets[:: max(2, rows // 2)] = -100
+    return logits.to(dtype), targets
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 9),
+    columns=st.sampled_from([2, 7, 64, 1000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    log_rho=st.sampled_from([None, 0.0, -1.0, -5.0, -13.0, -200.0]),
+    temperature=st.sampled_from([1.0, 0.6, 1.7]),
+)
+def test_values_match_the_definition(seed, rows, columns, dtype, log_rho, temperature):
+    logits, targets = batch(seed, rows, columns, dtype)
+    out = masked_log_softmax(logits, targets, log_rho=log_rho, temperature=temperature, with_entropy=True)
+    log_probs, in_support, coverage, entropy = oracle(logits, targets, log_rho, temperature)
+    assert out.log_probs.dtype == torch.float32
+    assert torch.equal(out.in_support, in_support)
+    torch.testing.assert_close(out.log_probs, log_probs, atol=3e-6, rtol=2e-6, check_dtype=False)
+    torch.testing.assert_close(out.coverage, coverage, atol=0, rtol=1e-5, check_dtype=False)
+    torch.testing.assert_close(out.entropy, entropy, atol=5e-6, rtol=2e-6, check_dtype=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    log_rho=st.sampled_from([None, -2.0, -13.0]),
+    temperature=st.sampled_from([1.0, 0.7]),
+    with_entropy=st.booleans(),
+)
+def test_gradients_match_autograd_on_the_reference_in_fp64(seed, dtype, log_rho, temperature, with_entropy):
+    logits, targets = batch(seed, 6, 90, dtype)
+    options = {"log_rho": log_rho, "temperature": temperature, "with_entropy": with_entropy}
+    generator = torch.Generator().manual_seed(seed + 1)
+    g, g_entropy = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+
+    def gradient(function, x):
+        out = function(x, targets, **options)
+        total = (torch.where(out.in_support, out.log_probs, 0.0) * g).sum()
+        if with_entropy:
+            total = total + (out.entropy * g_entropy).sum()
+        return torch.autograd.grad(total, x)[0]
+
+    ours = gradient(masked_log_softmax, logits.clone().requires_grad_())
+    # The set of the fp64 reference must be the fp32 one: the scaled logits are rounded as the operator rounds them.
+    exact = ((logits.float() / temperature).double() * temperature).requires_grad_()
+    theirs = gradient(masked_log_softmax_reference, exact)
+    assert ours.dtype == dtype
+    tolerance = {"atol": 3e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-5, "rtol": 5e-3}
+    torch.testing.assert_close(ours.double(), theirs, **tolerance)
+
+
+@pytest.mark.parametrize("log_rho", [None, -3.0])
+def test_gradcheck_in_fp64(log_rho):
+    logits, targets = batch(3, 4, 11, torch.float64)
+    logits[:, 1] = -40.0  # finite differences need finite logits
+
+    def function(x):
+        out = masked_log_softmax(x, targets, log_rho=log_rho, temperature=0.8, with_entropy=True)
+        return torch.where(out.in_support, out.log_probs, 0.0), out.entropy
+
+    assert torch.autograd.gradcheck(function, (logits.requires_grad_(),))
+
+
+def test_three_logits_by_hand():
+    # p = (4, 2, 1) / 7; with rho = 0.3 the last is cut (1/4 < 0.3): the rest is (2/3, 1/3).
+    logits = torch.log(torch.tensor([[4.0, 2.0, 1.0]] * 3)).requires_grad_()
+    out = masked_log_softmax(logits, torch.tensor([1, 2, 0]), log_rho=math.log(0.3), with_entropy=True)
+    torch.testing.assert_close(out.log_probs, torch.tensor([math.log(1 / 3), -math.inf, math.log(2 / 3)]))
+    assert out.in_support.tolist() == [True, False, True]
+    torch.testing.assert_close(out.coverage, torch.full((3,), 6 / 7))
+    entropy = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
+    torch.testing.assert_close(out.entropy, torch.full((3,), entropy))
+    out.log_probs[:2].sum().backward()
+    expected = torch.tensor([[-2 / 3, 2 / 3, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(logits.grad, expected)
+    assert logits.grad[:, 2].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_gradient_is_exactly_zero_where_it_must_be():
+    logits, targets = batch(5, 40, 300, torch.float32)
+    logits[targets == -100] = torch.nan  # ignored rows may hold anything
+    logits.requires_grad_()
+    out = masked_log_softmax(logits, targets, log_rho=-8.0, with_entropy=True)
+    out.log_probs.sum().backward()
+    counts = targets != -100
+    assert (~out.in_support & counts).any()
+    safe = logits.detach() >= logits.detach().amax(-1, keepdim=True) - 8.0
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[~safe].any()
+    assert not logits.grad[~out.in_support].any()
+    assert logits.grad[out.in_support].any(-1).all()
+    assert out.log_probs[~counts].eq(0).all() and out.entropy[~counts].eq(0).all()
+
+
+def test_plain_is_torchs_log_softmax_in_every_block_size():
+    for columns in (33, 2**18 + 5):  # many rows a block; a row larger than a block
+        logits = torch.randn(5, columns)
+        targets = torch.randint(0, columns, (5,))
+        out = masked_log_softmax(logits, targets, log_rho=None)
+        expected = logits.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(out.log_probs.double(), expected, atol=3e-6, rtol=2e-6)
+        assert out.in_support.all() and out.entropy is None and out.coverage.eq(1).all()
+
+
+def test_no_rows():
+    logits = torch.zeros(0, 8, requires_grad=True)
+    out = masked_log_softmax(logits, torch.zeros(0, dtype=torch.int64), log_rho=-13.0, with_entropy=True)
+    out.log_probs.sum().backward()
+    assert out.log_probs.shape == (0,) and logits.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda z, t: z[2].fill_(torch.nan), "row 2 .* NaN"),
+        (lambda z, t: z[3, 1].fill_(torch.inf), r"row 3 .* \+inf"),
+        (lambda z, t: z[1].fill_(-torch.inf), "row 1 .* nothing"),
+        (lambda z, t: t[3].fill_(8), "target 8 of row 3"),
+        (lambda z, t: t[0].fill_(-1), "target -1 of row 0"),
+    ],
+)
+def test_errors_name_the_row(change, message):
+    logits, targets = torch.randn(4, 8), torch.tensor([0, 1, 2, 7])
+    change(logits, targets)
+    with pytest.raises(ValueError, match=message):
+        masked_log_softmax(logits, targets, log_rho=-13.0)
+
+
+def two_ranks_worker(rank: int, port: int, queue: mp.Queue) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    results = []
+    for seed, dtype, log_rho in [(0, torch.float32, -6.0), (1, torch.bfloat16, None), (2, torch.float32, -13.0)]:
+        logits, targets = batch(seed, 16, 50, dtype)
+        share = logits.chunk(2, dim=1)[rank].contiguous().requires_grad_()
+        out = masked_log_softmax(
+            share, targets, log_rho=log_rho, temperature=1.3, tp_group=dist.group.WORLD, with_entropy=True
+        )
+        (torch.where(out.in_support, out.log_probs, 0.0).sum() + 0.3 * out.entropy.sum()).backward()
+        fields = (out.log_probs, out.in_support, out.coverage, out.entropy, share.grad)
+        results.append([x.detach().float().numpy() for x in fields])
+    broken, targets = batch(9, 8, 50, torch.float32, ignored=False)
+    broken[5, 40] = torch.nan  # in the second rank's share: both must raise, neither may hang
+    try:
+        masked_log_softmax(broken.chunk(2, dim=1)[rank].contiguous(), targets, log_rho=None, tp_group=dist.group.WORLD)
+        results.append("no error")
+    except ValueError as error:
+        results.append(str(error))
+    queue.put((rank, results))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=two_ranks_worker, args=(r, port, queue), daemon=True) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        results = dict(queue.get(timeout=60) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.join(10)
+            rank.kill()
+    for index, (seed, dtype, log_rho) in enumerate([(0, torch.float32, -6.0), (1, torch.bfloat16, None), (2, torch.float32, -13.0)]):
+        logits, targets = batch(seed, 16, 50, dtype)
+        logits.requires_grad_()
+        out = masked_log_softmax(logits, targets, log_rho=log_rho, temperature=1.3, with_entropy=True)
+        (torch.where(out.in_support, out.log_probs, 0.0).sum() + 0.3 * out.entropy.sum()).backward()
+        whole = [out.log_probs, out.in_support, out.coverage, out.entropy]
+        for rank in range(2):
+            for ours, expected in zip(results[rank][index], whole, strict=False):
+                torch.testing.assert_close(torch.tensor(ours), expected.detach().float(), atol=2e-6, rtol=2e-6)
+            grad = torch.tensor(results[rank][index][4])
+            expected = logits.grad.float().chunk(2, dim=1)[rank]
+            torch.testing.assert_close(grad, expected, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 5e-3)
+    for rank in range(2):
+        assert "row 5" in results[rank][3]
+
+
+def test_gradient_flows_through_a_head_in_any_precision():
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    hidden = torch.randn(12, 16, generator=generator, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(40, 16, generator=generator, dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(0, 40, (12,), generator=generator)
+    masked_log_softmax(hidden @ weight.t(), targets, log_rho=None).log_probs.mean().backward()
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    (exact_hidden @ exact_weight.t()).log_softmax(-1).gather(1, targets[:, None]).mean().backward()
+    error = (weight.grad.double() - exact_weight.grad).norm() / exact_weight.grad.norm()
+    assert error < 2e-2

@@ -128,6 +128,8 @@ class RolloutServer:
         command = [str(find_python(self.config.python)), "-m", "sglang.launch_server"]
         for name, value in flags.items():
             command += [name, str(value)]
+        # Token ids go in and out: the trainer has the tokenizer, and a hop through the detokenizer less.
+        command += ["--skip-tokenizer-init", "--log-level", "warning"]
         if self.routes:
             command.append("--enable-return-routed-experts")
         if not torch.cuda.is_available():

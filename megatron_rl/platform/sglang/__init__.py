@@ -27,7 +27,13 @@ REPLACED = {
 }
 """Every place of SGLang that is replaced, and why."""
 
-FLAGS = ["--device", "cpu", "--attention-backend", "torch_native"]
+FLAGS = [
+    *("--device", "cpu"),
+    *("--attention-backend", "torch_native"),
+    "--disable-overlap-schedule",  # there is no second processor that its bookkeeping could overlap with
+    "--sleep-on-idle",  # otherwise the scheduler polls: one core busy while the trainer needs it
+    "--skip-server-warmup",
+]
 """Flags of sglang.launch_server on a machine without a GPU."""
 
 

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Sets everything up, checks the scripts and the style, and runs the tests. Arguments go to pytest.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tools/setup.sh
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+bin=$PWD/.venv/bin
+
+mapfile -t scripts < <(git ls-files --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run)
+"$bin/shellcheck" --external-sources "${scripts[@]}"
+"$bin/ruff" check --quiet .
+exec "$bin/python" -m pytest "$@"

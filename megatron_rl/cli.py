@@ -95,13 +95,15 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     config = load_config(args.config, rest)
     if _needs_torchrun(args.nproc):
         return _torchrun(args.nproc, arguments)
-    if args.command == "sft":
-        from megatron_rl.sft import sft
-
-        return sft(config)
-    from megatron_rl import train
-
-    return {"train": train.train, "eval": train.evaluate_only, "rollout": train.rollout_only}[args.command](config)
+    if args.command == "train":
+        from megatron_rl.train import train as command
+    elif args.command == "sft":
+        from megatron_rl.sft import sft as command
+    elif args.command == "eval":
+        from megatron_rl.evaluate import evaluate_command as command
+    else:
+        from megatron_rl.evaluate import rollout_command as command
+    return command(config)
 
 
 def _needs_torchrun(nproc: int) -> bool:

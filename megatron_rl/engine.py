@@ -127,6 +127,14 @@ class Engine:
         if problem:
             raise UserError(problem)
 
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start of the run, and the size of the last push."""
+        return {
+            "rollout/restarts": self.stats.restarts,
+            "rollout/retries": self.stats.retries,
+            "sync/megabytes": self.stats.sync_bytes / 1e6,
+        }
+
     # -- trajectories -------------------------------------------------------------------------------------------------
 
     def collect(self, prompts: Sequence[Prompt], step: int) -> list[Trajectory]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from megatron_rl.config import Config
@@ -35,3 +36,22 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         greedy = engine.ask(share, replace(support, temperature=0.0), samples=1)
         scores["eval/greedy"] = average_at_n(run.gather_groups(greedy))
     return scores
+
+
+def evaluate_command(config: Config) -> None:
+    """`megatron-rl eval`: score the folder model.path as it is and print the scores."""
+    with Engine(config) as engine, Run(config, kind="ask") as run:
+        engine.join(run)
+        scores = evaluate(config, run, engine)
+        run.logger.say(json.dumps(scores, indent=2))
+
+
+def rollout_command(config: Config) -> None:
+    """`megatron-rl rollout`: sample one step's prompts and keep the trajectories in the run's rollouts/ folder."""
+    config = replace(config, rollout=replace(config.rollout, record=True))
+    with Engine(config) as engine, Run(config, kind="ask") as run:
+        engine.join(run)
+        prompts = run.stream.next(config.batch.prompts_per_step)
+        trajectories = engine.collect(run.share(prompts), step=0)
+        run.logger.say(json.dumps(run.reward_metrics(trajectories), indent=2, default=float))
+        run.logger.say(f"trajectories are in {config.run_dir / 'rollouts'}")

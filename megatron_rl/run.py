@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from megatron_rl.config import Config, to_yaml
 from megatron_rl.environments import PromptStream, build_task, fitting
@@ -54,7 +54,8 @@ class Run:
     Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, model, trainer, logger, step.
     """
 
-    def __init__(self, config: Config, *, kind: Literal["train", "sft"]) -> None:
+    def __init__(self, config: Config, *, kind: Literal["train", "sft", "ask"]) -> None:
+        """kind: train and sft build the trainer; ask (eval, rollout) only asks the engine."""
         self.config = config
         self.kind = kind
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -72,11 +73,23 @@ class Run:
         self.task = build_task(config.data, demonstrations=kind == "sft")
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
         self.stream = PromptStream(self.task, self.tokenizer, *lengths, seed=config.data.seed)
-        held_out = self.task.prompts("eval")[: config.eval.prompts] if kind == "train" else []
+        held_out = [] if kind == "sft" else self.task.prompts("eval")[: config.eval.prompts]
         self.eval_prompts = fitting(held_out, self.tokenizer, *lengths)
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"
         self._write_config()
+        self.step = 0
+        self._saved_at = 0 if kind == "ask" else -1
+        if kind != "ask":
+            self._build_trainer()
+            self._resume()
+        self.logger = RunLogger(self.folder, config, resume_step=self.step, active=self.ranks.rank == 0)
+        self._stop = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _build_trainer(self) -> None:
+        config, training = self.config, self.kind == "train"
         self.model: Model = load(
             config.model.path,
             parallel=config.parallel,
@@ -86,17 +99,13 @@ class Run:
             moe_aux_loss=config.model.moe_aux_loss,
             freeze_router=config.model.freeze_router,
         )
-        updates = config.steps * (config.batch.updates_per_step if kind == "train" else 1)
         self.trainer = Trainer(
-            config, self.model, self.ranks, total_updates=updates, temperature=self.support.temperature if kind == "train" else 1.0
-        )  # fmt: skip
-        self.step = 0
-        self._saved_at = -1
-        self._resume()
-        self.logger = RunLogger(self.folder, config, resume_step=self.step, active=self.ranks.rank == 0)
-        self._stop = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+            config,
+            self.model,
+            self.ranks,
+            total_updates=config.steps * (config.batch.updates_per_step if training else 1),
+            temperature=self.support.temperature if training else 1.0,
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -166,6 +175,16 @@ class Run:
         self.model.save_hf(self.trainer.chunks, out)
         return out
 
+    def stop_tokens(self) -> list[int]:
+        """Tokens that end a response: the model's generation config, and the tokenizer's end of sequence."""
+        generation = GenerationConfig.from_pretrained(self.config.model.path) if self._has_generation_config() else None
+        stop = getattr(generation, "eos_token_id", None)
+        stop = stop if isinstance(stop, list) else [stop]
+        return sorted({t for t in [*stop, self.tokenizer.eos_token_id] if t is not None})
+
+    def _has_generation_config(self) -> bool:
+        return (Path(self.config.model.path) / "generation_config.json").is_file()
+
     # -- data over ranks ----------------------------------------------------------------------------------------------
 
     def share(self, items: list[T]) -> list[T]:
@@ -191,8 +210,8 @@ class Run:
 
     # -- metrics ------------------------------------------------------------------------------------------------------
 
-    def step_metrics(self, trajectories: list[Trajectory], updates: list[dict[str, float]]) -> dict[str, Any]:
-        """Metrics of one RL step from its trajectories and the sums of its updates."""
+    def reward_metrics(self, trajectories: list[Trajectory]) -> dict[str, Any]:
+        """Rewards and lengths of one step's trajectories, over all ranks."""
         rows = self.gather_from_leaders(
             [(t.group_id, t.reward, t.response_length, len(t.tokens), t.finish_reason, t.reward_parts) for t in trajectories]
         )
@@ -212,7 +231,7 @@ class Run:
         }
         for part in rows[0][5]:
             metrics[f"reward/{part}"] = np.mean([r[5][part] for r in rows])
-        return metrics | self.update_metrics(updates)
+        return metrics
 
     def update_metrics(self, updates: list[dict[str, float]]) -> dict[str, float]:
         """Sums over tokens become means; per-update figures (update/...) are averaged, skips are counted."""

@@ -31,5 +31,5 @@ def sft(config: Config) -> None:
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):
                     run.save()
-            run.logger.log_step(run.step, **run.sft_metrics(batches, metrics), **clock.times())
+            run.logger.log_step(run.step, run.update_metrics([metrics]) | clock.times())
         run.save_hf()

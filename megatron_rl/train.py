@@ -10,7 +10,6 @@ from megatron_rl.algorithms import advantages as adv
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.engine import Engine
 from megatron_rl.evaluate import evaluate
-from megatron_rl.metrics import mismatch
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Clock, Run
 from megatron_rl.trainer.objective import policy_objective
@@ -62,9 +61,11 @@ def train(config: Config) -> None:
                     run.save()
             logger.log_step(
                 run.step,
-                **run.step_metrics(trajectories, metrics, engine.stats),
-                **mismatch_metrics(run, updates),
-                **clock.times(),
+                run.reward_metrics(trajectories)
+                | run.update_metrics(metrics)
+                | run.mismatch_metrics(updates)
+                | engine.metrics()
+                | clock.times(),
             )
 
 

@@ -1,3 +1,4 @@
 """Operators with their own gradients: one autograd function per file, with its plain-torch reference beside it."""
 
 from megatron_rl.ops.masked_log_softmax import masked_log_softmax as masked_log_softmax
+from megatron_rl.ops.sink_attention import sink_attention as sink_attention

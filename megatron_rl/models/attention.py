@@ -1,0 +1,216 @@
+"""Attention modules for Megatron's layer spec: packed sequences, windows, sinks, MLA and context parallelism."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.norm import HeadsRMSNorm
+from megatron_rl.models.packed import PackedLayout, packed_layout
+from megatron_rl.models.rotary import rotate_packed
+from megatron_rl.ops import sink_attention
+
+_CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class CoreAttention(MegatronModule):
+    """`core_attention` of a layer spec: causal attention through `ops.sink_attention`.
+
+    In the place of Megatron's `DotProductAttention`, which takes neither packed sequences nor context parallelism. The
+    parameter `softmax_offset` [heads / tp] (softmax_type "learnable") has the name that Megatron-Bridge maps gpt-oss's sinks to.
+
+    Context parallelism exchanges heads for tokens (arXiv 2309.14509): each rank gets whole sequences for its share of the
+    heads, and of the sinks; grouped keys and values are repeated when they are fewer than the ranks.
+    Errors: UserError for dropout, a mask that is not causal, or heads that the ranks cannot share.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: object,
+    ):
+        super().__init__(config=config)
+        if attn_mask_type not in _CAUSAL:
+            raise UserError(f"model: attention mask '{attn_mask_type.name}' is not supported, causal alone is")
+        if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
+            raise UserError("model: attention dropout is not supported; set attention_dropout to 0")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.tp_group, self.cp_group = groups.tp, groups.cp
+        self.softmax_scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed and config.window_size[0] >= 0 else None
+
+        heads = config.num_attention_heads // self.tp_group.size()
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+        elif config.softmax_type == "off-by-one":
+            self.register_buffer("zero_sinks", torch.zeros(heads), persistent=False)
+        elif config.softmax_type != "vanilla":
+            raise UserError(f"model: softmax_type '{config.softmax_type}' is not supported")
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Packed: query `[T, H, D]`, key `[T, Hkv, D]`, value `[T, Hkv, Dv]` -> `[T, H * Dv]`.
+
+        Else query `[s, b, H, D]` and so on -> `[s, b, H * Dv]`, causal over s; attention_mask is not looked at: padding
+        must be at the right end.
+        """
+        if attn_mask_type not in _CAUSAL or attention_bias is not None:
+            raise UserError("model: attention with a bias or a mask that is not causal is not supported")
+        if packed_seq_params is not None:
+            layout = packed_layout(packed_seq_params, query.shape[0], self.cp_group)
+            return self._attend(query, key, value, layout).flatten(1)
+        length, batch = query.shape[:2]
+        context = self.cp_group.size()
+        cu_seqlens = torch.arange(0, batch + 1) * (length * context)
+        layout = PackedLayout.build(cu_seqlens.to(query.device), batch * length, context, self.cp_group.rank())
+        flat = [x.transpose(0, 1).reshape(batch * length, *x.shape[2:]) for x in (query, key, value)]
+        return self._attend(*flat, layout).view(batch, length, -1).transpose(0, 1).contiguous()
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        sinks = getattr(self, "zero_sinks", self.softmax_offset)
+        options = {"cu_seqlens": layout.cu_seqlens, "window": self.window, "scale": self.softmax_scale}
+        context, rank = self.cp_group.size(), self.cp_group.rank()
+        if context == 1:
+            return sink_attention(q, k, v, sinks, **options)
+
+        heads = q.shape[1]
+        repeat = context // math.gcd(k.shape[1], context)
+        if heads % context or heads % (k.shape[1] * repeat):
+            raise UserError(
+                f"parallel.context = {context}: a tensor-parallel rank's {heads} heads in {k.shape[1]} groups cannot be shared"
+            )
+        k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+        back = torch.empty_like(layout.order).view(-1)  # token of the whole micro-batch -> its place behind all_to_all
+        back[layout.order.view(-1)] = torch.arange(len(back), device=back.device)
+        q, k, v = (_heads_for_tokens(x, self.cp_group).index_select(0, back) for x in (q, k, v))
+        if sinks is not None:
+            sinks = sinks.view(context, -1)[rank]
+        out = sink_attention(q, k, v, sinks, **options)
+        return _tokens_for_heads(out.index_select(0, layout.order.view(-1)), self.cp_group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """The sinks, cut over the tensor-parallel ranks."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _heads_for_tokens(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """`[T, H, D]` of each rank -> `[c * T, H / c, D]`: all ranks' tokens, rank by rank, for this rank's heads."""
+    context, (tokens, heads, width) = group.size(), x.shape
+    x = x.view(tokens, context, heads // context, width).transpose(0, 1).contiguous()
+    return all_to_all(group, x).view(context * tokens, heads // context, width)
+
+
+def _tokens_for_heads(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """The way back: `[c * T, H / c, D]` -> `[T, H, D]`."""
+    context, (tokens, heads, width) = group.size(), x.shape
+    x = all_to_all(group, x.contiguous()).view(context, tokens // context, heads, width)
+    return x.transpose(0, 1).reshape(tokens // context, context * heads, width)
+
+
+class SelfAttention(MegatronSelfAttention):
+    """Megatron's self-attention, with the rotary embedding of packed sequences applied to all tokens at once.
+
+    Megatron cuts the pack into its sequences and rotates them one by one: hundreds of small operations a layer.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        key_value_states: torch.Tensor | None = None,
+        inference_context: object = None,
+        rotary_pos_emb: torch.Tensor | tuple | None = None,
+        *args: object,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's `Attention.forward`."""
+        self._rotation = None
+        if packed_seq_params is not None and rotary_pos_emb is not None and not self.config.apply_rope_fusion:
+            skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+            self._rotation = None if skipped else (rotary_pos_emb, packed_seq_params)
+            rotary_pos_emb = None
+        try:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                key_value_states,
+                inference_context,
+                rotary_pos_emb,
+                *args,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        finally:
+            self._rotation = None
+
+    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **kwargs):
+        """q `[s, b, H, D]`, k, v `[s, b, Hkv, D]` (and a gate); q and k are rotated already where the pass is packed."""
+        query, key, *rest = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
+        if self._rotation is not None:
+            rotary, packed_seq_params = self._rotation
+            positions = packed_layout(packed_seq_params, query.shape[0], self.pg_collection.cp).positions
+            q_angles, k_angles = rotary if isinstance(rotary, tuple) else (rotary, rotary)
+            options = {"interleaved": self.config.rotary_interleaved, "mscale": self._yarn_concentration_factor}
+            query = rotate_packed(query, q_angles, positions, **options)
+            key = rotate_packed(key, k_angles, positions, **options)
+        return (query, key, *rest)
+
+
+class HeadsNormSelfAttention(SelfAttention):
+    """OLMoE: q_norm and k_norm run over all heads together, also where tensor parallelism splits the heads."""
+
+    def __init__(self, config: TransformerConfig, submodules: object, *args: object, **kwargs: object):
+        super().__init__(config, submodules, *args, **kwargs)
+        eps, tp_group = config.layernorm_epsilon, self.pg_collection.tp
+        if config.num_query_groups % tp_group.size():
+            raise UserError(f"parallel.tensor = {tp_group.size()}: does not divide {config.num_query_groups} key-value heads")
+        self.q_layernorm = HeadsRMSNorm(config, self.query_projection_size, eps, tp_group)
+        self.k_layernorm = HeadsRMSNorm(config, self.kv_projection_size, eps, tp_group)

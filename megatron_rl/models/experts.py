@@ -1,0 +1,89 @@
+"""Experts where Transformer Engine's grouped kernels are not there: Megatron's SequentialMLP with little work per expert."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+
+class GroupedExperts(SequentialMLP):
+    """SequentialMLP (its parameters, names and checkpoints) with one matrix product per expert and linear layer.
+
+    The activation runs once over all tokens, and an expert without tokens costs nothing but its zero gradient. Expert
+    tensor parallelism needs no more: the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and fc2
+    fit each other. Experts whose linear layers were wrapped (LoRA, quantizers) take Megatron's own path.
+    """
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens `[N, hidden]` sorted by expert, counts `[experts]`, router weights `[N]` -> `[N, hidden]`, weighted."""
+        config = self.config
+        plain = all(
+            type(e.linear_fc1) is ColumnParallelLinear and type(e.linear_fc2) is RowParallelLinear
+            for e in self.local_experts
+        )
+        if not plain or config.fp8 or config.fp4 or config.moe_apply_probs_on_input or not config.gated_linear_unit:
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        counts = tokens_per_expert.tolist()
+        fc1, fc2 = ([getattr(e, name) for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
+        hidden = _grouped_linear(permuted_local_hidden_states, counts, fc1)
+        gate, linear = hidden.chunk(2, dim=-1)
+        if (limit := config.activation_func_clamp_value) is not None:
+            gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
+        if config.glu_linear_offset:
+            linear = linear + config.glu_linear_offset
+        probs = permuted_probs.unsqueeze(-1)
+        hidden = (config.activation_func(gate) * linear * probs).to(hidden.dtype)
+        out = _GroupedLinear.apply(hidden, counts, None, *[layer.weight for layer in fc2])
+        if config.add_bias_linear:  # weighted like the output; with expert tensor parallelism the slices are summed later
+            biases = torch.stack([layer.bias for layer in fc2])
+            experts = torch.arange(len(counts), device=out.device)
+            rows = experts.repeat_interleave(torch.tensor(counts, device=out.device), output_size=len(out))
+            out = out + (biases.index_select(0, rows) * probs).to(out.dtype)
+        return out, None
+
+
+def _grouped_linear(x: torch.Tensor, counts: list[int], layers: list[torch.nn.Module]) -> torch.Tensor:
+    biases = None if layers[0].bias is None else torch.stack([layer.bias for layer in layers])
+    return _GroupedLinear.apply(x, counts, biases, *[layer.weight for layer in layers])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y = x W_e^T + b_e for the rows of each expert e; x `[N, in]` sorted by expert, W_e `[out, in]`, b `[E, out]` or None."""
+
+    @staticmethod
+    def forward(ctx, x, counts, biases, *weights):
+        out = x.new_empty((x.shape[0], weights[0].shape[0]))
+        for expert, rows in _rows(counts):
+            if biases is None:
+                torch.mm(x[rows], weights[expert].t(), out=out[rows])
+            else:
+                torch.addmm(biases[expert], x[rows], weights[expert].t(), out=out[rows])
+        ctx.save_for_backward(x, *weights)
+        ctx.counts, ctx.biased = counts, biases is not None
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = torch.empty_like(x)
+        grad_weights = [None if count else torch.zeros_like(w) for count, w in zip(ctx.counts, weights, strict=True)]
+        grad_biases = grad.new_zeros((len(weights), grad.shape[1])) if ctx.biased else None
+        for expert, rows in _rows(ctx.counts):
+            torch.mm(grad[rows], weights[expert], out=grad_x[rows])
+            grad_weights[expert] = torch.mm(grad[rows].t(), x[rows])
+            if ctx.biased:
+                grad_biases[expert] = grad[rows].sum(0)
+        return grad_x, None, grad_biases, *grad_weights
+
+
+def _rows(counts: list[int]):
+    """(expert, its rows) for the experts that have tokens."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count

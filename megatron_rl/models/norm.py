@@ -1,0 +1,73 @@
+"""RMSNorm for every norm of a layer spec, with sequence parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.errors import UserError
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32.
+
+    Megatron's local `WrappedTorchNorm` refuses sequence parallelism; this one marks its weight with `sequence_parallel`, so
+    that Megatron sums its gradient over the tensor-parallel ranks. Fits every norm of a spec: built with
+    (config, hidden_size, eps). Errors: UserError for a normalization that is not RMSNorm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object):
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise UserError(f"model: normalization '{config.normalization}' is not supported, RMSNorm alone is")
+        if config.layernorm_zero_centered_gamma:
+            raise UserError("model: a zero-centred norm weight (layernorm_zero_centered_gamma) is not supported")
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[..., hidden_size]`; same shape and type."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class HeadsRMSNorm(RMSNorm):
+    """RMSNorm over all heads together (OLMoE's q_norm and k_norm) where each tensor-parallel rank holds some of the heads.
+
+    The weight `[heads * head_dim]` is whole on each rank, as the Bridge's conversion expects; a rank uses its own slice, and
+    Megatron sums the gradient of q_layernorm and k_layernorm over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, tp_group: torch.distributed.ProcessGroup):
+        super().__init__(config, hidden_size, eps)
+        self.tp_group = tp_group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[..., heads / tp, head_dim]`, this rank's heads; same shape and type."""
+        flat = x.flatten(-2)
+        if self.tp_group.size() == 1:
+            return super().forward(flat).view_as(x)
+        weight = self.weight.view(self.tp_group.size(), -1)[self.tp_group.rank()]
+        wide = flat.float()
+        total = _SumOverRanks.apply(wide.square().sum(-1, keepdim=True), self.tp_group)
+        scaled = wide * torch.rsqrt(total / self.weight.numel() + self.eps)
+        return (scaled * weight.float()).to(x.dtype).view_as(x)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the group in both directions: each rank's output depends on each rank's input."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        grad = grad.clone()
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad, None
+

@@ -1,0 +1,58 @@
+"""Where each token of a packed micro-batch lies: positions, and Megatron's zigzag order under context parallelism.
+
+With context parallelism of c ranks each sequence (padded to a multiple of 2c) is cut into 2c chunks, and rank r holds the
+chunks r and 2c-1-r: causal work is then the same on each rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """One micro-batch on one context-parallel rank. T tokens on this rank, c * T in all."""
+
+    cu_seqlens: torch.Tensor
+    """[S + 1] int64: starts of the whole (padded) sequences, c * T at the end."""
+    order: torch.Tensor
+    """[c, T] int64: token of the whole micro-batch that rank r holds at place t."""
+    positions: torch.Tensor
+    """[T] int64: position of each token of this rank in its own sequence."""
+
+    @classmethod
+    def build(cls, cu_seqlens: torch.Tensor, tokens: int, context: int = 1, rank: int = 0) -> PackedLayout:
+        """Tokens behind the last sequence (padding of the micro-batch) count as one more sequence.
+
+        Errors: ValueError when a sequence cannot be cut into 2 * context chunks, or the tokens are too few.
+        """
+        starts = cu_seqlens.to(torch.int64)
+        rest = tokens * context - starts[-1:]
+        if int(rest) != 0:
+            starts = torch.cat([starts, starts[-1:] + rest])
+        lengths = starts.diff()
+        if bool((lengths < 0).any()):
+            raise ValueError(f"packed sequences of {int(starts[-1] - rest)} tokens in {tokens} x {context} places")
+        if context > 1 and bool((lengths % (2 * context) != 0).any()):
+            raise ValueError(f"context parallelism of {context} needs sequences padded to multiples of {2 * context}")
+        whole = torch.arange(tokens * context, device=starts.device)
+        position = whole - starts[:-1].repeat_interleave(lengths)
+        if context == 1:
+            return cls(starts, whole[None], position)
+        chunk = position // (lengths // (2 * context)).clamp(min=1).repeat_interleave(lengths)
+        owner = torch.minimum(chunk, 2 * context - 1 - chunk)
+        order = owner.argsort(stable=True).view(context, tokens)
+        return cls(starts, order, position[order[rank]])
+
+
+def packed_layout(params: PackedSeqParams, tokens: int, cp_group: torch.distributed.ProcessGroup) -> PackedLayout:
+    """The layout of a micro-batch; computed once and kept on `params`, which all layers of a forward pass share."""
+    key = (tokens, cp_group.size(), cp_group.rank())
+    kept = getattr(params, "_layout", None)
+    if kept is None or kept[0] != key:
+        cu_seqlens = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        kept = params._layout = (key, PackedLayout.build(cu_seqlens, *key))
+    return kept[1]

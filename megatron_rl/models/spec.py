@@ -1,0 +1,64 @@
+"""The layer spec: which modules Megatron builds a transformer layer from."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention, SelfAttention
+from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.models.norm import RMSNorm
+
+
+def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
+
+    For `provider.transformer_layer_spec` of Megatron-Bridge, or `GPTModel(transformer_layer_spec=...)`. Where CUDA and
+    Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and experts;
+    the core attention is ours in both.
+    """
+    fast = HAVE_TE and torch.cuda.is_available()
+    block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
+    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        _set_attention(layer.submodules.self_attention, config, fast)
+        if not fast:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+            _set_experts(layer.submodules.mlp)
+    if not fast:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def _set_attention(attention: ModuleSpec, config: TransformerConfig, fast: bool) -> None:
+    attention.submodules.core_attention = CoreAttention
+    if config.multi_latent_attention:
+        if config.qk_layernorm and not fast:
+            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = RMSNorm
+        return
+    attention.module = HeadsNormSelfAttention if _norms_over_all_heads(config) else SelfAttention
+    if config.qk_layernorm and not fast:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+
+
+def _norms_over_all_heads(config: TransformerConfig) -> bool:
+    """OLMoE's provider has no field for it: its own attention module, which fits one rank alone, is what says so."""
+    if not hasattr(config, "provide"):
+        return False
+    from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider
+
+    return isinstance(config, OlMoEModelProvider)
+
+
+def _set_experts(mlp: partial) -> None:
+    submodules = mlp.keywords["submodules"]
+    if hasattr(submodules, "experts"):
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        submodules.experts = partial(GroupedExperts, submodules=linear)

@@ -1,0 +1,1 @@
+"""Trainer -> rollout engine: weights in buckets over one of three transports, checksums of both sides compared."""

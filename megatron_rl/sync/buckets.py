@@ -1,0 +1,77 @@
+"""Tensors side by side in one flat buffer: what travels in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a bucket: bytes [start, end) of the buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass
+class Bucket:
+    """Flat uint8 buffer and what lies in it, without gaps and with every tensor aligned to its elements."""
+
+    buffer: Tensor
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def used(self) -> int:
+        """Bytes."""
+        return self.entries[-1].end if self.entries else 0
+
+    @property
+    def data(self) -> Tensor:
+        """[used] uint8."""
+        return self.buffer[: self.used]
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy a tensor in, cast to `dtype`; returns the copy."""
+        start, end = self.used, self.used + tensor.numel() * dtype.itemsize
+        copy = self.buffer[start:end].view(dtype).view(tensor.shape)
+        copy.copy_(tensor.detach())
+        self.entries.append(Entry(name, dtype, tuple(tensor.shape), start, end))
+        return copy
+
+
+def fill_buckets(
+    groups: Iterable[list[tuple[str, Tensor]]],
+    *,
+    capacity: int,
+    dtype_of: Callable[[str], torch.dtype],
+    buffer_of: Callable[[int], Tensor],
+    seen: Callable[[str, Tensor], None],
+) -> Iterator[tuple[Bucket, bool]]:
+    """Yield (bucket, is it the last), of at most `capacity` bytes each unless a single group is larger.
+
+    groups: lists of (name, tensor) that must travel together. dtype_of: the dtype to cast a tensor to. buffer_of: a
+    buffer of at least so many bytes, the same one as long as it suffices: a bucket is void once the next is asked for.
+    seen: is told every tensor as it lies in its bucket.
+    """
+    bucket = None
+    for group in groups:
+        typed = [(name, tensor, dtype_of(name)) for name, tensor in group]
+        size = sum(tensor.numel() * dtype.itemsize for _, tensor, dtype in typed)
+        if bucket is not None:
+            aligned = all(bucket.used % dtype.itemsize == 0 for *_, dtype in typed)
+            if bucket.used + size > capacity or not aligned:
+                yield bucket, False
+                bucket = None
+        if bucket is None:
+            bucket = Bucket(buffer_of(max(capacity, size)))
+        for name, tensor, dtype in typed:
+            seen(name, bucket.add(name, tensor, dtype))
+    if bucket is not None:
+        yield bucket, True

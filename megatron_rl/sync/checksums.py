@@ -1,0 +1,170 @@
+"""What the engine's checksums must be after a push, from the Hugging Face tensors that were pushed.
+
+The engine hashes what it serves (after its loader, after fusing and sharding); the trainer hashes what it meant to send.
+See `megatron_rl_fingerprint` for the hash and why that of a fused tensor is a sum over its parts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from megatron_rl.sync.layout import Slot, locate
+from megatron_rl.sync.pythonpath.megatron_rl_fingerprint import MODULUS, PREFIX, as_matrix, below, fingerprint
+
+
+@dataclass(frozen=True)
+class EngineParameter:
+    """A parameter of the engine as one of its tensor-parallel ranks holds it."""
+
+    value: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def experts(self) -> int:
+        """Experts on this rank (0: the parameter has no expert dimension)."""
+        return self.shape[0] if len(self.shape) == 3 else 0
+
+
+def parse(text: str) -> EngineParameter | None:
+    """Read `megatron_rl_fingerprint.describe`'s format; None for the SHA-256 of a server without the plugin."""
+    prefix, *fields = text.split(":")
+    if prefix != PREFIX:
+        return None
+    value, dtype, shape = fields
+    return EngineParameter(int(value, 16), getattr(torch, dtype), tuple(int(size) for size in shape.split(",") if size))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One tensor, or one expert of it, hashed in the blocks in which shards may hold it."""
+
+    slot: Slot
+    name: str
+    rows: int
+    """Rows of one block."""
+    hashes: list[int]
+    by_columns: bool
+
+
+class ExpectedChecksums:
+    """Collects the pushed tensors and compares them with the engine's checksums.
+
+    Tensor parallelism: a rank must hold one of the shards that rows or columns of the pushed tensors can be cut into
+    (told by the shapes that the engine reported), and all shards must be held by some rank. Replicated parameters
+    (norms, routers, and key-value heads where ranks outnumber them) and expert parallelism follow from the same rule.
+    """
+
+    def __init__(self, engine: list[dict[str, EngineParameter]]) -> None:
+        """engine: one dict (name -> parameter) per tensor-parallel rank, as it was reported at the connection."""
+        self._engine = engine[0]
+        self._ranks = len(engine)
+        self._shapes = {name: parameter.shape for name, parameter in self._engine.items()}
+        self._pieces: dict[str, list[_Piece]] = defaultdict(list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """tensor: full, in the engine's dtype, as it goes onto the wire."""
+        slot = locate(name, self._shapes)
+        parameter = self._engine[slot.parameter]
+        tensor = tensor.transpose(-1, -2) if slot.transposed else tensor
+        if slot.all_experts:
+            for expert, part in enumerate(tensor):
+                part = part[None] if part.dim() == 1 else part
+                self._pieces[slot.parameter].append(self._piece(Slot(slot.parameter, expert), name, part, parameter))
+        else:
+            self._pieces[slot.parameter].append(self._piece(slot, name, tensor, parameter))
+
+    def _piece(self, slot: Slot, name: str, tensor: Tensor, parameter: EngineParameter) -> _Piece:
+        matrix = as_matrix(tensor)
+        rows, columns = matrix.shape
+        local_rows, local_columns = _matrix_shape(parameter.shape)
+        if local_columns < columns:
+            blocks = matrix.split(local_columns, dim=1)
+            return _Piece(slot, name, rows, [fingerprint(block) for block in blocks], by_columns=True)
+        size = rows
+        if self._ranks > 1 and rows % self._ranks == 0:
+            size = rows // self._ranks
+        elif rows > local_rows:  # a vocabulary that the engine pads to equal shards
+            size = local_rows
+        return _Piece(slot, name, size, [fingerprint(block) for block in matrix.split(size)], by_columns=False)
+
+    def mismatches(self, engine: list[dict[str, EngineParameter]]) -> list[str]:
+        """Descriptions of all parameters that differ, with the pushed tensors they consist of; empty: both sides agree."""
+        found = []
+        for parameter in self._engine:
+            names = sorted({piece.name for piece in self._pieces[parameter]})
+            if not names:
+                found.append(f"{parameter} (nothing was pushed for it)")
+                continue
+            held = {rank[parameter].value for rank in engine if parameter in rank}
+            if parameter.endswith(".w2_weight_bias") and len(engine) > 1:
+                held.discard(0)  # it is added after the sum over ranks: SGLang keeps it on one of them
+            if held != self._shards(parameter):
+                origin = "" if names == [parameter] else f" (from {_summary(names)})"
+                found.append(parameter + origin)
+        return found
+
+    def _shards(self, name: str) -> set[int]:
+        """The fingerprints that the engine's ranks must hold of a parameter, one per distinct shard."""
+        pieces = sorted(self._pieces[name], key=lambda piece: (piece.slot.expert, piece.slot.part))
+        parameter = self._engine[name]
+        experts = [list(parts) for _, parts in groupby(pieces, key=lambda piece: piece.slot.expert)]
+        if not parameter.experts:
+            return _shards_of_parts(pieces, _matrix_shape(parameter.shape)[0], self._ranks)
+        # Expert parallelism: each rank has a run of whole experts; inside, each expert is cut in the same way.
+        shards = set()
+        for start in range(0, len(experts), parameter.experts):
+            local = [piece for parts in experts[start : start + parameter.experts] for piece in parts]
+            shards |= _shards_of_parts(local, _matrix_shape(parameter.shape)[0], self._ranks)
+        return shards
+
+
+def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> set[int]:
+    """Fingerprints of the shards of stacked pieces, when a rank holds local_rows of their rows (or a cut of the columns)."""
+    if pieces[0].by_columns:
+        return {_stack([(piece.rows, [value]) for piece in pieces for value in [piece.hashes[cut]]])
+                for cut in range(len(pieces[0].hashes))}  # fmt: skip
+    total = sum(piece.rows * len(piece.hashes) for piece in pieces)
+    if local_rows >= total:
+        return {_stack([(piece.rows, piece.hashes) for piece in pieces])}
+    if len(pieces) == 1 and pieces[0].rows == local_rows:
+        return {value for value in pieces[0].hashes}
+    # Rows each rank holds of every piece: the same cut of all, or all queries cut and key-value heads shared by ranks.
+    first, *others = pieces
+    if total % local_rows == 0:
+        cuts = [total // local_rows] * len(pieces)
+    else:
+        rest = (local_rows - first.rows) // max(1, len(others))
+        cuts = [ranks] + [piece.rows * len(piece.hashes) // max(1, rest) for piece in others]
+    shards = set()
+    for rank in range(max(cuts)):
+        held = []
+        for piece, cut in zip(pieces, cuts, strict=True):
+            blocks, part = len(piece.hashes) // cut, rank * cut // max(cuts)
+            held.append((piece.rows, piece.hashes[part * blocks : (part + 1) * blocks]))
+        shards.add(_stack(held))
+    return shards
+
+
+def _stack(blocks: list[tuple[int, list[int]]]) -> int:
+    """Fingerprint of blocks stacked by rows, given as (rows of a block, fingerprints)."""
+    value = offset = 0
+    for rows, hashes in blocks:
+        for block in hashes:
+            value += below(block, offset)
+            offset += rows
+    return value % MODULUS
+
+
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Shape of `as_matrix` of a tensor of that shape."""
+    return tuple(as_matrix(torch.empty(shape, device="meta")).shape)
+
+
+def _summary(names: list[str], limit: int = 6) -> str:
+    return ", ".join(names[:limit]) + (f", ... {len(names)} in all" if len(names) > limit else "")

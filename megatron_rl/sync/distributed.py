@@ -1,0 +1,131 @@
+"""Broadcast from the trainer to all engines in one torch process group of their own: NCCL with CUDA, gloo without."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import uuid
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.sync.buckets import Bucket
+from megatron_rl.sync.engines import Engines, WeightSyncError
+from megatron_rl.sync.transport import Transport
+
+
+class DistributedTransport(Transport):
+    """`/update_weights_from_distributed`: trainer rank 0 is rank 0 of the group, the servers' ranks follow.
+
+    The group is a bare backend object: it is in no registry of torch.distributed and no other group depends on it, so
+    one that fails is thrown away and made anew.
+    """
+
+    def __init__(self, engines: Engines, tensor_parallel: int):
+        super().__init__(engines, tensor_parallel)
+        self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self.timeout = timedelta(seconds=engines.timeout_s)
+        self._name = ""
+        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+        self._store: dist.TCPStore | None = None
+
+    def connect(self) -> None:
+        self.close()
+        name = f"weights-{uuid.uuid4().hex[:8]}"
+        host = _own_address(self.engines.addresses[0])
+        size = 1 + self.tensor_parallel * len(self.engines.addresses)
+        self._store = dist.TCPStore(host, 0, size, is_master=True, timeout=self.timeout, wait_for_workers=False)
+        # The servers join while this side does: both block until all are there.
+        calls = self.engines.start(
+            "/init_weights_update_group",
+            [
+                {
+                    "master_address": host,
+                    "master_port": self._store.port,
+                    "rank_offset": 1 + self.tensor_parallel * index,
+                    "world_size": size,
+                    "group_name": name,
+                    "backend": self.backend,
+                }
+                for index in range(len(self.engines.addresses))
+            ],
+        )
+        joined: list = []
+        # In a thread of its own: a server that refuses ends the wait at once, and not after the store's timeout.
+        thread = threading.Thread(target=lambda: joined.append(self._join(name, size)), daemon=True)
+        thread.start()
+        self.engines.wait(calls)
+        thread.join(self.engines.timeout_s)
+        if not joined:
+            raise WeightSyncError(f"weight sync: {self.backend} group with {', '.join(self.engines.addresses)} not formed")
+        self._name, self._group = name, joined[0]
+
+    def _join(self, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+        """This side of SGLang's init_custom_process_group: the same nest of prefixes in the store."""
+        store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store))
+        store = dist.PrefixStore(f"{self.device.type}/", store)
+        if self.backend == "gloo":
+            return dist.ProcessGroupGloo(store, 0, size, timeout=self.timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        with torch.cuda.device(self.device):
+            return dist.ProcessGroupNCCL(store, 0, size, options)
+
+    def send(self, bucket: Bucket, version: str | None) -> None:
+        # The request comes first and stays open during the broadcast: a server that refuses never joins the broadcast,
+        # and its answer is what ends this side's wait.
+        calls = self.engines.start(
+            "/update_weights_from_distributed",
+            {
+                "names": [entry.name for entry in bucket.entries],
+                "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket.entries],
+                "shapes": [list(entry.shape) for entry in bucket.entries],
+                "group_name": self._name,
+                "load_format": "flattened_bucket",
+                "flush_cache": version is not None,
+                "weight_version": version,
+            },
+        )
+        work = self._group.broadcast([self.wire(bucket.data)], _broadcast_options(self.timeout))
+        self.engines.wait(calls)
+        work.wait(self.timeout)
+
+    def wire(self, data: Tensor) -> Tensor:
+        """[bytes] uint8 as broadcast."""
+        return data
+
+    def abort(self) -> None:
+        self.close()
+        super().abort()
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()  # ends a broadcast that nobody receives
+            self.engines.attempt("/destroy_weights_update_group", {"group_name": self._name})
+        self._store = None
+
+
+def _broadcast_options(timeout: timedelta) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = timeout
+    options.asyncOp = True
+    return options
+
+
+def _own_address(server: str) -> str:
+    """Address of this machine as the server sees it (no packet is sent)."""
+    parts = urlsplit(server)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((parts.hostname, parts.port or 80))
+        except OSError as error:
+            raise WeightSyncError(f"weight sync: no route to {server}: {error.strerror or error}") from None
+        return probe.getsockname()[0]

@@ -1,0 +1,80 @@
+"""SGLang's control calls to one or many servers at once, each with a deadline, errors as one line."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+
+from megatron_rl.errors import UserError
+
+
+class WeightSyncError(UserError):
+    """A push did not happen, or the engine does not hold what was pushed."""
+
+
+class Engines:
+    """The servers that receive the weights. Calls go to all of them at the same time."""
+
+    def __init__(self, addresses: list[str], timeout_s: float):
+        if not addresses:
+            raise WeightSyncError("weight sync: no rollout server to push to (rollout.addresses is empty)")
+        self.addresses = [address.rstrip("/") for address in addresses]
+        self.timeout_s = timeout_s
+        self._http = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)), trust_env=False)
+        self._threads = ThreadPoolExecutor(2 * len(addresses), thread_name_prefix="weight-sync")
+
+    def start(self, path: str, bodies: dict | list[dict] | None = None) -> list[Future]:
+        """Begin a POST to every server: one body for all, or one each."""
+        bodies = bodies if isinstance(bodies, list) else [bodies] * len(self.addresses)
+        return [
+            self._threads.submit(self._request, "POST", address, path, body, self.timeout_s)
+            for address, body in zip(self.addresses, bodies, strict=True)
+        ]
+
+    def wait(self, calls: list[Future]) -> list[dict]:
+        """Their replies. Raises WeightSyncError as soon as one has failed, without waiting for the others."""
+        done, pending = concurrent.futures.wait(calls, self.timeout_s, concurrent.futures.FIRST_EXCEPTION)
+        for call in done:
+            call.result()
+        if pending:
+            raise WeightSyncError(f"weight sync: no answer from SGLang within {self.timeout_s:g} s (sync.timeout_s)")
+        return [call.result() for call in calls]
+
+    def call(self, path: str, bodies: dict | list[dict] | None = None) -> list[dict]:
+        """POST to every server and wait for all replies."""
+        return self.wait(self.start(path, bodies))
+
+    def get(self, path: str) -> list[dict]:
+        """GET from every server, within 10 s."""
+        return self.wait([self._threads.submit(self._request, "GET", address, path, None, 10.0) for address in self.addresses])
+
+    def attempt(self, path: str, body: dict | None = None) -> None:
+        """Like `call`, for cleaning up after an error: whatever the servers answer is fine."""
+        try:
+            self.call(path, body)
+        except WeightSyncError:
+            pass
+
+    def _request(self, method: str, address: str, path: str, body: dict | None, timeout_s: float) -> dict:
+        where = f"weight sync: {address}{path}"
+        try:
+            content = None if method == "GET" else (body or {})
+            reply = self._http.request(method, address + path, json=content, timeout=timeout_s)
+        except httpx.TimeoutException:
+            raise WeightSyncError(f"{where}: no answer within {timeout_s:g} s (sync.timeout_s)") from None
+        except httpx.HTTPError as error:
+            raise WeightSyncError(f"{where}: {type(error).__name__}: {error} (is the server still running?)") from None
+        try:
+            content = reply.json()
+        except ValueError:
+            content = {"message": reply.text[:500]}
+        if reply.status_code != 200 or content.get("success") is False:
+            message = " ".join(str(content.get("message") or content.get("error") or content).split())
+            raise WeightSyncError(f"{where}: refused ({reply.status_code}): {message}")
+        return content
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._http.close()

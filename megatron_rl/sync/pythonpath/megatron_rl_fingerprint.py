@@ -1,0 +1,94 @@
+"""A checksum of a weight that survives fusing and sharding: the trainer and SGLang both compute it.
+
+SGLang's `/weights_checker` hashes its own parameters, where q, k and v are one tensor and so are the experts of a layer.
+A fingerprint of such a tensor is the sum of the fingerprints of its row blocks, each times a power of `ROW_BASE`, so the
+trainer gets the one it must find from the Hugging Face tensors one at a time, without building the fused tensor.
+
+This folder is put on PYTHONPATH of the SGLang servers, which find the module as a plugin (entry point group
+`sglang.srt.plugins`). It therefore imports torch alone, and nothing of the trainer.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+MODULUS = 1 << 64
+ROW_BASE = 0x9E3779B97F4A7C15
+"""Weight of row i is ROW_BASE**i. Odd, and 5 modulo 8: of the largest order modulo 2**64."""
+PREFIX = "multilinear64"
+"""First field of what `describe` returns; its absence says that a server lacks this plugin."""
+_CPU_CHUNK, _GPU_CHUNK = 1 << 15, 1 << 24
+
+
+@lru_cache
+def _powers(count: int, device: torch.device) -> Tensor:
+    """[count] int64: ROW_BASE**i modulo 2**64, in two's complement; count is a power of two."""
+    powers = torch.tensor([1], dtype=torch.int64)
+    while len(powers) < count:
+        factor = pow(ROW_BASE, len(powers), MODULUS)
+        powers = torch.cat([powers, powers * (factor - MODULUS if factor >= MODULUS // 2 else factor)])
+    return powers.to(device)
+
+
+@lru_cache
+def _keys(count: int, device: torch.device) -> Tensor:
+    """[count] int64: the odd random weights of the columns."""
+    generator = torch.Generator().manual_seed(0x5EED)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64).bitwise_or_(1).to(device)
+
+
+def _ceil_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """[..., C] -> [R, C], rows being all dimensions but the last; [N] -> [N, 1]: both fuse by rows."""
+    return tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _words(matrix: Tensor) -> Tensor:
+    """Bits of [R, C] as [R, words] integers of at most 32 bits (64-bit elements as two)."""
+    size = matrix.element_size()
+    if size >= 4 or (size == 2 and matrix.shape[1] % 2 == 0):
+        return matrix.contiguous().view(torch.int32)
+    return matrix.contiguous().view(torch.int16 if size == 2 else torch.int8)
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
+
+    Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters along
+    a row; a polynomial over the rows. Any change of a single word changes it, others do so but for odds near 2**-50.
+    Zero rows add nothing, so an engine may pad.
+    """
+    words = _words(as_matrix(tensor.detach()))
+    rows, width = words.shape
+    keys = _keys(_ceil_power_of_two(width), words.device)[:width]
+    step = max(1, (_GPU_CHUNK if words.is_cuda else _CPU_CHUNK) // max(1, width))
+    # Chunks keep the 64-bit products in the cache (and, on a GPU, small).
+    sums = [(words[i : i + step] * keys).sum(1) for i in range(0, rows, step)]
+    if not sums:
+        return 0
+    sums = torch.cat(sums) if len(sums) > 1 else sums[0]
+    return int((sums * _powers(_ceil_power_of_two(rows), words.device)[:rows]).sum()) % MODULUS
+
+
+def below(value: int, rows: int) -> int:
+    """Fingerprint of a block with `value` that starts `rows` rows below the top of a tensor of that width."""
+    return value * pow(ROW_BASE, rows, MODULUS) % MODULUS
+
+
+def describe(tensor: Tensor) -> str:
+    """'multilinear64:<hex>:<dtype>:<shape>', e.g. 'multilinear64:00ab...:bfloat16:8,512,256'."""
+    shape = ",".join(str(size) for size in tensor.shape)
+    return f"{PREFIX}:{fingerprint(tensor):016x}:{str(tensor.dtype).removeprefix('torch.')}:{shape}"
+
+
+def register() -> None:
+    """SGLang's plugin entry point: `/weights_checker` then answers with fingerprints instead of SHA-256 of whole tensors."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", describe, HookType.REPLACE)

@@ -1,0 +1,47 @@
+"""What a way of carrying buckets to the engines must do; `distributed`, `tensor` and `disk` are the three that do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from megatron_rl.sync.buckets import Bucket
+from megatron_rl.sync.engines import Engines
+
+
+class Transport(ABC):
+    """Lives on the sending rank alone. Order of calls: connect, then for every push begin, send..., finish."""
+
+    def __init__(self, engines: Engines, tensor_parallel: int):
+        """tensor_parallel: tensor-parallel ranks of each server."""
+        self.engines = engines
+        self.tensor_parallel = tensor_parallel
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def connect(self) -> None:
+        """Set up what outlives a push."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8 in which buckets can be sent."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def begin(self) -> None:
+        """Open a push."""
+        self.engines.call("/begin_weight_update")
+
+    @abstractmethod
+    def send(self, bucket: Bucket, version: str | None) -> None:
+        """Have all engines load a bucket, and return when they have. version: given with the last bucket of a push."""
+
+    def finish(self, version: str) -> None:
+        """Close a push: the engines serve `version` from now on."""
+        self.engines.call("/end_weight_update")
+
+    def abort(self) -> None:
+        """Clean up after a push that failed, whatever state the servers are in; connect() comes next."""
+        self.engines.attempt("/end_weight_update")
+
+    def close(self) -> None:
+        """Give back what connect set up."""

@@ -1,0 +1,248 @@
+"""Push the trainer's weights to the rollout engines, and know that they arrived.
+
+    sync = WeightSync(config.sync, addresses, rollout_dtype=config.precision.rollout, folder=config.run_dir / "sync")
+    sync.push(export_hf_weights(chunks), version="17")     # on every trainer rank
+
+One push: requests in flight are retracted and the engine waits; buckets stream into its parameters; its prefix cache is
+flushed; its checksums are compared with the trainer's; only then does it go on (retracted requests continue under the new
+weights, and their replies say which tokens came from which version).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config import SyncConfig
+from megatron_rl.errors import UserError
+from megatron_rl.sync.buckets import fill_buckets
+from megatron_rl.sync.checksums import EngineParameter, ExpectedChecksums, parse
+from megatron_rl.sync.disk import DiskTransport
+from megatron_rl.sync.distributed import DistributedTransport
+from megatron_rl.sync.engines import Engines, WeightSyncError
+from megatron_rl.sync.layout import keep_together, locate
+from megatron_rl.sync.tensor import TensorTransport
+from megatron_rl.sync.transport import Transport
+
+SERVER_PYTHONPATH = Path(__file__).parent / "pythonpath"
+"""Goes on PYTHONPATH of every SGLang server, external ones included: the checksum plugin."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class SyncStats:
+    """What a push took."""
+
+    bytes: int
+    seconds: float
+    buckets: int
+    tensors: int
+
+
+class WeightSync:
+    """Every trainer rank makes one and pushes together; rank 0 alone talks to the servers."""
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        addresses: list[str],
+        *,
+        rollout_dtype: Literal["bf16", "fp32"],
+        folder: Path | str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        """folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all of them)."""
+        if config.transport == "disk" and folder is None:
+            raise UserError("config: sync.transport = disk needs a folder that trainer and servers share")
+        self.config, self.addresses, self.group = config, list(addresses), group
+        self.folder = Path(folder) if folder is not None else None
+        self.rollout_dtype = _DTYPES[rollout_dtype]
+        self.version: str | None = None
+        """Last version that was pushed and verified."""
+        self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        self._is_sender = self._ranks == 1 or dist.get_rank(group) == 0
+        self._engines: Engines | None = None
+        self._transport: Transport | None = None
+        self._parameters: list[dict[str, EngineParameter]] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._buffer: Tensor | None = None
+
+    # --- every rank -------------------------------------------------------------------------------------------------
+
+    def connect(self, addresses: list[str] | None = None) -> None:
+        """Reach the servers; cheap where the connection still holds, and made anew where a server was restarted.
+
+        `push` does this by itself. addresses: where the servers are now, if they have moved.
+        """
+        if addresses is not None and list(addresses) != self.addresses:
+            self.close()
+            self.addresses = list(addresses)
+        self._together(self._connect)
+
+    def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
+        """Stream all weights to all servers and compare checksums. Collective: all ranks iterate, all get the result.
+
+        named_tensors: (Hugging Face name, full tensor) of every weight of the model; read on rank 0, only drained
+        elsewhere. Errors (on every rank): WeightSyncError that names the server or the tensors.
+        """
+        if not self._is_sender:
+            for _ in named_tensors:
+                pass
+            return self._together(None)
+        return self._together(lambda: self._push(named_tensors, str(version)))
+
+    def close(self) -> None:
+        """Give up the connection. A later push connects again."""
+        if self._transport is not None:
+            self._transport.close()
+        if self._engines is not None:
+            self._engines.close()
+        self._engines = self._transport = self._buffer = None
+        self._parameters = []
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.close()
+
+    def _together(self, work: Callable | None):
+        """Run `work` on rank 0; its result, or its error, is every rank's."""
+        outcome: list = [None, None]
+        if self._is_sender:
+            try:
+                outcome[0] = work()
+            except UserError as error:
+                outcome[1] = error
+        if self._ranks > 1:
+            dist.broadcast_object_list(outcome, group_src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    # --- rank 0 -----------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._engines is None:
+            self._engines = Engines(self.addresses, self.config.timeout_s)
+        if self._transport is not None and self._still_served():
+            return
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._engines.attempt("/end_weight_update")  # left open by a trainer that died
+        self._parameters = self._checksums()[0]
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters[0].items()}
+        self._check_dtype()
+        ranks = len(self._parameters)
+        if self.config.transport == "distributed":
+            self._transport = DistributedTransport(self._engines, ranks)
+        elif self.config.transport == "tensor":
+            self._transport = TensorTransport(self._engines, ranks)
+        else:
+            self._transport = DiskTransport(self._engines, ranks, self.folder)
+        self._transport.connect()
+
+    def _still_served(self) -> bool:
+        """Whether the servers have what was pushed last: one that was restarted has another version."""
+        if self.version is None:
+            return True
+        try:
+            return all(reply.get("weight_version") == self.version for reply in self._engines.get("/model_info"))
+        except WeightSyncError:
+            return False
+
+    def _check_dtype(self) -> None:
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in self._parameters[0].values():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + torch.Size(parameter.shape).numel()
+        served = max(sizes, key=sizes.get)
+        if served != self.rollout_dtype:
+            raise WeightSyncError(
+                f"weight sync: {self.addresses[0]} serves {str(served).removeprefix('torch.')} weights, but precision.rollout"
+                f" is {str(self.rollout_dtype).removeprefix('torch.')}: start it with --dtype to match, or change the config"
+            )
+
+    def _checksums(self) -> list[list[dict[str, EngineParameter]]]:
+        """Per server and tensor-parallel rank: parameter name -> fingerprint, dtype, local shape."""
+        servers = []
+        for address, reply in zip(
+            self.addresses, self._engines.call("/weights_checker", {"action": "checksum", "selector": "target"}), strict=True
+        ):
+            ranks = [{k: parse(v) for k, v in rank["checksums"].items()} for rank in reply["ranks"]]
+            if any(parameter is None for rank in ranks for parameter in rank.values()):
+                raise WeightSyncError(
+                    f"weight sync: {address} runs without the checksum plugin: put megatron_rl/sync/pythonpath on its PYTHONPATH"
+                )
+            servers.append(ranks)
+        if any(_layout(ranks) != _layout(servers[0]) for ranks in servers):
+            raise WeightSyncError(f"weight sync: the servers {', '.join(self.addresses)} differ in model, dtype or parallelism")
+        return servers
+
+    def _push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
+        started = time.perf_counter()
+        named_tensors = iter(named_tensors)
+        try:
+            self._connect()
+            stats = self._stream(named_tensors, version)
+        except BaseException:
+            for _ in named_tensors:  # the other ranks are inside the export's collectives
+                pass
+            self.version = None
+            if self._transport is not None:
+                self._transport.abort()
+                self._transport = None
+            raise
+        finally:
+            self._engines.attempt("/continue_generation", {})
+        self.version = version
+        return SyncStats(seconds=time.perf_counter() - started, **stats)
+
+    def _stream(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> dict[str, int]:
+        expected = ExpectedChecksums(self._parameters)
+        self._engines.call("/pause_generation", {"mode": "retract"})
+        self._transport.begin()
+        sent = {"bytes": 0, "buckets": 0, "tensors": 0}
+        for bucket, last in fill_buckets(
+            keep_together(named_tensors, self._shapes),
+            capacity=int(self.config.bucket_mb * 2**20),
+            dtype_of=self._dtype_of,
+            buffer_of=self._buffer_of,
+            seen=expected.add,
+        ):
+            self._transport.send(bucket, version if last else None)
+            sent["bytes"] += bucket.used
+            sent["buckets"] += 1
+            sent["tensors"] += len(bucket.entries)
+        self._transport.finish(version)
+        for address, ranks in zip(self.addresses, self._checksums(), strict=True):
+            if wrong := expected.mismatches(ranks):
+                raise WeightSyncError(
+                    f"weight sync: checksums differ after the push of version {version} to {address}: {'; '.join(wrong)}"
+                )
+        return sent
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """The engine's own dtype of a tensor: it may keep single ones (routing biases) in fp32."""
+        slot = locate(name, self._shapes)
+        if slot is None:
+            raise WeightSyncError(f"weight sync: the served model has no place for '{name}' ({self.addresses[0]})")
+        return self._parameters[0][slot.parameter].dtype
+
+    def _buffer_of(self, nbytes: int) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            self._buffer = None  # freed before the larger one is made
+            self._buffer = self._transport.allocate(nbytes)
+        return self._buffer
+
+
+def _layout(ranks: list[dict[str, EngineParameter]]) -> list[dict]:
+    return [{name: (parameter.dtype, parameter.shape) for name, parameter in rank.items()} for rank in ranks]

@@ -7,7 +7,7 @@ tools/setup.sh
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 bin=$PWD/.venv/bin
 
-mapfile -t scripts < <(git ls-files --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run)
+mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -path .ci/run)
 "$bin/shellcheck" --external-sources "${scripts[@]}"
 "$bin/ruff" check --quiet .
 exec "$bin/python" -m pytest "$@"

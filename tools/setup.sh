@@ -46,9 +46,12 @@ declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [ro
 declare -A build=([trainer]="setup.py pyproject.toml csrc" [rollout]="")
 
 inputs_hash() {
-    local files
-    # shellcheck disable=SC2086 # both are lists of words
-    mapfile -t files < <(find ${lists[$1]} ${build[$1]} -type f -not -name '*.so' | LC_ALL=C sort)
+    local path files=()
+    for path in ${lists[$1]} ${build[$1]}; do
+        if [[ -e $path ]]; then
+            mapfile -t -O "${#files[@]}" files < <(find "$path" -type f -not -name '*.so' | LC_ALL=C sort)
+        fi
+    done
     sha256sum "$root/tools/setup.sh" "${files[@]}" | sha256sum | cut -d' ' -f1
 }
 

@@ -1,4 +1,4 @@
-"""Advantages: how much better a response was than its baseline. All arithmetic in fp64, results in the input's dtype."""
+"""Advantages: how much better a response was than its baseline. Arithmetic in fp64, results in the input's dtype."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 def _groups(rewards: torch.Tensor, group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group index [N], group sizes [G] and "has spread" [G].
 
-    A group has spread when its rewards differ by more than rounding: rewards that are sums of weighted parts can differ in
-    the last bit, and dividing by such a "standard deviation" would turn noise into advantages of +-1.
+    A group has spread when its rewards differ by more than rounding: rewards that are sums of weighted parts can differ
+    in the last bit, and dividing by such a "standard deviation" would turn noise into advantages of +-1.
     """
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
         raise ValueError(f"rewards {list(rewards.shape)} and group_ids {list(group_ids.shape)}: both must be [N]")
@@ -30,7 +30,9 @@ def _result(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def group_relative(rewards: torch.Tensor, group_ids: torch.Tensor, *, normalize: bool = True) -> torch.Tensor:
-    """GRPO (Shao et al. 2024): (r - group mean) / group standard deviation; without `normalize` only r - mean (Dr. GRPO).
+    """GRPO (Shao et al. 2024; papers/002): (r - group mean) / group standard deviation.
+
+    Without `normalize` only r - mean (Dr. GRPO).
 
     rewards: [N], group_ids: [N] in any order -> [N]. The standard deviation is that of the group itself (divided by its
     size, not by size - 1). A group without spread, also one of a single response, gives exact zeros.
@@ -65,9 +67,9 @@ def generalized(
     """Generalized advantage estimation (Schulman et al. 2016), papers/002 eq. 19-20.
 
     rewards, values, mask: [B, T] -> (advantages [B, T], returns = advantages + values [B, T]).
-    An episode ends at its last masked-in token: nothing is bootstrapped from behind it. Masked-out tokens in between (tool
-    output) are no steps of the policy: the recursion passes over them, and what they hold (reward, value) counts for
-    nothing. Both results are zero there.
+    An episode ends at its last masked-in token: nothing is bootstrapped from behind it. Masked-out tokens in between
+    (tool output) are no steps of the policy: the recursion passes over them, and what they hold (reward, value) counts
+    for nothing. Both results are zero there.
     """
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         shapes = [list(t.shape) for t in (rewards, values, mask)]

@@ -1,8 +1,8 @@
 """Importance weights between the policy that trains and the engine that sampled, and what to do with the bad ones.
 
 With r = exp(train log-prob - rollout log-prob): truncated importance sampling (TIS, Yao et al. 2025), masked importance
-sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning" (papers/000, appendix A): a sequence in
-which the trainer finds one token next to impossible (r < 1e-4) is beyond repair and leaves the update.
+sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning" (papers/000, appendix A): a sequence
+in which the trainer finds one token next to impossible (r < 1e-4) is beyond repair and leaves the update.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> to
 
 
 def _log_ratios(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """train - rollout where the mask is in, 0 elsewhere; fp64. train may be -inf (a token that the trainer has pruned)."""
+    """train - rollout where the mask is in, 0 elsewhere; fp64. train may be -inf: a token it has pruned."""
     difference = torch.where(mask, train.double() - rollout.double(), 0.0)
     wrong = difference.isnan() | (difference == torch.inf)
     if wrong.any():
         row, token = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"row {row}, token {token}: log-probs train {float(train[row, token])}, rollout {float(rollout[row, token])};"
-            " a sampled token has a finite rollout log-prob, and the trainer's is a number below +inf"
+            f"row {row}, token {token}: log-probs train {float(train[row, token])},"
+            f" rollout {float(rollout[row, token])}; a sampled token has a finite"
+            " rollout log-prob, and the trainer's is a number below +inf"
         )
     return difference
 
@@ -88,11 +89,12 @@ def rollout_correction(
 
     train_log_probs, rollout_log_probs, mask: [B, T]. The log-ratio is train - rollout.
     level: token; sequence (its sum over the mask); geometric (its mean over the mask); both broadcast to the tokens.
-    mode: truncate: min(r, high); mask: r where low <= r <= high, else 0; clip: r clamped to [low, high]. In mask and clip one
-    of the bounds may be absent.
+    mode: truncate: min(r, high); mask: r where low <= r <= high, else 0; clip: r clamped to [low, high]. In mask and
+    clip one of the bounds may be absent.
     veto: a row with any masked-in token ratio below it is dropped: keep False, all its weights 0.
 
-    Errors: ValueError for a missing bound, an unknown level or mode, and log-probs that are not numbers (naming the row).
+    Errors: ValueError for a missing bound, an unknown level or mode, and log-probs that are not numbers (naming the
+    row).
     """
     mask = mask.bool()
     if not train_log_probs.shape == rollout_log_probs.shape == mask.shape or mask.ndim != 2:
@@ -115,14 +117,14 @@ def rollout_correction(
     weights = torch.where(used, bounded, 0.0).to(torch.promote_types(train_log_probs.dtype, torch.float32))
 
     tokens = mask.sum().clamp(min=1)
-    inside = token[mask]
+    inside = token[mask] if mask.any() else token.new_zeros(1)
     # Among the masked-in tokens: how far from 1 the ratios are, and how many of them the bounds changed.
     metrics = {
         "correction/weight_mean": weights.double().sum() / tokens,
         "correction/bounded_fraction": ((bounded != ratio) & mask).sum() / tokens,
         "correction/veto_fraction": (~keep).sum() / max(len(keep), 1),
-        "correction/ratio_max": torch.exp(inside.max().clamp(max=MAX_LOG_RATIO)) if len(inside) else token.new_zeros(()),
-        "correction/ratio_min": torch.exp(inside.min()) if len(inside) else token.new_zeros(()),
+        "correction/ratio_max": inside.max().clamp(max=MAX_LOG_RATIO).exp(),
+        "correction/ratio_min": inside.min().exp(),
         "correction/ess": effective_sample_size(log_ratio[mask]) / tokens,
     }
     return RolloutCorrection(weights, keep, metrics)

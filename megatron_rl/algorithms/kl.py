@@ -9,8 +9,8 @@ With d = log policy - log reference at a token that the policy sampled:
 Value and gradient are two questions. The gradient of the KL is E[d * grad log policy]. As terms of a loss:
 
     k2's own gradient is d * grad log policy: exactly that.
-    k3's own gradient is (1 - exp(-d)) * grad log policy: equal to first order in d, and the gradient of the *forward* KL
-        in expectation. It is what GRPO trains with, so it is kept.
+    k3's own gradient is (1 - exp(-d)) * grad log policy: equal to first order in d, in expectation the gradient of the
+        *forward* KL. It is what GRPO trains with, so it is kept.
     k1's own gradient is grad log policy, whose expectation is zero: as a loss term it would do nothing but add noise.
         `estimate` therefore gives k1 the gradient of k2 (the value stays k1's).
 """

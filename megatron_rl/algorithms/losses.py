@@ -28,10 +28,10 @@ class SurrogateLoss:
 def token_terms(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) with DAPO's two-sided clip: -min(r A, clip(r, 1-low, 1+high) A).
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) and DAPO's two bounds: -min(r A, clip(r, 1-low, 1+high) A).
 
-    All arguments of one shape. -> (terms, clipped bool), both of that shape. With old_log_probs = log_probs.detach() the
-    ratio is exactly 1 and the gradient exactly -A * grad log_probs, the on-policy policy gradient.
+    All arguments of one shape. -> (terms, clipped bool), both of that shape. With old_log_probs = log_probs.detach()
+    the ratio is exactly 1 and the gradient exactly -A * grad log_probs, the on-policy policy gradient.
     """
     ratio = torch.exp((log_probs - old_log_probs.detach()).clamp(max=MAX_LOG_RATIO))
     free = ratio * advantages
@@ -64,11 +64,12 @@ def gspo_terms(
     """GSPO-token (Zheng et al. 2025, eq. 13-16): the ratio of a whole sequence, the gradient of each of its tokens.
 
     s = exp(mean over the sequence's masked-in tokens of the log-ratio), without gradient; a token's ratio is
-    s * exp(log_prob - stopgrad(log_prob)): its value is s, its gradient s * grad log_prob. With one advantage per sequence
-    and `sequence_mean` aggregation that is GSPO's own value and gradient; advantages may also differ between tokens.
+    s * exp(log_prob - stopgrad(log_prob)): its value is s, its gradient s * grad log_prob. With one advantage per
+    sequence and `sequence_mean` aggregation that is GSPO's own value and gradient; advantages may also differ between
+    tokens.
 
-    All tensors [T] -> (terms [T], clipped [T] bool). all_reduce sums a tensor over the ranks that hold the other parts of
-    the same sequences (context parallelism); with it num_sequences must be given, the same on all of these ranks.
+    All tensors [T] -> (terms [T], clipped [T] bool). all_reduce sums a tensor over the ranks that hold the other parts
+    of the same sequences (context parallelism); with it num_sequences must be given, the same on all of these ranks.
     """
     if num_sequences is None:
         if all_reduce is not None:
@@ -102,8 +103,8 @@ def policy_terms(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The configured loss, not averaged. All tensors [T] -> (terms [T], sums of metrics over the masked-in tokens).
 
-    Sums (detached scalars, to be divided by the number of tokens): `loss/clip_fraction`, `loss/old_kl` (k3 estimate of the
-    KL from the old policy to the current one), `loss/ratio`.
+    Sums (detached scalars, to be divided by the number of tokens): `loss/clip_fraction`, `loss/old_kl` (k3 estimate of
+    the KL from the old policy to the current one), `loss/ratio`.
     """
     # Masked-out tokens may hold anything; zeros in their place keep NaN out of the gradient too.
     log_probs = torch.where(mask, log_probs, 0.0)
@@ -147,12 +148,12 @@ def loss_weights(
 ) -> torch.Tensor:
     """Weight [T] of each token's term, before the division by the update's total.
 
-    token_mean: 1 for each masked-in token; sum(terms * weights) over the whole update / its masked-in tokens is the mean over
-    tokens. sequence_mean: 1 / (masked-in tokens of its sequence); the same sum / number of sequences is the mean over
-    sequences of each one's token mean (GRPO's and GSPO's own).
+    token_mean: 1 for each masked-in token; sum(terms * weights) over the whole update / its masked-in tokens is the
+    mean over tokens. sequence_mean: 1 / (masked-in tokens of its sequence); the same sum / number of sequences is the
+    mean over sequences of each one's token mean (GRPO's and GSPO's own).
 
-    sequence_lengths: [num_sequences], masked-in tokens of each whole sequence (context parallelism spreads a sequence over
-    ranks); counted from `mask` when absent.
+    sequence_lengths: [num_sequences], masked-in tokens of each whole sequence (context parallelism spreads a sequence
+    over ranks); counted from `mask` when absent.
     """
     weights = mask.to(torch.float32)
     if aggregation == "token_mean":

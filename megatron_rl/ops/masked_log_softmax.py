@@ -1,10 +1,10 @@
 """Log-softmax over the min-p safe set, at given targets: Dynamic Vocabulary Pruning (papers/000, eq. 18-20).
 
-The safe set of a row is {j : z_j >= max(z) + log_rho} with z = logits / temperature in fp32; it is fixed in the backward.
-Probabilities are renormalised over it. log_rho=None keeps the whole vocabulary: plain log-softmax.
+The safe set of a row is {j : z_j >= max(z) + log_rho} with z = logits / temperature in fp32; it is fixed in the
+backward. Probabilities are renormalised over it. log_rho=None keeps the whole vocabulary: plain log-softmax.
 
-Memory: rows are worked through in blocks, so that beyond the caller's logits and their gradient only one block exists in
-fp32; what the backward needs besides the logits is three fp32 numbers a row.
+Memory: rows are worked through in blocks, so that beyond the caller's logits and their gradient only one block exists
+in fp32; what the backward needs besides the logits is three fp32 numbers a row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MaskedLogSoftmax:
     coverage: torch.Tensor
     """Share of the full softmax that the safe set holds; without gradient. 1 for an ignored row."""
     entropy: torch.Tensor | None
-    """Entropy of the safe set's distribution, differentiable (it does not depend on the target). 0 for an ignored row."""
+    """Of the safe set's distribution, differentiable (it does not depend on the target). 0 for an ignored row."""
 
 
 def masked_log_softmax(
@@ -47,18 +47,22 @@ def masked_log_softmax(
     """Log-probs of `targets` under the safe set of `logits`.
 
     logits: [T, V / tp] fp32, bf16 (or fp64); with tp_group this rank's equal, contiguous share of the vocabulary.
-    targets: [T] int64 ids of the whole vocabulary, -100 for rows to ignore. The gradient of the logits has their dtype and
-    is exactly zero outside the safe set.
+    targets: [T] int64 ids of the whole vocabulary, -100 for rows to ignore. The gradient of the logits has their dtype
+    and is exactly zero outside the safe set.
 
-    Errors: ValueError naming the row, on every rank alike, where a row that counts has NaN or +inf or nothing above -inf,
-    or a target outside the vocabulary.
+    Errors: ValueError naming the row, on every rank alike, where a row that counts has NaN or +inf or nothing above
+    -inf, or a target outside the vocabulary.
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(f"masked_log_softmax: logits {list(logits.shape)} must be [T, V], targets {list(targets.shape)} [T]")
+        raise ValueError(
+            f"masked_log_softmax: logits {list(logits.shape)} must be [T, V], targets {list(targets.shape)} [T]"
+        )
     if temperature <= 0:
         raise ValueError(f"masked_log_softmax: temperature {temperature} must be above 0")
     if log_rho is not None and log_rho > 0:
-        raise ValueError(f"masked_log_softmax: log_rho {log_rho} must be at most 0 (rho is a share of the largest probability)")
+        raise ValueError(
+            f"masked_log_softmax: log_rho {log_rho} must be at most 0 (rho is a share of the largest probability)"
+        )
     log_probs, entropy, in_support, coverage = _MaskedLogSoftmax.apply(
         logits, targets, log_rho, temperature, tp_group, with_entropy
     )
@@ -92,7 +96,7 @@ def masked_log_softmax_reference(
 
 
 class _Blocks:
-    """Row blocks of the logits in working precision, in buffers that all blocks share (fresh memory costs more than exp).
+    """Row blocks of the logits in working precision, in buffers that all blocks share: fresh memory is slow.
 
     A block fits a CPU core's cache, or is large enough to fill a GPU.
     """
@@ -105,7 +109,7 @@ class _Blocks:
         self._buffers = logits.new_empty(buffers, min(per_block, rows), columns, dtype=_working_dtype(logits))
 
     def __iter__(self):
-        """(rows, buffers [buffers, n, V]); the first buffer holds the rows' logits / temperature, the others anything."""
+        """(rows, buffers [buffers, n, V]); the first holds the rows' logits / temperature, the others anything."""
         for rows in self.slices:
             buffers = self._buffers[:, : rows.stop - rows.start]
             buffers[0].copy_(self._logits[rows])
@@ -132,13 +136,13 @@ def _check_rows(bad: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> bo
     ).tolist()
     if any_outside:
         raise ValueError(
-            f"masked_log_softmax: target {int(targets[first_outside])} of row {first_outside} is outside the vocabulary of"
-            f" {vocabulary} ({IGNORE} ignores a row)"
+            f"masked_log_softmax: target {int(targets[first_outside])} of row {first_outside} is outside the vocabulary"
+            f" of {vocabulary} ({IGNORE} ignores a row)"
         )
     if any_bad:
         raise ValueError(
-            f"masked_log_softmax: row {first_bad} of the logits (target {int(targets[first_bad])}) has NaN or +inf, or nothing"
-            " above -inf"
+            f"masked_log_softmax: row {first_bad} of the logits (target {int(targets[first_bad])}) has NaN or +inf,"
+            " or nothing above -inf"
         )
     return not all_count
 

@@ -103,14 +103,20 @@ def test_against_loops_in_numpy(seed, level, mode, veto):
             if mask[i, j] and kept:
                 r = {"token": train[i, j] - rollout[i, j], "sequence": d.sum(), "geometric": d.mean()}[level]
                 r = math.exp(r)
-                choices = {"truncate": min(r, high), "mask": r if low <= r <= high else 0.0, "clip": min(max(r, low), high)}
+                choices = {
+                    "truncate": min(r, high),
+                    "mask": r if low <= r <= high else 0.0,
+                    "clip": min(max(r, low), high),
+                }
                 expected = choices[mode]
             assert float(result.weights[i, j]) == pytest.approx(expected, rel=1e-9)
 
 
 def test_weights_carry_no_gradient_and_empty_masks_are_zeros():
     train = TRAIN.clone().requires_grad_()
-    result = rollout_correction(train, ROLLOUT, torch.zeros_like(MASK), level="geometric", mode="truncate", high=2.0, veto=0.1)
+    result = rollout_correction(
+        train, ROLLOUT, torch.zeros_like(MASK), level="geometric", mode="truncate", high=2.0, veto=0.1
+    )
     assert not result.weights.requires_grad
     assert not result.weights.any() and result.keep.all()
     assert all(torch.isfinite(value) for value in result.metrics.values())

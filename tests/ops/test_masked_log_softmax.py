@@ -214,7 +214,9 @@ def test_two_ranks_equal_one():
         for rank in ranks:
             rank.join(10)
             rank.kill()
-    for index, (seed, dtype, log_rho) in enumerate([(0, torch.float32, -6.0), (1, torch.bfloat16, None), (2, torch.float32, -13.0)]):
+    for index, (seed, dtype, log_rho) in enumerate(
+        [(0, torch.float32, -6.0), (1, torch.bfloat16, None), (2, torch.float32, -13.0)]
+    ):
         logits, targets = batch(seed, 16, 50, dtype)
         logits.requires_grad_()
         out = masked_log_softmax(logits, targets, log_rho=log_rho, temperature=1.3, with_entropy=True)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.config import Config, LoggingConfig
+from megatron_rl.errors import UserError
+from megatron_rl.metrics.logger import STANDARD, RunLogger, read_json_lines
+
+CONFIG = Config(steps=10, logging=LoggingConfig(tensorboard=False, samples=2))
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_a_step_with_the_promised_names(tmp_path, capsys):
+    with RunLogger(tmp_path, CONFIG) as logger:
+        logger.log_eval(0, {"eval/score": 0.25})
+        logger.log_step(1, {"reward/mean": torch.tensor(0.5), "mismatch/kl": 2e-4, "time/step_s": 60.0, "extra": 3})
+        assert len(lines_of(tmp_path)) == 2  # on disk before the logger is closed
+        logger.log_eval(2, {"eval/score": 0.75})
+        logger.log_step(2, {"reward/mean": 0.75})
+    first, second, third = lines_of(tmp_path)
+    promised = (
+        "reward/mean eval/score loss/policy entropy mismatch/kl mismatch/ess mismatch/ratio_max routing/agreement"
+    )
+    promised += " time/rollout_s time/train_s time/sync_s throughput/tokens_per_s"
+    for line in (first, second, third):
+        assert set(promised.split()) <= set(STANDARD) <= set(line)
+    assert (first["step"], first["eval/score"], first["reward/mean"]) == (0, 0.25, None)
+    assert (second["step"], second["eval/score"], second["reward/mean"], second["extra"]) == (1, None, 0.5, 3)
+    assert (third["step"], third["eval/score"]) == (2, 0.75)
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("eval at step 0: score 0.250")
+    assert out[1].startswith("step 1/10  reward 0.500  KL 2.0e-04  60.0 s/step  left ")
+
+
+def test_what_is_not_finite_becomes_null_and_is_counted(tmp_path, capsys):
+    with RunLogger(tmp_path, CONFIG) as logger:
+        for step in (1, 2):
+            logger.log_step(
+                step, {"entropy": float("nan"), "mismatch/ratio_max": torch.tensor(torch.inf), "reward/mean": 0.0}
+            )
+        logger.log_step(3, {"entropy": 1.0})
+    lines = lines_of(tmp_path)
+    assert [line["entropy"] for line in lines] == [None, None, 1.0]
+    assert [line["log/not_finite"] for line in lines] == [2, 2, 0]
+    assert capsys.readouterr().out.count("warning: entropy is nan") == 1
+
+
+def test_a_resumed_run_cuts_later_steps_and_a_broken_last_line(tmp_path):
+    with RunLogger(tmp_path, CONFIG) as logger:
+        for step in range(1, 6):
+            logger.log_step(step, {"reward/mean": step})
+            logger.log_samples(step, [{"prompt": "p", "response": "r", "reward": step}] * 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rewa')
+    with RunLogger(tmp_path, CONFIG, resume_step=3) as logger:
+        assert (
+            len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+        )  # nothing is touched before the first write
+        logger.log_step(4, {"reward/mean": 40})
+        logger.log_samples(4, [{"prompt": "q", "response": "s", "reward": float("nan")}])
+    assert [(line["step"], line["reward/mean"]) for line in lines_of(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    samples = read_json_lines(tmp_path / "samples.jsonl")
+    assert [s["step"] for s in samples] == [1, 1, 2, 2, 3, 3, 4]
+    assert samples[-1]["reward"] is None
+
+
+def test_a_fresh_run_starts_a_fresh_log_and_an_evaluation_alone_leaves_it(tmp_path):
+    with RunLogger(tmp_path, CONFIG) as logger:
+        logger.log_step(1, {"reward/mean": 1})
+    with RunLogger(tmp_path, CONFIG) as logger:
+        logger.say("only asking")
+    assert len(lines_of(tmp_path)) == 1
+    with RunLogger(tmp_path, CONFIG) as logger:
+        logger.log_eval(0, {"eval/score": 0.5})
+    assert [line["step"] for line in lines_of(tmp_path)] == [0]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2"):
+        read_json_lines(tmp_path / "metrics.jsonl")
+
+
+def test_a_full_disk_is_one_clear_error():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    from megatron_rl.metrics.logger import JsonLines
+
+    log = JsonLines.__new__(JsonLines)
+    log.path, log._file = "/dev/full", open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(UserError, match="/dev/full: No space left on device"):
+        log.write({"step": 1})
+
+
+def test_inactive_ranks_write_nothing(tmp_path, capsys):
+    with RunLogger(tmp_path / "run", CONFIG, active=False) as logger:
+        logger.say("hello")
+        logger.log_eval(0, {"eval/score": 1.0})
+        logger.log_step(1, {"reward/mean": 1.0})
+        logger.log_samples(1, [{"prompt": "p"}])
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_tensorboard_gets_the_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = replace(CONFIG, logging=LoggingConfig(tensorboard=True, progress=False))
+    with RunLogger(tmp_path, config) as logger:
+        for step in (1, 2, 3):
+            logger.log_step(step, {"reward/mean": step / 4, "entropy": float("nan")})
+    with RunLogger(tmp_path, config, resume_step=2) as logger:
+        logger.log_step(3, {"reward/mean": 9.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 9.0)]
+    assert "entropy" not in events.Tags()["scalars"]
+
+
+def test_wandb_that_is_missing_is_said_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    config = replace(CONFIG, logging=LoggingConfig(tensorboard=False, wandb_project="p"))
+    with pytest.raises(UserError, match="logging.wandb_project needs the package wandb"):
+        RunLogger(tmp_path, config)
+    RunLogger(tmp_path, config, active=False)
+
+
+def test_a_terminal_gets_one_live_line(tmp_path):
+    program = f"""
+from megatron_rl.config import Config, LoggingConfig
+from megatron_rl.metrics.logger import RunLogger
+with RunLogger({str(tmp_path)!r}, Config(steps=4, logging=LoggingConfig(tensorboard=False))) as logger:
+    for step in range(1, 5):
+        logger.log_step(step, {{"reward/mean": step / 10, "throughput/tokens_per_s": 1234.0}})
+"""
+    reader, writer = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
+    process = subprocess.run([sys.executable, "-c", program], stdout=writer, env=environment, timeout=120, check=True)
+    os.close(writer)
+    text = b""
+    while chunk := _read(reader):
+        text += chunk
+    assert process.returncode == 0
+    last = [line for line in text.decode().replace("\r", "\n").splitlines() if "/4" in line][-1]
+    assert "4/4" in last and "reward 0.400" in last and "1,234 tok/s" in last and "left 0:00" in last
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # the other end is closed and everything is read
+        return b""

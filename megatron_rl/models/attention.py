@@ -11,7 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention as MegatronMLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -214,3 +216,15 @@ class HeadsNormSelfAttention(SelfAttention):
             raise UserError(f"parallel.tensor = {tp_group.size()}: does not divide {config.num_query_groups} key-value heads")
         self.q_layernorm = HeadsRMSNorm(config, self.query_projection_size, eps, tp_group)
         self.k_layernorm = HeadsRMSNorm(config, self.kv_projection_size, eps, tp_group)
+
+
+class MLASelfAttention(MegatronMLASelfAttention):
+    """Megatron's multi-latent attention (DeepSeek-V3), with the norms that the spec names and no others.
+
+    Megatron's own resolution puts a second norm in front of `linear_q_proj` where queries have no low-rank projection
+    (Moonlight), which the published models do not have, and finds no norm at all without Transformer Engine.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: object) -> dict[str, object]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) or IdentityOp for name in names}

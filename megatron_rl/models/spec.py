@@ -8,12 +8,13 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention, SelfAttention
+from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention, MLASelfAttention, SelfAttention
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.norm import RMSNorm
 
@@ -40,8 +41,11 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
 def _set_attention(attention: ModuleSpec, config: TransformerConfig, fast: bool) -> None:
     attention.submodules.core_attention = CoreAttention
     if config.multi_latent_attention:
-        if config.qk_layernorm and not fast:
-            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = RMSNorm
+        attention.module = MLASelfAttention
+        if not fast:
+            norm = RMSNorm if config.qk_layernorm else IdentityOp
+            attention.submodules.kv_layernorm = norm
+            attention.submodules.q_layernorm = norm if config.q_lora_rank else IdentityOp
         return
     attention.module = HeadsNormSelfAttention if _norms_over_all_heads(config) else SelfAttention
     if config.qk_layernorm and not fast:

@@ -9,11 +9,13 @@ WARNINGS = (
     r"Transformer Engine and Apex are not installed\. Falling back",
     r"Apex is not installed\. Falling back to Torch Norm",
     r"Only transformer-engine>=1\.7\.0 supports MoE experts, but your version is 0\.0\.0",
+    r"full scope is deprecated\. Use empty cuda_graph_modules",
     r"`torch\.jit\.script` is deprecated",
 )
 LOG_LINES = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
     "megatron.bridge.utils.import_utils": "Import of",
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.bridge.models.gemma.gemma2_provider": "Gemma2:",
 }
 """Logger -> beginning of the line."""

@@ -1,7 +1,7 @@
 """What the engine's checksums must be after a push, from the Hugging Face tensors that were pushed.
 
 The engine hashes what it serves (after its loader, after fusing and sharding); the trainer hashes what it meant to send.
-See `megatron_rl_fingerprint` for the hash and why that of a fused tensor is a sum over its parts.
+See `megatron_rl_plugin.fingerprint` for the hash and why that of a fused tensor is a sum over its parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.sync.layout import Slot, locate
-from megatron_rl.sync.pythonpath.megatron_rl_fingerprint import MODULUS, PREFIX, as_matrix, below, fingerprint
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import MODULUS, PREFIX, as_matrix, below, fingerprint
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EngineParameter:
 
 
 def parse(text: str) -> EngineParameter | None:
-    """Read `megatron_rl_fingerprint.describe`'s format; None for the SHA-256 of a server without the plugin."""
+    """Read `fingerprint.describe`'s format; None for the SHA-256 of a server without the plugin."""
     prefix, *fields = text.split(":")
     if prefix != PREFIX:
         return None

@@ -1,4 +1,4 @@
-"""Shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs), nothing is copied but once."""
+"""Shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies out of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
 import torch
-import torch.multiprocessing
 from torch import Tensor
 
 from megatron_rl.sync.buckets import Bucket
+from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
 from megatron_rl.sync.transport import Transport
 
 
@@ -19,33 +19,19 @@ class TensorTransport(Transport):
     """`/update_weights_from_tensor` with a flattened bucket."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        buffer = super().allocate(nbytes)
-        if buffer.device.type == "cpu":
-            buffer.untyped_storage()._share_filename_cpu_()
+        if self.device.type == "cuda":
+            return super().allocate(nbytes)
+        buffer, self._path = memory.allocate(nbytes)
         return buffer
 
     def send(self, bucket: Bucket, version: str | None) -> None:
-        metadata = [
-            # SGLang's unpickler admits this class and reads nothing but the attributes.
-            SimpleNamespace(
-                name=entry.name,
-                shape=entry.shape,
-                dtype=entry.dtype,
-                start_idx=entry.start,
-                end_idx=entry.end,
-                numel=entry.end - entry.start,
-            )
-            for entry in bucket.entries
-        ]
-        if bucket.data.is_cuda:
-            torch.cuda.synchronize()
-        content = {"flattened_tensor": bucket.data, "metadata": metadata}
+        dump = self._dump_cuda if bucket.buffer.is_cuda else self._dump_cpu
         self.engines.call(
             "/update_weights_from_tensor",
             [
                 {
                     # One payload per rank: each opens a CUDA handle of its own.
-                    "serialized_named_tensors": [_serialize(content) for _ in range(self.tensor_parallel)],
+                    "serialized_named_tensors": [dump(bucket) for _ in range(self.tensor_parallel)],
                     "load_format": "flattened_bucket",
                     "flush_cache": version is not None,
                     "weight_version": version,
@@ -54,18 +40,28 @@ class TensorTransport(Transport):
             ],
         )
 
+    def _dump_cpu(self, bucket: Bucket) -> str:
+        entries = [entry | {"dtype": str(entry["dtype"]).removeprefix("torch.")} for entry in _metadata(bucket)]
+        return base64.b64encode(memory.dump_bucket(self._path, bucket.used, entries)).decode()
 
-def _serialize(content: dict) -> str:
-    """Base64 of a pickle with a handle of the shared memory in place of the data.
-
-    The default strategy passes file descriptors over a socket that is authenticated by a key of the parent process, which
-    an unrelated server does not have; a file name needs none.
-    """
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
+    def _dump_cuda(self, bucket: Bucket) -> str:
+        torch.cuda.synchronize()  # the bucket is filled before another process reads it
+        metadata = [SimpleNamespace(**entry) for entry in _metadata(bucket)]
         stream = io.BytesIO()
-        ForkingPickler(stream).dump(content)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-    return base64.b64encode(stream.getvalue()).decode()
+        ForkingPickler(stream).dump({"flattened_tensor": bucket.data, "metadata": metadata})
+        return base64.b64encode(stream.getvalue()).decode()
+
+
+def _metadata(bucket: Bucket) -> list[dict]:
+    """SGLang's FlattenedTensorMetadata, field by field; its unpickler admits no more than plain objects."""
+    return [
+        {
+            "name": entry.name,
+            "shape": entry.shape,
+            "dtype": entry.dtype,
+            "start_idx": entry.start,
+            "end_idx": entry.end,
+            "numel": entry.end - entry.start,
+        }
+        for entry in bucket.entries
+    ]

@@ -4,8 +4,7 @@ SGLang's `/weights_checker` hashes its own parameters, where q, k and v are one 
 A fingerprint of such a tensor is the sum of the fingerprints of its row blocks, each times a power of `ROW_BASE`, so the
 trainer gets the one it must find from the Hugging Face tensors one at a time, without building the fused tensor.
 
-This folder is put on PYTHONPATH of the SGLang servers, which find the module as a plugin (entry point group
-`sglang.srt.plugins`). It therefore imports torch alone, and nothing of the trainer.
+Used on both sides: the trainer imports it from here.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def fingerprint(tensor: Tensor) -> int:
     """sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
 
     Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters along
-    a row; a polynomial over the rows. Any change of a single word changes it, others do so but for odds near 2**-50.
-    Zero rows add nothing, so an engine may pad.
+    a row; a polynomial over the rows. A change of one word always changes it; more than one go unseen with odds of 2**-32
+    at worst (all of them sign bits), 2**-60 in general. Rows of zeros add nothing, so an engine may pad.
     """
     words = _words(as_matrix(tensor.detach()))
     rows, width = words.shape
@@ -85,10 +84,3 @@ def describe(tensor: Tensor) -> str:
     """'multilinear64:<hex>:<dtype>:<shape>', e.g. 'multilinear64:00ab...:bfloat16:8,512,256'."""
     shape = ",".join(str(size) for size in tensor.shape)
     return f"{PREFIX}:{fingerprint(tensor):016x}:{str(tensor.dtype).removeprefix('torch.')}:{shape}"
-
-
-def register() -> None:
-    """SGLang's plugin entry point: `/weights_checker` then answers with fingerprints instead of SHA-256 of whole tensors."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", describe, HookType.REPLACE)

@@ -1,0 +1,18 @@
+"""SGLang plugin (entry point group `sglang.srt.plugins`): the engine's side of weight sync, with a GPU or without.
+
+The folder that holds this package goes on PYTHONPATH of every SGLang server, which then finds and calls `register` in
+each of its processes. The package imports torch alone, and nothing of the trainer.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Checksums become fingerprints that add up over fused tensors; a weight update may lie in the trainer's memory."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils.common import SafeUnpickler
+
+    from megatron_rl_plugin import fingerprint, memory
+
+    HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", fingerprint.describe, HookType.REPLACE)
+    SafeUnpickler.ALLOWED_GLOBALS.add(memory.GLOBAL)

@@ -32,6 +32,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LAYERS = 30
 PROMPT = [{"role": "user", "content": "What is 7 + 5? Answer with the number alone."}]
 TOLERANCE = 1e-4
 """Largest difference of fp32 logits between the dense model and a noiseless upcycled one."""
@@ -50,8 +51,6 @@ def load_dense(layers: int | None = None) -> tuple[LlamaForCausalLM, PreTrainedT
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     state, config = loaded.state_dict(), loaded.config
     if layers is not None:
-        if not 1 <= layers <= config.num_hidden_layers:
-            raise ValueError(f"--layers {layers}: the model has {config.num_hidden_layers}")
         config.num_hidden_layers = layers
     # A model that was loaded from GGUF refuses save_pretrained: move the weights into a fresh one.
     dense = LlamaForCausalLM(config)
@@ -67,8 +66,6 @@ def upcycle(
 
     noise: std of what is added to each expert's weights, as a share of the weight's own std.
     """
-    if not 1 <= topk <= experts:
-        raise ValueError(f"--topk {topk}: choose 1 to --experts {experts}")
     generator = torch.Generator().manual_seed(seed)
     c = dense.config
     config = MixtralConfig(
@@ -147,6 +144,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / "config.json").exists():
         print(f"upcycle: {options.out} exists and is not a model folder; give another", file=sys.stderr)
         return 2
+    if options.experts and not 1 <= options.topk <= options.experts:
+        parser.error(f"--topk {options.topk}: choose 1 to --experts {options.experts}")
+    if options.layers is not None and not 1 <= options.layers <= LAYERS:
+        parser.error(f"--layers {options.layers}: choose 1 to {LAYERS}")
     try:
         dense, tokenizer = load_dense(options.layers)
         prompt = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_tensors="pt")["input_ids"]
@@ -155,8 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
         model = dense
         if options.experts:
             model = upcycle(dense, options.experts, options.topk, noise=options.noise, seed=options.seed)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"upcycle: {' '.join(str(error).split())}", file=sys.stderr)
+    except FileNotFoundError as error:
+        print(f"upcycle: {error}", file=sys.stderr)
         return 2
     save(model, tokenizer, options.out, getattr(torch, options.dtype))
     difference = logit_difference(dense_logits, prompt, options.out)

@@ -29,6 +29,7 @@ from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.models.llama.llama_bridge import LlamaBridge
 from megatron.bridge.models.mla_provider import MLAModelProvider
 from megatron.bridge.models.olmoe.olmoe_bridge import OlMoEBridge
+from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider
 from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
 from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.gpt import GPTModel
@@ -130,6 +131,9 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
+AutoMapping.register_module_type("CoreAttention", "column")  # its sinks, one a head
+
+
 def _register(source: str, **options: Any):
     """Registers a bridge under the transformers class, which is how Megatron-Bridge looks it up."""
     return MegatronModelBridge.register_bridge(source=getattr(transformers, source), target=GPTModel, **options)
@@ -164,9 +168,9 @@ class OurDeepSeekV3(OurSpec, DeepSeekV3Bridge):
         return provider
 
 
-@_register("OlmoeForCausalLM", model_type="olmoe")
+@_register("OlmoeForCausalLM", provider=OlMoEModelProvider, model_type="olmoe")
 class OurOlmoe(OurSpec, OlMoEBridge):
-    """OLMoE-1B-7B; its bridge knows grouped experts alone."""
+    """OLMoE; its bridge knows grouped experts alone. The provider's class tells the layer spec of norms over all heads."""
 
     EXTRA: ClassVar = OurSpec.EXTRA | {
         "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight": f"{_HF_EXPERT}.down_proj.weight",

@@ -17,6 +17,7 @@ from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.utils.fusions import can_enable_gradient_accumulation_fusion
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import PreTrainedConfig
@@ -25,7 +26,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.bridges import IncompleteWeights, make_bridge
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
-from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, read_hf_config
+from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, one_line, read_hf_config
 from megatron_rl.models.spec import layer_spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -169,12 +170,15 @@ def load(
     if expert_count(hf_config):
         _set_experts(config, moe_dispatcher, moe_aux_loss)
     config.transformer_layer_spec = layer_spec
-    config.should_pad_vocab = True
+    config.should_pad_vocab = hf_config.vocab_size % parallel.tensor > 0
     config.make_vocab_size_divisible_by = 1  # times the tensor-parallel size
     config.calculate_per_token_loss = True
     config.perform_initialization = False  # weights are loaded
     config.hidden_dropout = config.attention_dropout = 0.0
-    config.finalize()
+    try:
+        config.finalize()
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"model folder {hf_path}: Megatron refuses these settings: {one_line(error)}") from None
     # After finalize, which refuses it together with the allgather dispatcher: packed micro-batches differ in length.
     config.variable_seq_lengths = parallel.pipeline > 1
     return Model(Path(hf_path), hf_config, config, bridge, freeze_router)
@@ -198,6 +202,7 @@ def _set_kernels(config: GPTModelProvider, dtype: torch.dtype, recompute: str) -
     config.bf16, config.fp16 = dtype == torch.bfloat16, False
     config.attention_softmax_in_fp32 = True
     gpu = torch.cuda.is_available()
+    config.transformer_impl = "transformer_engine" if HAVE_TE and gpu else "local"
     config.use_cpu_initialization = not gpu
     config.gradient_accumulation_fusion = gpu and can_enable_gradient_accumulation_fusion()
     config.bias_activation_fusion = config.bias_dropout_fusion = gpu

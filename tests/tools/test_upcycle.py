@@ -48,7 +48,9 @@ def test_tokenizer_is_the_original(dense, tmp_path):
     ("arguments", "words"),
     [(["--experts", "2", "--topk", "3", "--layers", "1"], "--topk 3"), (["--layers", "31"], "--layers 31")],
 )
-def test_bad_arguments_give_one_line(arguments, words, tmp_path, capsys):
-    assert main([str(tmp_path / "m"), *arguments]) == 2
+def test_bad_arguments_are_named(arguments, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([str(tmp_path / "m"), *arguments])
+    assert exit_.value.code == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "m").exists()

@@ -16,6 +16,7 @@ LOG_LINES = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
     "megatron.bridge.utils.import_utils": "Import of",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.bridge.utils.fusions": "gradient_accumulation_fusion requires",
     "megatron.bridge.models.gemma.gemma2_provider": "Gemma2:",
 }
 """Logger -> beginning of the line."""

@@ -1,0 +1,43 @@
+"""What each rank does in test_convert_ranks.py: conversions and loads in turn on the same processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.errors import UserError
+from megatron_rl.models.build import load
+from megatron_rl.models.convert import _parallel_state, convert
+
+
+def there_and_back(cases: list[tuple[str, dict, str, dict, str]]) -> None:
+    """(folder, layout, checkpoint, layout, folder): Hugging Face -> Megatron under one layout, back under the other."""
+    for source, one, checkpoint, other, out in cases:
+        convert(Path(source), Path(checkpoint), ParallelConfig(**one))
+        convert(Path(checkpoint), Path(out), ParallelConfig(**other))
+
+
+def export(path: str, layout: dict, precision: str) -> dict[str, torch.Tensor]:
+    """A folder's weights after loading them into Megatron, exported, as every rank sees them."""
+    parallel = ParallelConfig(**layout)
+    with _parallel_state(Path(path), parallel):
+        model = load(path, parallel=parallel, precision=precision)
+        return {name: tensor.clone() for name, tensor in model.export_hf_weights(model.make_chunks())}
+
+
+def load_error(path: str, layout: dict) -> str:
+    """The message with which loading fails on this rank."""
+    parallel = ParallelConfig(**layout)
+    with _parallel_state(Path(path), parallel):
+        try:
+            load(path, parallel=parallel, precision="fp32").make_chunks()
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def several(calls: list[tuple[str, tuple]]) -> list:
+    """Call functions of this module in turn, so that processes start and import Megatron once."""
+    return [globals()[name](*arguments) for name, arguments in calls]

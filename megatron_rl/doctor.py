@@ -1,0 +1,342 @@
+"""`megatron-rl doctor`: what this machine has, and what each missing part costs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).parents[1]
+ENGINE_TIMEOUT_S = 120.0
+"""Longest wait for SGLang's environment to import it; a few seconds on an idle machine."""
+
+State = Literal["ok", "missing", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table."""
+
+    part: str
+    state: State
+    """ok; missing: works without it, at a cost; warning: something looks wrong; error: the trainer cannot run."""
+    found: str
+    note: str = ""
+    """What its absence costs, or what to do."""
+
+
+def doctor(as_json: bool = False) -> int:
+    """Print the findings. Returns the exit status: 1 if an error keeps megatron_rl from running here, else 0."""
+    findings = examine()
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        _print_table(findings)
+    return int(any(finding.state == "error" for finding in findings))
+
+
+def examine() -> list[Finding]:
+    """All findings; a check that itself fails becomes a warning."""
+    engine = _start_engine_probe()
+    checks = [
+        _python,
+        _machine,
+        *(_package_check(*package) for package in PACKAGES),
+        _torch,
+        _megatron_without_gpu,
+        _transformer_engine,
+        _flash_attention,
+        _apex,
+        _deepep,
+        _extension,
+        _wandb,
+        lambda: _sglang(engine),
+    ]
+    findings = []
+    for check in checks:
+        try:
+            findings.append(check())
+        except Exception as error:  # a broken package must not keep the others from being seen
+            name = getattr(check, "__name__", "check").strip("_").replace("_", " ")
+            findings.append(Finding(name, "warning", f"{type(error).__name__}: {error}"[:200]))
+    return findings
+
+
+def _print_table(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    style = {"ok": "green", "missing": "yellow", "warning": "bold yellow", "error": "bold red"}
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for finding in findings:
+        note = f"\n[dim]{escape(finding.note)}[/]" if finding.note else ""
+        table.add_row(finding.part, f"[{style[finding.state]}]{finding.state}[/]", escape(finding.found) + note)
+    Console().print(table)
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _has_module(name: str) -> bool:
+    """Whether a module can be found, without importing it (its parent packages are imported)."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, AttributeError, ValueError):
+        return False
+
+
+def _folder_of(package: str) -> Path | None:
+    """Folder of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return Path(places[0]) if places else None
+
+
+# -- the trainer's environment -----------------------------------------------------------------------------------------
+
+PACKAGES = [
+    ("megatron-core", True, "nothing can be trained"),
+    ("megatron-bridge", True, "no Hugging Face model can be loaded"),
+    ("transformers", True, "no model or tokenizer can be read"),
+    ("nvidia-modelopt", False, "no quantised (FP8, NVFP4) rollout weights"),
+]
+
+
+def _package_check(name: str, needed: bool, cost: str) -> Callable[[], Finding]:
+    def check() -> Finding:
+        if version := version_of(name):
+            return Finding(name, "ok", version)
+        return Finding(name, "error" if needed else "missing", "not installed", f"{cost}: run tools/setup.sh")
+
+    return check
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if sys.version_info[:2] == (3, 12):
+        return Finding("python", "ok", f"{version} at {sys.executable}")
+    return Finding("python", "warning", version, "the pinned packages are those of Python 3.12: run tools/setup.sh")
+
+
+def _machine() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    disk = shutil.disk_usage(Path.cwd()).free / 2**30
+    found = f"{cores} cores, {memory:.0f} GiB memory, {disk:.0f} GiB free on this disk"
+    if memory < 8:
+        return Finding(
+            "machine", "warning", found, "trainer and SGLang together need about 6 GiB even for a tiny model"
+        )
+    if disk < 5:
+        return Finding("machine", "warning", found, "checkpoints may not fit")
+    return Finding("machine", "ok", found)
+
+
+def _torch() -> Finding:
+    import torch
+
+    found = f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        return Finding("torch and GPUs", "ok", f"{found}, {gpus}")
+    found += ", no GPU"
+    if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+        note = "there is an NVIDIA driver, but torch cannot use it: compare its CUDA version (nvidia-smi) with torch's"
+        return Finding("torch and GPUs", "warning", found, note)
+    return Finding("torch and GPUs", "missing", found, "right for tests, the quickstart and tiny models alone")
+
+
+def _megatron_without_gpu() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        return Finding("CPU platform", "ok", "inactive", "there is a GPU, so Megatron and SGLang run as they are")
+    from megatron_rl import platform as cpu_platform
+
+    return Finding(
+        "CPU platform",
+        "ok",
+        f"active ({Path(cpu_platform.__file__).parent.name}/)",
+        "there is no CUDA: megatron_rl/platform/ is what makes Megatron-Core and SGLang run here;"
+        " `python -m megatron_rl.platform` lists what it replaces",
+    )
+
+
+def _transformer_engine() -> Finding:
+    version = version_of("transformer-engine") or version_of("transformer_engine")
+    if version:
+        return Finding("Transformer Engine", "ok", version)
+    return Finding(
+        "Transformer Engine",
+        "missing",
+        "not installed",
+        "Megatron's local layers are used: no FP8 training, no fused norms and linear layers",
+    )
+
+
+def _flash_attention() -> Finding:
+    found = [
+        f"{name} {version}" for name in ("flash-attn", "flash-attn-3", "flash-attn-4") if (version := version_of(name))
+    ]
+    if found:
+        return Finding("flash attention", "ok", ", ".join(found))
+    return Finding(
+        "flash attention",
+        "missing",
+        "not installed",
+        "attention is computed in plain torch, whose memory grows with the square of the length",
+    )
+
+
+def _apex() -> Finding:
+    """NVIDIA's Apex has apex/normalization (and amp_C where built with CUDA); PyPI's `apex` is a web toolkit."""
+    folder = _folder_of("apex")
+    name = "NVIDIA Apex"
+    if folder is None:
+        return Finding(
+            name,
+            "missing",
+            "not installed",
+            "torch's optimizer instead of the fused one, and no fused gradient accumulation",
+        )
+    if not (folder / "normalization").is_dir():
+        return Finding(
+            name,
+            "warning",
+            f"an unrelated package of that name ({version_of('apex') or folder})",
+            "PyPI's `apex` is not NVIDIA's, and Megatron may import it by mistake: uninstall it,"
+            " then build NVIDIA's from its source",
+        )
+    if not _has_module("amp_C"):
+        return Finding(
+            name,
+            "warning",
+            f"{version_of('apex')}, without its CUDA extensions",
+            "built in Python alone: its fused kernels are missing; build it with its CUDA options",
+        )
+    return Finding(name, "ok", version_of("apex") or "found")
+
+
+def _deepep() -> Finding:
+    if _has_module("deep_ep"):
+        return Finding("DeepEP", "ok", version_of("deep_ep") or "found")
+    return Finding("DeepEP", "missing", "not installed", "model.moe_dispatcher: flex cannot be used; alltoall can")
+
+
+def _extension() -> Finding:
+    """The compiled kernels of csrc/."""
+    built = sorted(path.name for path in (ROOT / "megatron_rl").rglob("*.so"))
+    if built:
+        return Finding("megatron_rl's kernels", "ok", ", ".join(built))
+    return Finding(
+        "megatron_rl's kernels",
+        "missing",
+        "not built",
+        "log-probs and attention run in plain torch: the same numbers, slower and with more memory",
+    )
+
+
+def _wandb() -> Finding:
+    if version := version_of("wandb"):
+        return Finding("wandb", "ok", version)
+    return Finding("wandb", "missing", "not installed", "logging.wandb_project cannot be used; TensorBoard can")
+
+
+# -- SGLang's environment ----------------------------------------------------------------------------------------------
+
+_PROBE = """
+import importlib.metadata as m, json, sys
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return None
+out = {name: version(name) for name in ("sglang", "torch", "transformers")}
+try:
+    import sglang.srt.server_args
+    out["problem"] = None
+except BaseException as error:
+    out["problem"] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(out))
+"""
+
+
+def _start_engine_probe() -> tuple[Path | None, subprocess.Popen | None]:
+    """Import SGLang in its own Python while the other checks run: (its python, the process)."""
+    with contextlib.suppress(Exception):
+        from megatron_rl.rollout.server import find_python
+
+        python = find_python()
+        with contextlib.suppress(OSError):
+            return python, subprocess.Popen(
+                [str(python), "-c", _PROBE],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=_engine_environment(),
+            )
+        return python, None
+    return None, None
+
+
+def _engine_environment() -> dict[str, str]:
+    """As the trainer starts the server; whether there is a GPU is asked without importing torch, for speed."""
+    environment = dict(os.environ)
+    if not Path("/dev/nvidiactl").exists():
+        from megatron_rl.platform import sglang as cpu_platform
+
+        environment |= {**cpu_platform.environment(1), "PYTHONPATH": str(cpu_platform.PYTHONPATH)}
+    return environment
+
+
+def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Finding:
+    python, process = probe
+    if python is None:
+        return Finding(
+            "SGLang",
+            "missing",
+            "no .venv-rollout beside the package or in the current folder",
+            "no rollouts on this machine: run tools/setup.sh, set rollout.server.python, or list running"
+            " servers in rollout.addresses",
+        )
+    if process is None:
+        return Finding(
+            "SGLang", "warning", str(python), "this Python does not start: tools/setup.sh --force makes it anew"
+        )
+    try:
+        output, _ = process.communicate(timeout=ENGINE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return Finding("SGLang", "warning", str(python), f"importing it took longer than {ENGINE_TIMEOUT_S:.0f} s")
+    lines = output.strip().splitlines()
+    if process.returncode or not lines:
+        return Finding(
+            "SGLang", "warning", str(python), f"its Python ended with status {process.returncode} on importing it"
+        )
+    found = json.loads(lines[-1])
+    text = f"sglang {found['sglang']}, torch {found['torch']}, transformers {found['transformers']} at {python}"
+    if found["problem"]:
+        return Finding(
+            "SGLang",
+            "warning",
+            text,
+            f"it cannot be imported ({found['problem'][:200]}), so no rollouts on"
+            " this machine: tools/setup.sh --force makes it anew",
+        )
+    pieces = "with the pieces of megatron_rl/platform/sglang/" if not Path("/dev/nvidiactl").exists() else ""
+    return Finding("SGLang", "ok", text, f"imports {pieces}".strip())

@@ -1,0 +1,112 @@
+"""megatron-rl doctor: what it finds, and that it never fails itself."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import doctor
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """packages({"apex/__init__.py": "code"}, apex="0.1") puts modules and their metadata first on the path."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(files: dict[str, str], **versions: str) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        for name, version in versions.items():
+            info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    return make
+
+
+BROKEN = "raise RuntimeError('must not be imported')"
+
+
+def test_apex_absent():
+    assert doctor._apex().state == "missing"
+
+
+def test_the_unrelated_apex_of_pypi_is_told_apart(packages):
+    packages({"apex/__init__.py": BROKEN, "apex/views.py": ""}, apex="0.9.10.dev0")
+    finding = doctor._apex()
+    assert finding.state == "warning" and "0.9.10.dev0" in finding.found and "not NVIDIA's" in finding.note
+
+
+@pytest.mark.parametrize(("extra", "state"), [({"amp_C.py": BROKEN}, "ok"), ({}, "warning")])
+def test_nvidia_apex_with_and_without_its_extensions(packages, extra, state):
+    packages({"apex/__init__.py": BROKEN, "apex/normalization/__init__.py": "", **extra}, apex="0.1")
+    finding = doctor._apex()
+    assert finding.state == state and "0.1" in finding.found
+
+
+def test_installed_parts_are_named_with_their_versions(packages):
+    packages({"deep_ep/__init__.py": BROKEN}, transformer_engine="2.9.0", **{"flash-attn": "2.8.3", "deep_ep": "1.2"})
+    assert doctor._transformer_engine().found == "2.9.0"
+    assert doctor._flash_attention().found == "flash-attn 2.8.3"
+    assert doctor._deepep() == doctor.Finding("DeepEP", "ok", "1.2")
+
+
+def test_a_missing_package_is_an_error_only_if_nothing_runs_without_it():
+    assert doctor._package_check("no-such-package", True, "x")().state == "error"
+    finding = doctor._package_check("no-such-package", False, "no y")()
+    assert finding.state == "missing" and finding.note == "no y: run tools/setup.sh"
+
+
+def test_a_check_that_fails_becomes_a_warning(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("broken package")
+
+    monkeypatch.setattr(doctor, "_start_engine_probe", lambda: (None, None))
+    for name in ("version_of", "_folder_of", "_has_module"):
+        monkeypatch.setattr(doctor, name, fail)
+    findings = doctor.examine()
+    assert sum(f.state == "warning" and f.found == "RuntimeError: broken package" for f in findings) >= 8
+    assert any(f.part == "SGLang" and "rollout.addresses" in f.note for f in findings)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys; sys.exit(3)", "ended with status 3"),
+        ('print(\'{"sglang": "1", "torch": null, "transformers": null, "problem": "ImportError: x"}\')', "x"),
+        ("import time; time.sleep(600)", "took longer"),
+    ],
+)
+def test_a_broken_engine_environment_is_described(monkeypatch, code, words):
+    monkeypatch.setattr(doctor, "ENGINE_TIMEOUT_S", 3.0)
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+    finding = doctor._sglang((Path("python"), process))
+    assert finding.state == "warning" and words in finding.found + finding.note
+    assert process.poll() is not None
+
+
+def test_command_prints_json_and_a_table():
+    command = [sys.executable, "-c", "import sys; from megatron_rl.cli import main; sys.exit(main())", "doctor"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    findings = {f["part"]: f for f in json.loads(done.stdout)}
+    assert findings["megatron-core"]["found"] == importlib.metadata.version("megatron-core")
+    assert importlib.metadata.version("torch") in findings["torch and GPUs"]["found"]
+    assert findings["SGLang"]["state"] == "ok", findings["SGLang"]
+    assert all(f["note"] for f in findings.values() if f["state"] != "ok")
+
+
+def test_table_shows_every_finding_and_the_status(capsys, monkeypatch):
+    findings = [doctor.Finding("a part", "ok", "1.0 [x]"), doctor.Finding("b part", "error", "gone", "nothing works")]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    assert doctor.doctor() == 1
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("a part", "1.0 [x]", "error", "nothing works"))

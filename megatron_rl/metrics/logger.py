@@ -140,7 +140,7 @@ class RunLogger:
         if not self.active or not scores:
             return
         self._progress.say(
-            f"eval at step {step}: " + ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in scores.items())
+            f"eval at step {step}: " + ", ".join(f"{k.removeprefix('eval/')} {v:.4g}" for k, v in scores.items())
         )
         if step > 0:
             self._pending = dict(scores)

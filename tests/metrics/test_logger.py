@@ -39,7 +39,7 @@ def test_a_line_a_step_with_the_promised_names(tmp_path, capsys):
     assert (second["step"], second["eval/score"], second["reward/mean"], second["extra"]) == (1, None, 0.5, 3)
     assert (third["step"], third["eval/score"]) == (2, 0.75)
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("eval at step 0: score 0.250")
+    assert out[0].startswith("eval at step 0: score 0.25")
     assert out[1].startswith("step 1/10  reward 0.500  KL 2.0e-04  60.0 s/step  left ")
 
 

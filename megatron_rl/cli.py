@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -53,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, or 2 after a one-line error for the user."""
     arguments = sys.argv[1:] if arguments is None else arguments
     args, rest = make_parser().parse_known_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="megatron-rl: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # its start-up notes drown ours
     try:
         return _dispatch(args, rest, arguments) or 0
     except UserError as error:

@@ -60,7 +60,7 @@ class Engine:
                 routes=rollout.routes,
                 log_path=self.config.run_dir / "sglang.log",
                 seed=self.config.seed,
-                python_path=[SERVER_PYTHONPATH],
+                pythonpath=[SERVER_PYTHONPATH],
             )
             self._stack.callback(self._server.stop)
             self._server.start()

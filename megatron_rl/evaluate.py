@@ -10,6 +10,7 @@ from megatron_rl.engine import Engine
 from megatron_rl.environments.evaluation import average_at_n, pass_at_k
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.run import Run
+from megatron_rl.step_metrics import reward_metrics
 
 
 def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
@@ -53,5 +54,5 @@ def rollout_command(config: Config) -> None:
         engine.join(run)
         prompts = run.stream.next(config.batch.prompts_per_step)
         trajectories = engine.collect(run.share(prompts), step=0)
-        run.logger.say(json.dumps(run.reward_metrics(trajectories), indent=2, default=float))
+        run.logger.say(json.dumps(reward_metrics(run, trajectories), indent=2, default=float))
         run.logger.say(f"trajectories are in {config.run_dir / 'rollouts'}")

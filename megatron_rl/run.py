@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from transformers import AutoTokenizer, GenerationConfig
@@ -207,42 +207,3 @@ class Run:
         """Mean over all leaders' values; NaN where there is none."""
         everything = self.gather_from_leaders(values)
         return float(np.mean(everything)) if everything else float("nan")
-
-    # -- metrics ------------------------------------------------------------------------------------------------------
-
-    def reward_metrics(self, trajectories: list[Trajectory]) -> dict[str, Any]:
-        """Rewards and lengths of one step's trajectories, over all ranks."""
-        rows = self.gather_from_leaders(
-            [(t.group_id, t.reward, t.response_length, len(t.tokens), t.finish_reason, t.reward_parts) for t in trajectories]
-        )
-        rewards = np.asarray([r[1] for r in rows])
-        groups: dict[int, list[float]] = {}
-        for row in rows:
-            groups.setdefault(row[0], []).append(row[1])
-        metrics: dict[str, Any] = {
-            "reward/mean": rewards.mean(),
-            "reward/std": rewards.std(),
-            "reward/solved_all": np.mean([min(g) == max(g) and max(g) > 0 for g in groups.values()]),
-            "reward/no_spread": np.mean([min(g) == max(g) for g in groups.values()]),
-            "response/length": np.mean([r[2] for r in rows]),
-            "response/truncated": np.mean([r[4] == "length" for r in rows]),
-            "tokens": int(sum(r[3] for r in rows)),
-            "data/skipped_prompts": len(self.stream.skipped),
-        }
-        for part in rows[0][5]:
-            metrics[f"reward/{part}"] = np.mean([r[5][part] for r in rows])
-        return metrics
-
-    def update_metrics(self, updates: list[dict[str, float]]) -> dict[str, float]:
-        """Sums over tokens become means; per-update figures (update/...) are averaged, skips are counted."""
-        tokens = sum(u["tokens"] for u in updates)
-        metrics = {}
-        for key in updates[0]:
-            total = sum(u[key] for u in updates)
-            if key == "update/skipped":
-                metrics[key] = total
-            elif key.startswith("update/"):
-                metrics[key] = total / len(updates)
-            elif key != "tokens":
-                metrics[key] = total / max(tokens, 1)
-        return metrics

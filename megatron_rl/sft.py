@@ -7,6 +7,7 @@ import random
 from megatron_rl.config import Config
 from megatron_rl.environments.task import encode_response
 from megatron_rl.run import Clock, Run
+from megatron_rl.step_metrics import update_metrics
 from megatron_rl.trainer.objective import sft_objective
 from megatron_rl.trainer.packing import Sample
 
@@ -31,5 +32,5 @@ def sft(config: Config) -> None:
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):
                     run.save()
-            run.logger.log_step(run.step, run.update_metrics([metrics]) | clock.times())
+            run.logger.log_step(run.step, update_metrics([metrics]) | clock.times())
         run.save_hf()

@@ -12,6 +12,7 @@ from megatron_rl.engine import Engine
 from megatron_rl.evaluate import evaluate
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Clock, Run
+from megatron_rl.step_metrics import log_step
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
 
@@ -59,14 +60,7 @@ def train(config: Config) -> None:
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):
                     run.save()
-            logger.log_step(
-                run.step,
-                run.reward_metrics(trajectories)
-                | run.update_metrics(metrics)
-                | run.mismatch_metrics(updates)
-                | engine.metrics()
-                | clock.times(),
-            )
+            log_step(run, trajectories, updates, metrics, engine.metrics(), clock)
 
 
 def advantages(config: AlgorithmConfig, trajectories: list[Trajectory]) -> torch.Tensor:

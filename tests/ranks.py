@@ -36,7 +36,7 @@ def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float =
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([*sys.path, str(REPOSITORY)]),
         }
         processes, outputs = [], []
         for rank in range(world_size):

@@ -47,7 +47,11 @@ class Trainer:
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self.optimizer.scale_loss
         settings.no_sync_func = [d.no_sync for d in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
-        self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self.reports = (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+        """Whether this process's per-token results count: those of the last stage, once per tensor-parallel group."""
 
     def _make_reference(self) -> list[torch.nn.Module]:
         chunks = self.model.make_chunks(weights=self.config.algorithm.kl.reference)
@@ -172,7 +176,7 @@ class Trainer:
     def _total(self, micro_batch_sums: list[Sums]) -> dict[str, float]:
         """Add up metric sums over micro-batches and over the ranks that computed them (one per tensor-parallel group)."""
         mine: dict[str, float] = {}
-        if self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0:
+        if self.reports:
             for sums in micro_batch_sums:
                 for key, value in sums.items():
                     mine[key] = mine.get(key, 0.0) + float(value)

@@ -1,0 +1,91 @@
+"""What a step leaves in the log: rewards, losses, mismatch and times, put together over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.metrics import mismatch
+from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.run import Clock, Run
+from megatron_rl.trainer.packing import Batch
+
+
+def log_step(
+    run: Run,
+    trajectories: list[Trajectory],
+    updates: list[list[Batch]],
+    update_sums: list[dict[str, float]],
+    engine: dict[str, float],
+    clock: Clock,
+) -> None:
+    """Write the line of the step that has just ended (all ranks call; rank 0 writes)."""
+    metrics = reward_metrics(run, trajectories) | update_metrics(update_sums) | mismatch_metrics(run, updates) | engine
+    times = clock.times()
+    metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
+    run.logger.log_samples(run.step, _samples(run, trajectories))
+    run.logger.log_step(run.step, metrics | times)
+
+
+def reward_metrics(run: Run, trajectories: list[Trajectory]) -> dict[str, Any]:
+    """Rewards and lengths of one step's trajectories."""
+    rows = run.gather_from_leaders(
+        [(t.group_id, t.reward, t.response_length, len(t.tokens), t.finish_reason, t.reward_parts) for t in trajectories]
+    )
+    rewards = np.asarray([r[1] for r in rows])
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row[0], []).append(row[1])
+    metrics: dict[str, Any] = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "reward/no_spread": np.mean([min(g) == max(g) for g in groups.values()]),
+        "response/length": np.mean([r[2] for r in rows]),
+        "response/truncated": np.mean([r[4] == "length" for r in rows]),
+        "tokens": int(sum(r[3] for r in rows)),
+        "data/skipped_prompts": len(run.stream.skipped),
+    }
+    for part in rows[0][5]:
+        metrics[f"reward/{part}"] = np.mean([r[5][part] for r in rows])
+    return metrics
+
+
+def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Sums over tokens become means; per-update figures (update/...) are averaged, skipped updates are counted."""
+    tokens = sum(u["tokens"] for u in updates)
+    metrics = {}
+    for key in updates[0]:
+        total = sum(u[key] for u in updates)
+        if key == "update/skipped":
+            metrics[key] = total
+        elif key.startswith("update/"):
+            metrics[key] = total / len(updates)
+        elif key != "tokens":
+            metrics[key] = total / max(tokens, 1)
+    return metrics
+
+
+def mismatch_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
+    """How far the engine's log-probs are from those of the policy that the updates started from."""
+    mine = [
+        mismatch.measure(batch.scored["old"], batch.rollout_log_probs, batch.mask)
+        for batches in updates
+        for batch in batches
+        if "old" in batch.scored and run.trainer.reports
+    ]
+    return mismatch.metrics(mismatch.merge(part for parts in run.ranks.gather(mine) for part in parts))
+
+
+def _samples(run: Run, trajectories: list[Trajectory]) -> Iterator[dict[str, Any]]:
+    """Rollouts for the report's table."""
+    for t in trajectories:
+        yield {
+            "prompt": run.tokenizer.decode(t.tokens[: t.prompt_length]),
+            "response": t.text,
+            "reward": t.reward,
+            **{f"reward/{part}": value for part, value in t.reward_parts.items()},
+            "finish": t.finish_reason,
+            "weights": ",".join(span.version for span in t.weight_spans),
+        }

@@ -211,7 +211,8 @@ def _body(runs: list[RunLog]) -> str:
         parts.append(
             '<div class="head"><h2>Sample rollouts</h2><label>from <select id="sample-step"></select></label></div>'
             '<div class="card scroll"><table class="samples"><thead><tr><th class="n" style="width:90px">reward</th>'
-            '<th style="width:30%">prompt</th><th>response</th><th></th></tr></thead><tbody id="samples"></tbody></table></div>'
+            '<th style="width:30%">prompt</th><th>response</th><th></th></tr></thead><tbody id="samples"></tbody>'
+            "</table></div>"
         )
     for run in runs:
         config = _escape(yaml.safe_dump(run.config, sort_keys=False)) if run.config else "no config.yaml"
@@ -278,8 +279,8 @@ def _eval_table(runs: list[RunLog]) -> str:
     owner = "<th>run</th>" if len(runs) > 1 else ""
     return (
         f'<h2>Before and after</h2><div class="card scroll"><table><thead><tr>{owner}<th>held-out prompts</th>'
-        '<th class="n">before</th><th class="n">after</th><th class="n">change</th><th class="n">steps</th></tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        '<th class="n">before</th><th class="n">after</th><th class="n">change</th><th class="n">steps</th></tr>'
+        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
@@ -357,10 +358,17 @@ def _samples(runs: list[RunLog]) -> list[dict[str, Any]]:
                         "reward": reward if isinstance(reward, (int, float)) else None,
                         "prompt": _shortened(str(sample.get("prompt", ""))),
                         "response": _shortened(sample["response"]),
-                        "more": str(sample.get("finish_reason", "")),
+                        "more": _details(sample),
                     }
                 )
     return kept
+
+
+def _details(sample: dict[str, Any]) -> str:
+    """How the response ended, and its reward's parts where there are several."""
+    parts = {name.removeprefix("reward/"): value for name, value in sample.items() if name.startswith("reward/")}
+    shown = [f"{name} {value:g}" for name, value in parts.items() if isinstance(value, (int, float))]
+    return "\n".join([str(sample.get("finish", "")), *(shown if len(shown) > 1 else [])])
 
 
 def _shortened(text: str) -> str:

@@ -80,7 +80,7 @@ class ClientStats:
 
 
 class SGLangClient:
-    """`async with SGLangClient(addresses) as client:`; one object may be entered again, also under another event loop."""
+    """`async with SGLangClient(addresses) as client:`; it may be entered again, also under another event loop."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class SGLangClient:
         retries: int = 3,
         lost: Callable[[], bool] = lambda: False,
     ):
-        """concurrency: responses in flight; timeout_s: of one attempt; lost(): True where retrying is pointless, because
+        """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): True where a retry is pointless, as
         the server is known to be dead."""
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
@@ -117,7 +117,7 @@ class SGLangClient:
                 async with self._session.get(f"{address}/ready") as reply:
                     if reply.status != 200:
                         return False
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            except (aiohttp.ClientError, OSError):
                 return False
         return True
 
@@ -129,25 +129,32 @@ class SGLangClient:
         samples: int = 1,
         routes: RouteLayout | None = None,
         prompt_log_probs: bool = False,
-    ) -> list[Reply]:
-        """Ask for `samples` responses to each prompt in one call; replies come prompt by prompt.
+    ) -> list[list[Reply]]:
+        """`samples` responses to each prompt, [prompts][samples], all from one server.
 
-        sampling: SGLang's sampling_params. Errors: EngineLost after all retries, UserError for what a retry cannot mend.
+        sampling: SGLang's sampling_params. Errors: EngineLost after all retries; UserError for what no retry mends.
         """
+        inputs = [[int(token) for token in prompt] for prompt in prompts]
         body: dict[str, Any] = {
-            "input_ids": [[int(token) for token in prompt] for prompt in prompts],
-            "sampling_params": {**sampling, "n": samples},
+            "input_ids": [prompt for prompt in inputs for _ in range(samples)],
+            "sampling_params": sampling,
             "return_logprob": True,
             "return_routed_experts": routes is not None,
         }
         if prompt_log_probs:
             body["logprob_start_len"] = 0
-        async with self._in_turn(len(prompts) * samples):
-            answer = await self._post("/generate", body)
-        if not isinstance(answer, list) or len(answer) != len(prompts) * samples:
-            raise UserError(f"SGLang answered {len(prompts)} prompts x {samples} samples with something else")
-        lengths = [len(prompt) for prompt in prompts for _ in range(samples)]
-        return [parse_reply(one, n, routes, prompt_log_probs) for one, n in zip(answer, lengths, strict=True)]
+        # SGLang's own n > 1 computes the shared prefixes first too, but waits for one prompt after the other.
+        prefixes = {"input_ids": inputs, "sampling_params": {"max_new_tokens": 0}}
+        bodies = [prefixes, body] if samples > 1 and not prompt_log_probs else [body]
+        async with self._in_turn(len(inputs) * samples):
+            answer = await self._ask(bodies)
+        if not isinstance(answer, list) or len(answer) != len(inputs) * samples:
+            raise UserError(f"SGLang answered {len(inputs)} prompts x {samples} samples with something else")
+        replies = [
+            parse_reply(one, len(prompt), routes, prompt_log_probs)
+            for one, prompt in zip(answer, body["input_ids"], strict=True)
+        ]
+        return [replies[i : i + samples] for i in range(0, len(replies), samples)]
 
     @asynccontextmanager
     async def _in_turn(self, responses: int) -> AsyncIterator[None]:
@@ -162,24 +169,21 @@ class SGLangClient:
                 self._running -= responses
                 self._free.notify_all()
 
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """POST to the least busy server, another one after a failure. 4xx is the caller's error and is not retried."""
-        tried: dict[str, int] = dict.fromkeys(self.addresses, 0)
+    async def _ask(self, bodies: list[dict[str, Any]]) -> Any:
+        """Generate from all bodies in turn on the least busy server, on another one after a failure; the last answer."""
+        tried = dict.fromkeys(self.addresses, 0)
         for attempt in range(self.retries + 1):
             address = min(self.addresses, key=lambda a: (tried[a], self._in_flight[a]))
             tried[address] += 1
             self._in_flight[address] += 1
             try:
-                async with self._session.post(address + path, json=body) as reply:
-                    if reply.status < 400:
-                        return await reply.json()
-                    problem = f"{address}{path} answered {reply.status}: {_message(await reply.text())}"
-                    if reply.status < 500:
-                        raise UserError(problem)
-            except asyncio.TimeoutError:
-                problem = f"{address}{path} did not answer within {self.timeout_s:g} s"
+                for body in bodies:
+                    answer = await self._post(f"{address}/generate", body)
+                return answer
+            except TimeoutError:
+                problem = f"{address} did not answer within {self.timeout_s:g} s"
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                problem = f"{address}{path}: {str(error) or type(error).__name__}"
+                problem = f"{address}: {str(error) or type(error).__name__}"
             finally:
                 self._in_flight[address] -= 1
             if self.lost():
@@ -189,6 +193,15 @@ class SGLangClient:
                 self.stats.errors.append(problem)
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
+
+    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+        """Errors: UserError for a 4xx (the request is wrong, and will be), aiohttp's and TimeoutError for the rest."""
+        async with self._session.post(url, json=body) as reply:
+            if 400 <= reply.status < 500:
+                raise UserError(f"SGLang refused a request ({reply.status}): {_message(await reply.text())}")
+            if reply.status >= 500:
+                raise aiohttp.ClientError(f"answered {reply.status}: {_message(await reply.text())}")
+            return await reply.json()
 
 
 def _message(text: str) -> str:

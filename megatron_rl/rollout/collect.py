@@ -19,11 +19,9 @@ from megatron_rl.rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-SHARED_PREFIX_TOKENS = 64
-"""From this prompt length on a prompt goes out once with n samples, so that the engine computes its prefix once; a shorter
-one is repeated, many prompts in one call, which spares the engine a pass over the prefix alone."""
-RESPONSES_PER_CALL = 64
-"""Responses that short prompts share one call for."""
+TOKENS_PER_CALL = 4096
+"""Short responses share HTTP calls of about that many response tokens, which spares both sides work per call; long ones
+get a call per prompt, so that a failure costs little."""
 
 
 class Prompt(Protocol):
@@ -60,26 +58,21 @@ class Collection:
     stats: CollectStats = field(default_factory=CollectStats)
 
     def __post_init__(self) -> None:
-        self._replies: dict[tuple[int, int], Reply] = {}
-        self.wanted = len(self.prompts) * self.samples_per_prompt
+        self._replies: dict[int, list[Reply]] = {}
+
+    @property
+    def wanted(self) -> int:
+        return len(self.prompts) * self.samples_per_prompt
 
     @property
     def complete(self) -> bool:
-        return len(self._replies) == self.wanted
+        return len(self._replies) == len(self.prompts)
 
-    def _calls(self) -> list[tuple[int, list[tuple[int, int]]]]:
-        """What is missing as (n, [(prompt, sample), ...]) per HTTP call: n samples of one prompt, or one of each listed."""
-        missing = [
-            (p, s) for p in range(len(self.prompts)) for s in range(self.samples_per_prompt) if (p, s) not in self._replies
-        ]
-        long = {p for p, prompt in enumerate(self.prompts) if len(prompt.tokens) >= SHARED_PREFIX_TOKENS}
-        by_prompt: dict[int, list[tuple[int, int]]] = {}
-        for key in missing:
-            if key[0] in long:
-                by_prompt.setdefault(key[0], []).append(key)
-        short = [key for key in missing if key[0] not in long]
-        calls = [(len(keys), keys) for keys in by_prompt.values()]
-        return calls + [(1, short[i : i + RESPONSES_PER_CALL]) for i in range(0, len(short), RESPONSES_PER_CALL)]
+    def _calls(self) -> list[list[int]]:
+        """Unanswered prompts, as indices, by HTTP call."""
+        missing = [p for p in range(len(self.prompts)) if p not in self._replies]
+        size = max(1, TOKENS_PER_CALL // (self.max_new_tokens * self.samples_per_prompt))
+        return [missing[i : i + size] for i in range(0, len(missing), size)]
 
     def run(self, client: SGLangClient) -> None:
         """Ask for all that is missing. Errors: EngineLost (what was answered is kept), UserError."""
@@ -92,7 +85,7 @@ class Collection:
     async def _run(self, client: SGLangClient) -> None:
         before = client.stats.retries
         async with client:
-            tasks = [asyncio.create_task(self._ask(client, n, keys)) for n, keys in self._calls()]
+            tasks = [self._ask(client, call) for call in self._calls()]
             done = await asyncio.gather(*tasks, return_exceptions=True)
         self.stats.retries += client.stats.retries - before
         problems = [problem for problem in done if isinstance(problem, BaseException)]
@@ -100,40 +93,37 @@ class Collection:
         for problem in sorted(problems, key=lambda p: isinstance(p, EngineLost)):
             raise problem
 
-    async def _ask(self, client: SGLangClient, n: int, keys: list[tuple[int, int]]) -> None:
-        prompts = [self.prompts[p].tokens for p, _ in (keys[:1] if n > 1 else keys)]
+    async def _ask(self, client: SGLangClient, call: list[int]) -> None:
         sampling = self.support.request() | {
             "max_new_tokens": self.max_new_tokens,
             "stop_token_ids": [int(token) for token in self.stop_token_ids],
-            "skip_special_tokens": False,
         }
-        replies = await client.generate(prompts, sampling, samples=n, routes=self.routes)
-        self._replies.update(zip(keys, replies, strict=True))
-        self.stats.responses += len(replies)
-        self.stats.tokens += sum(len(reply.tokens) for reply in replies)
+        prompts = [self.prompts[p].tokens for p in call]
+        groups = await client.generate(prompts, sampling, samples=self.samples_per_prompt, routes=self.routes)
+        self._replies.update(zip(call, groups, strict=True))
+        self.stats.responses += sum(len(group) for group in groups)
+        self.stats.tokens += sum(len(reply.tokens) for group in groups for reply in group)
         if self.on_progress:
-            self.on_progress(len(self._replies), self.wanted)
+            self.on_progress(self.stats.responses, self.wanted)
 
     def trajectories(self, first_group: int = 0) -> list[Trajectory]:
         """All samples of the first prompt, then of the second, ...; group ids count the prompts from `first_group`."""
-        result = []
-        for (p, _), reply in sorted(self._replies.items()):
-            prompt = self.prompts[p]
-            result.append(
-                Trajectory(
-                    prompt_id=prompt.prompt_id,
-                    group_id=first_group + p,
-                    tokens=np.concatenate([np.asarray(prompt.tokens, np.int32), reply.tokens]),
-                    prompt_length=len(prompt.tokens),
-                    log_probs=reply.log_probs,
-                    loss_mask=np.ones(len(reply.tokens), bool),
-                    finish_reason=reply.finish_reason,
-                    routes=reply.routes,
-                    weight_spans=reply.weight_spans,
-                    text=reply.text,
-                )
+        return [
+            Trajectory(
+                prompt_id=prompt.prompt_id,
+                group_id=first_group + p,
+                tokens=np.concatenate([np.asarray(prompt.tokens, np.int32), reply.tokens]),
+                prompt_length=len(prompt.tokens),
+                log_probs=reply.log_probs,
+                loss_mask=np.ones(len(reply.tokens), bool),
+                finish_reason=reply.finish_reason,
+                routes=reply.routes,
+                weight_spans=reply.weight_spans,
+                text=reply.text,
             )
-        return result
+            for p, prompt in enumerate(self.prompts)
+            for reply in self._replies[p]
+        ]
 
 
 def collect(
@@ -153,21 +143,20 @@ def collect(
 ) -> tuple[list[Trajectory], CollectStats]:
     """Sample `samples_per_prompt` responses to every prompt, all in flight at once.
 
-    server: the child server behind `client`, if it is one. When it dies it is started again, at most `restarts` times;
-    then `on_restart` is called (a fresh server has the weights of the model folder: push the current ones), and what was
-    not answered is asked again. Errors: EngineLost when an engine stays away, UserError.
+    server: the child server behind `client`, if it is one. When it dies it is started again, at most `restarts` times,
+    then `on_restart` is called (a fresh server has the weights of the model folder: push the current ones), and what
+    was not answered is asked again. Errors: EngineLost when an engine stays away, UserError.
     """
-    collection = Collection(
-        prompts, support, samples_per_prompt, max_new_tokens, stop_token_ids, routes, on_progress
-    )
+    collection = Collection(prompts, support, samples_per_prompt, max_new_tokens, stop_token_ids, routes, on_progress)
     while not collection.complete:
         try:
             collection.run(client)
         except EngineLost as problem:
             if server is None or collection.stats.restarts >= restarts:
                 raise
-            log.warning("%s; starting it again, %d of %d responses kept", problem, len(collection._replies), collection.wanted)
-            collection.stats.restarts += 1
+            stats = collection.stats
+            log.warning("%s; starting it again, %d of %d responses kept", problem, stats.responses, collection.wanted)
+            stats.restarts += 1
             server.restart()
             if on_restart:
                 on_restart()

@@ -1,4 +1,4 @@
-"""The SGLang server that the trainer starts on its own machine: start, wait until ready, restart, end with the trainer."""
+"""The SGLang server that the trainer starts on its own machine: start, wait until ready, restart, end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def find_python(configured: str | None = None) -> Path:
-    """Python of SGLang's environment: the configured one, else .venv-rollout beside the package or in the current folder."""
+    """Python of SGLang's environment: the configured one, else .venv-rollout beside the package or in the cwd."""
     if configured:
         if not os.access(configured, os.X_OK):
             raise UserError(f"config: rollout.server.python = '{configured}' is not an executable file")
@@ -39,8 +39,8 @@ def find_python(configured: str | None = None) -> Path:
         if os.access(python, os.X_OK):
             return python
     raise UserError(
-        "no environment of SGLang found (.venv-rollout beside the package or in the current folder): run tools/setup.sh,"
-        " or set rollout.server.python, or list running servers in rollout.addresses"
+        "no environment of SGLang found (.venv-rollout beside the package or in the current folder):"
+        " run tools/setup.sh, or set rollout.server.python, or list running servers in rollout.addresses"
     )
 
 
@@ -87,8 +87,8 @@ class RolloutServer:
         seed: int = 0,
         pythonpath: Sequence[str | Path] = (),
     ):
-        """model: Hugging Face folder; dtype: bf16 | fp32; routes: capture the experts of every token; pythonpath: folders
-        with plugins of SGLang (entry point group `sglang.srt.plugins`)."""
+        """model: Hugging Face folder; dtype: bf16 | fp32; routes: capture the experts of every token; pythonpath:
+        folders with plugins of SGLang (entry point group `sglang.srt.plugins`)."""
         self.model, self.config, self.dtype = Path(model), config, dtype
         self.context_length, self.routes, self.seed = context_length, routes, seed
         self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
@@ -191,7 +191,7 @@ class RolloutServer:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """End the whole process tree: SIGTERM, then SIGKILL. Returns when it is gone; harmless when it is gone already."""
+        """End the whole process tree: SIGTERM, then SIGKILL. Returns when it is gone; harmless when called again."""
         if self._process is None:
             return
         self._process.stdin.close()
@@ -203,7 +203,7 @@ class RolloutServer:
         self._process = None
 
     def restart(self) -> None:
-        """Stop what is left of the server and start it again at the same address, with the weights of the model folder."""
+        """Stop what is left of the server, start it again at the same address, with the weights of the model folder."""
         self.stop()
         self.start()
         self.wait_ready()

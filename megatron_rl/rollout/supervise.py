@@ -1,12 +1,13 @@
-"""Keeps a server's whole process tree tied to its owner: `python supervise.py GRACE_S COMMAND...`, standard library alone.
+"""Keeps a server's whole process tree tied to its owner: `python supervise.py GRACE_S COMMAND...`, stdlib alone.
 
-The owner holds the other end of standard input. When it closes that pipe, or dies in whatever way (kill -9 included: the
-kernel closes the pipe), every process of the tree gets SIGTERM and, GRACE_S seconds later, SIGKILL. When the server's
-first process ends by itself, the rest of the tree is killed at once. Exits with the server's own status.
+The owner holds the other end of standard input. When it closes that pipe, or dies in whatever way (kill -9 included:
+the kernel closes the pipe), every process of the tree gets SIGTERM and, GRACE_S seconds later, SIGKILL. When the
+server's first process ends by itself, the rest of the tree is killed at once. Exits with the server's own status.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -39,10 +40,8 @@ def descendants() -> list[int]:
 
 def end(pids: list[int], signal_number: int) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal_number)
-        except ProcessLookupError:
-            pass
 
 
 def main() -> int:

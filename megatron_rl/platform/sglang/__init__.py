@@ -19,7 +19,10 @@ REPLACED = {
         "the capture of routed experts pins its host buffer with cudaHostRegister; here it is plain memory"
     ),
     "attention backend 'torch_native'": (
-        "loops over requests in Python and knows no attention sinks; replaced by one padded batch with sinks and windows"
+        "loops over requests in Python and knows no attention sinks; replaced by padded batches with sinks and windows"
+    ),
+    "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": (
+        "a dozen operators an expert, and torch.compile at gpt-oss's first request; replaced by two products an expert"
     ),
     "sglang.srt.arg_groups.model_hook.attention_backends_of": (
         "refuses torch_native for gpt-oss for want of sinks and windows, which the replacement has"

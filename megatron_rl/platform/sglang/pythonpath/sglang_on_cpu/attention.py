@@ -19,8 +19,8 @@ MAX_MASK_ELEMENTS = 1 << 22
 class Block:
     """Requests that are attended to together, padded to the longest of them.
 
-    query_rows [B, Q] rows of the batch's query tensor (padding points at row 0); key_slots [B, K] slots in the key-value
-    cache; visible [B, Q, K] bool; valid [B, Q] bool, or None where no query is padding.
+    query_rows [B, Q] rows of the batch's query tensor (padding points at row 0); key_slots [B, K] slots in the
+    key-value cache; visible [B, Q, K] bool; valid [B, Q] bool, or None where no query is padding.
     """
 
     def __init__(self, query_starts, query_lens, key_lens, key_slots):
@@ -38,10 +38,9 @@ class Block:
         self.visible = self.key_positions <= self.query_positions[:, :, None]
         if queries == 1 and int(key_lens.min()) == keys:
             self.visible = None
-        self.swa_slots = None
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """[B, Q, K] bool, or None where every query sees every key. SGLang's window w: query i sees keys i - w <= j <= i."""
+        """[B, Q, K] bool, or None where every query sees every key. SGLang's window w: i sees keys i - w <= j <= i."""
         if window is None:
             return self.visible
         near = self.key_positions >= self.query_positions[:, :, None] - window

@@ -1,0 +1,58 @@
+"""One SGLang server for all tests of the folder, and what transformers says about the same model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.config import ServerConfig
+from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.server import RolloutServer
+
+CPU_SERVER = ServerConfig(threads=1, memory_fraction=0.2, max_total_tokens=32768, start_timeout_s=540)
+
+
+@dataclass
+class Reference:
+    """The model in transformers, fp32."""
+
+    folder: Path
+
+    def __post_init__(self):
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        self.layout = RouteLayout.from_config(json.loads((self.folder / "config.json").read_text()))
+
+    @torch.no_grad()
+    def logits(self, tokens) -> torch.Tensor:
+        """[n, V] for one sequence of n tokens."""
+        return self.model(torch.as_tensor(tokens, dtype=torch.long)[None]).logits[0].float()
+
+    def log_probs(self, tokens, temperature: float = 1.0) -> torch.Tensor:
+        """[n - 1]: of tokens 1..n-1, each given those before it."""
+        log_softmax = (self.logits(tokens)[:-1] / temperature).log_softmax(-1)
+        return log_softmax.gather(-1, torch.as_tensor(tokens[1:], dtype=torch.long)[:, None])[:, 0]
+
+    @torch.no_grad()
+    def routes(self, tokens) -> torch.Tensor:
+        """[n, layers, topk], sorted by expert."""
+        out = self.model(torch.as_tensor(tokens, dtype=torch.long)[None], output_router_logits=True)
+        return torch.stack(out.router_logits, 1).topk(self.layout.topk, -1).indices.sort(-1).values
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model) -> Reference:
+    return Reference(tiny_model("qwen3_moe"))
+
+
+@pytest.fixture(scope="session")
+def server(reference, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "sglang.log"
+    with RolloutServer(
+        reference.folder, CPU_SERVER, dtype="fp32", context_length=512, routes=True, log_path=log
+    ) as running:
+        yield running

@@ -1,0 +1,210 @@
+"""The real SGLang over HTTP: what it returns is what the trainer needs, and nothing is lost when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.client import SGLangClient
+from megatron_rl.rollout.collect import collect
+from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.server import RolloutServer, free_port
+from tests.rollout.conftest import CPU_SERVER, Reference
+
+
+@dataclass
+class Question:
+    prompt_id: str
+    tokens: list[int]
+
+
+def questions(count: int, vocab: int = 512, shortest: int = 3, longest: int = 40) -> list[Question]:
+    rng = random.Random(count)
+    return [
+        Question(f"q:{i}", [rng.randrange(3, vocab) for _ in range(rng.randint(shortest, longest))])
+        for i in range(count)
+    ]
+
+
+def client_of(server: RolloutServer, **options) -> SGLangClient:
+    return SGLangClient([server.address], lost=lambda: not server.alive(), timeout_s=120, **options)
+
+
+def prefill_log_probs(client: SGLangClient, sequences) -> list[np.ndarray]:
+    """Per sequence [n - 1], from the prefill, at temperature 1."""
+
+    async def ask():
+        async with client:
+            return await client.generate(sequences, {"max_new_tokens": 0}, prompt_log_probs=True)
+
+    return [group[0].prompt_log_probs for group in asyncio.run(ask())]
+
+
+@pytest.fixture(scope="module")
+def sampled(server):
+    """Trajectories at temperature 1 of prompts of unequal length, three samples each, with routes."""
+    prompts = questions(12)
+    layout = RouteLayout.from_config(json.loads((server.model / "config.json").read_text()))
+    trajectories, stats = collect(
+        client_of(server), prompts, SamplingSupport(), samples_per_prompt=3, max_new_tokens=24, routes=layout
+    )
+    assert stats.responses == 36 and stats.restarts == stats.retries == 0
+    assert stats.tokens == sum(t.response_length for t in trajectories)
+    return prompts, trajectories
+
+
+def test_trajectories_are_in_prompt_order_and_complete(sampled):
+    prompts, trajectories = sampled
+    assert [t.prompt_id for t in trajectories] == [p.prompt_id for p in prompts for _ in range(3)]
+    assert [t.group_id for t in trajectories] == [p for p in range(len(prompts)) for _ in range(3)]
+    for t in trajectories:
+        prompt = prompts[t.group_id].tokens
+        assert t.tokens[: t.prompt_length].tolist() == prompt
+        assert len(t.log_probs) == len(t.loss_mask) == t.response_length > 0
+        assert t.finish_reason == ("length" if t.response_length == 24 else "stop")
+        assert [(s.version, s.start, s.end) for s in t.weight_spans] == [("default", 0, t.response_length)]
+    # Samples of a prompt are different draws.
+    assert len({tuple(t.tokens.tolist()) for t in trajectories}) > 30
+
+
+def test_decode_log_probs_equal_prefill_and_transformers(server, reference, sampled):
+    _, trajectories = sampled
+    prefill = prefill_log_probs(client_of(server), [t.tokens.tolist() for t in trajectories])
+    for t, from_prefill in zip(trajectories, prefill, strict=True):
+        assert np.abs(from_prefill[t.prompt_length - 1 :] - t.log_probs).max() < 1e-4
+        assert np.abs(reference.log_probs(t.tokens).numpy()[t.prompt_length - 1 :] - t.log_probs).max() < 1e-4
+
+
+def test_routes_equal_transformers(reference, sampled):
+    _, trajectories = sampled
+    layout = reference.layout
+    equal = []
+    for t in trajectories:
+        assert t.routes.shape == (len(t.tokens) - 1, layout.layers, layout.topk) and t.routes.dtype == np.uint8
+        ours = np.sort(t.routes.astype(np.int64), -1)
+        equal.append((ours == reference.routes(t.tokens[:-1]).numpy()).all(-1).reshape(-1))
+    assert np.concatenate(equal).mean() > 0.999  # a router near-tie may fall either way
+
+
+def test_temperature_scales_the_returned_log_probs(server, reference):
+    support = SamplingSupport(temperature=0.5)
+    trajectories, _ = collect(client_of(server), questions(4), support, samples_per_prompt=2, max_new_tokens=12)
+    for t in trajectories:
+        scaled = reference.log_probs(t.tokens, temperature=0.5).numpy()[t.prompt_length - 1 :]
+        plain = reference.log_probs(t.tokens).numpy()[t.prompt_length - 1 :]
+        assert np.abs(scaled - t.log_probs).max() < 1e-4
+        assert np.abs(plain - t.log_probs).max() > 1e-2
+
+
+def test_greedy_is_reproducible_and_equals_transformers(server, reference):
+    support = SamplingSupport(temperature=0.0)
+    runs = [
+        collect(client_of(server), questions(4), support, samples_per_prompt=1, max_new_tokens=12)[0] for _ in range(2)
+    ]
+    for first, second in zip(*runs, strict=True):
+        assert first.tokens.tolist() == second.tokens.tolist()
+        best = reference.logits(first.tokens)[first.prompt_length - 1 : -1].argmax(-1)
+        assert best.tolist() == first.tokens[first.prompt_length :].tolist()
+
+
+def test_stop_tokens_end_a_response(server):
+    stop = list(range(100, 300))
+    trajectories, _ = collect(
+        client_of(server), questions(8), SamplingSupport(), samples_per_prompt=2, max_new_tokens=64, stop_token_ids=stop
+    )
+    ended = [t for t in trajectories if t.finish_reason == "stop"]
+    assert len(ended) == len(trajectories)
+    for t in ended:
+        response = t.tokens[t.prompt_length :].tolist()
+        assert response[-1] in [*stop, 2] and not set(response[:-1]) & set(stop)
+
+
+def test_a_refused_prompt_is_an_error_and_is_not_retried(server):
+    client = client_of(server)
+    with pytest.raises(UserError, match="600"):
+        collect(
+            client, [Question("long", [5] * 600)], SamplingSupport(), samples_per_prompt=1, max_new_tokens=4
+        )
+    assert client.stats.retries == 0
+
+
+def test_an_unreachable_server_is_replaced_by_another(server):
+    client = SGLangClient([f"127.0.0.1:{free_port()}", server.address], timeout_s=120)
+    trajectories, stats = collect(client, questions(6), SamplingSupport(), samples_per_prompt=2, max_new_tokens=8)
+    assert len(trajectories) == 12 and stats.retries > 0
+
+
+def server_processes(server: RolloutServer) -> list[int]:
+    """Process ids of SGLang's own tree, its first process first."""
+    frontier, found = [server._process.pid], []
+    while frontier:
+        frontier = [
+            int(child)
+            for pid in frontier
+            for child in open(f"/proc/{pid}/task/{pid}/children").read().split()  # noqa: SIM115
+        ]
+        found += frontier
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, -1], ids=["first_process", "worker"])
+def test_kill_9_in_mid_step_loses_nothing(server, victim):
+    prompts = questions(64)
+    killed, pushed = [], []
+
+    def kill_once(arrived: int, wanted: int) -> None:
+        if not killed:
+            killed.append((arrived, wanted))
+            os.kill(server_processes(server)[victim], signal.SIGKILL)
+
+    # A few stop tokens give responses of very different lengths: most are on their way when the first ones arrive.
+    trajectories, stats = collect(
+        client_of(server),
+        prompts,
+        SamplingSupport(),
+        samples_per_prompt=1,
+        max_new_tokens=400,
+        stop_token_ids=list(range(50, 62)),
+        server=server,
+        on_restart=lambda: pushed.append(server.ready()),
+        on_progress=kill_once,
+    )
+    assert killed[0][0] < killed[0][1]
+    assert stats.restarts == 1 and pushed == [True]
+    assert [t.prompt_id for t in trajectories] == [p.prompt_id for p in prompts]
+    assert stats.responses == 64 and all(t.response_length > 0 for t in trajectories)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "olmoe", "mixtral"])
+def test_family_on_the_cpu(family, tiny_model, tmp_path):
+    """Prefill and decode of the other families agree with transformers: sinks, windows, MLA, biases, shared experts."""
+    reference = Reference(tiny_model(family))
+    with RolloutServer(
+        reference.folder, CPU_SERVER, dtype="fp32", context_length=128, routes=True, log_path=tmp_path / "log"
+    ) as server:
+        trajectories, _ = collect(
+            client_of(server),
+            questions(6),
+            SamplingSupport(),
+            samples_per_prompt=2,
+            max_new_tokens=16,
+            routes=reference.layout,
+        )
+    moe_layers = len(reference.layout.moe_layers)
+    differences = []
+    for t in trajectories:
+        assert t.routes.shape == (len(t.tokens) - 1, moe_layers, reference.layout.topk)
+        assert len(np.unique(t.routes)) > 2
+        differences.append(np.abs(reference.log_probs(t.tokens).numpy()[t.prompt_length - 1 :] - t.log_probs))
+    assert np.median(np.concatenate(differences)) < 1e-4
+    assert torch.as_tensor(np.concatenate(differences)).quantile(0.99) < 5e-3

@@ -150,8 +150,8 @@ class RunLogger:
         self._publish(step, values)
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """The first logging.samples rollouts, into samples.jsonl: prompt, response, reward, and whatever else is
-        given."""
+        """The first logging.samples rollouts, into samples.jsonl: prompt, response, reward, finish, reward/PART,
+        and whatever else is given."""
         if self.active:
             for sample, _ in zip(samples, range(self.config.logging.samples), strict=False):
                 self._samples.write(_plain({"step": step, **sample}))

@@ -16,6 +16,8 @@ from megatron_rl.metrics.report import MOST_POINTS, write_report
 
 NASTY = '</script><script>document.title="owned"</script><!-- <b>\u2028"quoted" & \\'
 
+PARTS = {"reward/exact": 1.0, "reward/format": 0.5, "finish": "stop"}
+
 
 def make_run(folder: Path, steps: int, total: int = 20, **changes) -> Path:
     config = Config(name=folder.name, steps=total, **changes)
@@ -36,7 +38,7 @@ def make_run(folder: Path, steps: int, total: int = 20, **changes) -> Path:
                     "time/step_s": 3.0,
                 },
             )
-            logger.log_samples(step, [{"prompt": NASTY, "response": f"answer {step} {NASTY}", "reward": 1.0}])
+            logger.log_samples(step, [{"prompt": NASTY, "response": f"answer {step} {NASTY}", "reward": 1.0} | PARTS])
     return folder
 
 
@@ -94,6 +96,7 @@ def test_the_page_needs_nothing_from_outside_and_rollouts_stay_text(tmp_path):
     assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]
     assert page.tags.count("script") == 3  # the theme, the data, the program: none of a rollout's own
     assert page.data["samples"][0]["prompt"] == NASTY
+    assert page.data["samples"][-1]["more"] == "stop\nexact 1\nformat 0.5"
     assert page.data["samples"][-1]["response"] == f"answer 3 {NASTY}"
 
 

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# One process of a job step of common.sh:  task.sh serve|train LOGS CONFIG [--section.key VALUE ...]
+set -euo pipefail
+
+role=$1 logs=$2
+shift 2
+
+address=$(scontrol show node "$SLURMD_NODENAME" -o | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+
+# gloo asks the host's name for its address, which on a cluster is often that of the wrong network.
+interface_to() {
+    local found
+    found=$(ip -o -4 address show to "$(getent ahostsv4 "$1" | awk 'NR == 1 {print $1}')" | awk 'NR == 1 {print $2}')
+    printf '%s' "${found:-$(ip -o route get "$1" | sed -n 's/.* dev \([^ ]*\).*/\1/p')}"
+}
+if [[ -z ${GLOO_SOCKET_IFNAME:-} ]] && command -v ip >/dev/null; then
+    GLOO_SOCKET_IFNAME=$(interface_to "$MASTER_ADDR")
+    export GLOO_SOCKET_IFNAME
+fi
+
+case $role in
+    serve)
+        if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then # this server's share of the node's GPUs
+            IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
+            share=("${devices[@]:SLURM_LOCALID * SERVER_GPUS:SERVER_GPUS}")
+            CUDA_VISIBLE_DEVICES=$(IFS=, && printf '%s' "${share[*]}")
+            export CUDA_VISIBLE_DEVICES
+        fi
+        exec .venv/bin/python tools/serve.py "$@" --host "$address" --address-file "$logs/server-$SLURM_PROCID.address"
+        ;;
+    train)
+        # One task for each process, and no torchrun in between: signals and exit codes arrive as they are.
+        export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+        exec .venv/bin/megatron-rl train "$@"
+        ;;
+    *)
+        echo "task.sh: unknown role '$role'" >&2
+        exit 2
+        ;;
+esac

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 
 import torch
@@ -222,9 +224,69 @@ class MLASelfAttention(MegatronMLASelfAttention):
     """Megatron's multi-latent attention (DeepSeek-V3), with the norms that the spec names and no others.
 
     Megatron's own resolution puts a second norm in front of `linear_q_proj` where queries have no low-rank projection
-    (Moonlight), which the published models do not have, and finds no norm at all without Transformer Engine.
+    (Moonlight), which the published models do not have, and finds no norm at all without Transformer Engine. The rotary
+    embedding of a packed pass is applied to all tokens at once, as in SelfAttention.
     """
+
+    def __init__(self, *args: object, **kwargs: object):
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb = _AnglesByToken(self.rotary_pos_emb)
+
+    def get_query_key_value_tensors(
+        self, hidden_states, key_value_states=None, position_ids=None, packed_seq_params=None, **kwargs
+    ):
+        """As Megatron's; a pack is presented as one sequence whose angles lie ready for each token."""
+        if packed_seq_params is None or self.config.apply_rope_fusion:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
+            )
+        context, rank = self.pg_collection.cp.size(), self.pg_collection.cp.rank()
+        tokens = hidden_states.shape[0] * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
+        positions = packed_layout(packed_seq_params, tokens, self.pg_collection.cp).positions
+        angles = positions.new_zeros(2 * context, tokens // 2) if context > 1 else positions
+        if context > 1:  # Megatron takes this rank's two chunks out of the whole
+            angles[rank], angles[2 * context - 1 - rank] = positions.view(2, -1)
+        whole = positions.new_tensor([0, context * tokens], dtype=torch.int32)
+        one_sequence = dataclasses.replace(
+            packed_seq_params,
+            cu_seqlens_q=whole,
+            cu_seqlens_kv=whole,
+            cu_seqlens_q_padded=None,
+            cu_seqlens_kv_padded=None,
+            total_tokens=None,
+        )
+        with self.rotary_pos_emb.of(angles.view(-1)):
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, one_sequence, **kwargs
+            )
 
     def _resolve_qk_norm_config(self, submodules: object) -> dict[str, object]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) or IdentityOp for name in names}
+
+
+class _AnglesByToken(torch.nn.Module):
+    """A rotary embedding that answers, inside `of(positions)`, with one row of angles per token."""
+
+    def __init__(self, rotary: torch.nn.Module):
+        super().__init__()
+        self.rotary = rotary
+        self.get_rotary_seq_len = rotary.get_rotary_seq_len
+        self._positions: torch.Tensor | None = None
+
+    @contextlib.contextmanager
+    def of(self, positions: torch.Tensor):
+        self._positions = positions
+        try:
+            yield
+        finally:
+            self._positions = None
+
+    def forward(self, *args: object, **kwargs: object):
+        """Angles `[S, 1, 1, R]` by position, or `[T, 1, 1, R]` by token; with yarn's mscale beside them where it has one."""
+        answer = self.rotary(*args, **kwargs)
+        if self._positions is None:
+            return answer
+        if isinstance(answer, tuple):
+            return (answer[0].index_select(0, self._positions), *answer[1:])
+        return answer.index_select(0, self._positions)

@@ -165,6 +165,8 @@ class Rewriter(ast.NodeTransformer):
                 return self._replace(node, self.visit(function.value), "pin_memory", ".pin_memory()")
             if function.attr == "record_stream":
                 return self._replace(node, ast.Constant(None), "record_stream", ".record_stream()")
+        if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr", "setattr", "isinstance"):
+            return self.generic_visit(node)
         node.args = [self._device_name(argument) for argument in node.args]
         for keyword in node.keywords:
             if keyword.arg == "pin_memory" and not isinstance(keyword.value, ast.Attribute | ast.Name):

@@ -1,0 +1,8 @@
+"""python -m megatron_rl.platform: every replaced place of Megatron, and why."""
+
+from __future__ import annotations
+
+from megatron_rl.platform.megatron.coverage import megatron_root, table
+
+if __name__ == "__main__":
+    print(table(megatron_root()))

@@ -1,0 +1,160 @@
+"""Finds every place of Megatron-Core that speaks of a GPU and that the platform leaves as it is.
+
+`UNREACHED` and `REVIEWED` explain those of the release that the platform was written for; what a new release adds is in
+neither, and tests/platform/test_coverage.py names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.platform.megatron import cuda, rules
+
+UNREACHED: dict[str, str] = {
+    "core/distributed/fsdp/": "Megatron-FSDP: we use the distributed optimizer",
+    "core/distributed/torch_fully_sharded_data_parallel.py": "torch FSDP: we use the distributed optimizer",
+    "core/export/": "export to TensorRT-LLM",
+    "core/extensions/transformer_engine.py": "Transformer Engine does not run without a GPU",
+    "core/fault_injector.py": "fault injection of Megatron's tests",
+    "core/full_cuda_graph.py": "CUDA graphs",
+    "core/fusions/": "GPU kernels",
+    "core/inference/": "Megatron's own inference engine: SGLang does the rollouts",
+    "core/models/audio/": "audio encoders: no such family here",
+    "core/models/mimo/": "multi-modal models: no such family here",
+    "core/nccl_allocator.py": "NCCL user buffers (nccl_ub)",
+    "core/optimizer/cpu_offloading/": "optimizer offload from the GPU",
+    "core/pipeline_parallel/bridge_communicator.py": "pipelines of multi-modal models",
+    "core/pipeline_parallel/fine_grained_activation_offload.py": "activation offload from the GPU",
+    "core/resharding/": "weights go out through megatron_rl.sync",
+    "core/ssm/": "Mamba and gated delta nets: no such family here",
+    "core/transformer/cuda_graphs.py": "CUDA graphs",
+    "core/transformer/custom_layers/batch_invariant_kernels.py": "Triton kernels of batch_invariant_mode",
+    "core/transformer/experimental_attention_variant/": "DeepSeek's sparse attention kernels: no such family here",
+    "core/transformer/fsdp_dtensor_checkpoint.py": "checkpoints of FSDP",
+    "core/transformer/moe/inference_routing_mask_kernel.py": "inference kernel",
+    "core/transformer/moe/paged_stash.py": "host copies of expert activations (moe_paged_stash)",
+}
+"""File or folder below megatron/ -> why no training without a GPU gets there."""
+
+REVIEWED: dict[tuple[str, str], tuple[int, str]] = {
+    ("core/dist_checkpointing/strategies/filesystem_async.py", "'cuda'"): (1, "behind `device.type != 'cpu'`"),
+    ("core/dist_checkpointing/strategies/fully_parallel.py", "'torch.cuda.synchronize'"): (1, "name of a timer"),
+    ("core/dist_checkpointing/strategies/torch.py", ".is_cuda"): (1, "behind HAVE_TE"),
+    ("core/dist_checkpointing/strategies/torch.py", "pin_memory="): (1, "asks a tensor whether it is pinned"),
+    ("core/optimizer/optimizer.py", ".is_cuda"): (4, "moves state between GPU and host: the state is on the host"),
+    ("core/pipeline_parallel/combined_1f1b.py", ".is_cuda"): (1, "frees storage of GPU tensors early"),
+    ("core/pipeline_parallel/utils.py", "import cuda"): (4, "binds the process to a GPU's cores, on request"),
+    ("core/transformer/transformer_config.py", ".cuda"): (1, "torch.backends.cuda: a flag that the CPU ignores"),
+}
+"""(file, what) -> (how many, why they are right as they are)."""
+
+_ATTRIBUTES = ("cuda", "is_cuda", "pin_memory", "record_stream", "compile")
+_TEXT = re.compile(r"^cuda(:.*)?$|^torch\.cuda(\.\w+)?$")
+
+
+@dataclass(frozen=True)
+class Place:
+    path: str
+    """Below megatron/."""
+    line: int
+    what: str
+
+
+def megatron_root() -> Path:
+    """The installed megatron/ folder, without importing it."""
+    return Path(next(iter(importlib.util.find_spec("megatron").submodule_search_locations)))
+
+
+def rewritten(root: Path, package: str = "core") -> Iterator[tuple[str, ast.Module, list[rules.Site]]]:
+    """(path below root, changed tree, replaced places) of each module of a package."""
+    for file in sorted((root / package).rglob("*.py")):
+        path = file.relative_to(root)
+        name = ".".join(["megatron", *path.with_suffix("").parts]).removesuffix(".__init__")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree, sites = rules.rewrite(file.read_bytes(), name, str(file))
+        yield path.as_posix(), tree, sites
+
+
+def uncovered(root: Path) -> list[Place]:
+    """Places that no rule replaces and neither table explains, and names that our torch.cuda does not have."""
+    places = []
+    for path, tree, _ in rewritten(root):
+        left = list(_left(tree, path))
+        if any(path.startswith(prefix) for prefix in UNREACHED):
+            left = [place for place in left if place.what.endswith("counterpart")]
+        counts = Counter(place.what for place in left)
+        places += [p for p in left if counts[p.what] > REVIEWED.get((path, p.what), (0,))[0]]
+    return places
+
+
+def wrong_swaps(root: Path) -> list[str]:
+    """Entries of SWAPS that no longer match the source as often as they say."""
+    found: Counter = Counter()
+    for swap in rules.SWAPS:
+        base = root / Path(*swap.module.split(".")[1:])
+        file = base.with_suffix(".py") if base.with_suffix(".py").exists() else base / "__init__.py"
+        if file.exists():
+            _, sites = rules.rewrite(file.read_bytes(), swap.module, str(file))
+            found[swap] = sum(site.rule == "swap" and site.what == swap.old for site in sites)
+    return [f"{s.module}: `{s.old}` {found[s]} times, not {s.count}" for s in rules.SWAPS if found[s] != s.count]
+
+
+def _left(tree: ast.Module, path: str) -> Iterator[Place]:
+    for node in ast.walk(tree):
+        for what in _mentions(node):
+            yield Place(path, node.lineno, what)
+
+
+def _mentions(node: ast.AST) -> Iterator[str]:
+    """What in this node of a changed tree still speaks of a GPU."""
+    if isinstance(node, ast.Attribute):
+        if isinstance(node.value, ast.Name) and node.value.id == rules.SHIM:
+            if not _has(node.attr):
+                yield f"torch.cuda.{node.attr} has no counterpart"
+        elif node.attr in _ATTRIBUTES and (node.attr != "compile" or ast.unparse(node.value) == "torch"):
+            yield f".{node.attr}"
+    elif isinstance(node, ast.ImportFrom) and node.module == rules.SHIM_MODULE:
+        yield from (f"torch.cuda.{a.name} has no counterpart" for a in node.names if not _has(a.name))
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+        yield from ("import cuda" for name in names if "cuda" in name.split("."))
+    elif isinstance(node, ast.keyword) and node.arg == "pin_memory":
+        if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+            yield "pin_memory="
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _TEXT.match(node.value):
+        yield repr(node.value)
+
+
+def _has(name: str) -> bool:
+    return name in cuda.NO_COUNTERPART or name in vars(cuda)
+
+
+def table(root: Path) -> str:
+    """All replaced places by rule and module with the reasons, and what is left with the reasons: for people to read."""
+    counts: dict[str, Counter] = {rule: Counter() for rule in rules.WHY}
+    for package in ("core", "bridge", "training"):
+        if (root / package).is_dir():
+            for path, _, sites in rewritten(root, package):
+                for site in sites:
+                    counts[site.rule][path] += 1
+    lines = ["Replaced while megatron.* is imported, where no GPU exists:"]
+    for rule, by_module in counts.items():
+        lines += ["", f"[{rule}] {rules.WHY[rule]} ({by_module.total()} places)"]
+        if rule != "swap":
+            lines += [f"  {count:4d}  {module}" for module, count in by_module.most_common()]
+    lines += [f"  {swap.module}: `{swap.old}` -> `{swap.new}`\n      {swap.why}" for swap in rules.SWAPS]
+    lines += ["", "torch.cuda names without a counterpart (torch's own stay, and raise when they are called):"]
+    lines += [f"  {name}: {why}" for name, why in cuda.NO_COUNTERPART.items()]
+    lines += ["", "Left as it is in megatron-core, because no training without a GPU gets there:"]
+    lines += [f"  {path}: {why}" for path, why in UNREACHED.items()]
+    lines += ["", "Left as it is in megatron-core, because it is right without a GPU:"]
+    lines += [f"  {path}: {what} x {count}: {why}" for (path, what), (count, why) in REVIEWED.items()]
+    return "\n".join(lines)

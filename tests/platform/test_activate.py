@@ -1,0 +1,184 @@
+"""activate() in fresh processes: what it changes, what it must not, and its bytecode cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run(source: str, *, timeout: float = 240) -> str:
+    """stdout of a fresh Python; its stderr must be empty."""
+    call = [sys.executable, "-c", textwrap.dedent(source)]
+    done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+def test_nothing_changes_where_cuda_is_available():
+    assert (
+        run(
+            """
+            import logging, sys, warnings
+            import torch
+            torch.cuda.is_available = lambda: True
+            def state():
+                filters = {n: list(l.filters) for n, l in logging.root.manager.loggerDict.items() if hasattr(l, "filters")}
+                return list(sys.meta_path), list(warnings.filters), vars(torch.cuda).copy(), filters
+            before = state()
+            from megatron_rl.platform import activate
+            assert activate() is False
+            assert state() == before
+            assert "megatron_rl.platform.megatron" not in sys.modules
+            print("same")
+            """
+        )
+        == "same"
+    )
+
+
+def test_too_late_is_an_error():
+    out = run(
+        """
+        import sys, types
+        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+        from megatron_rl.platform import activate
+        try:
+            activate()
+        except RuntimeError as error:
+            print(error)
+        """
+    )
+    assert out.startswith("megatron.core was imported before megatron_rl.platform.activate()")
+
+
+def test_core_and_bridge_import_quietly_and_work():
+    """Also: twice is once, Transformer Engine stays absent, torch stays itself, tracebacks show Megatron's lines."""
+    out = run(
+        """
+        import linecache, sys, traceback
+        import torch
+        real = torch.cuda.current_device, torch.cuda.Stream, torch.Tensor.cuda
+        from megatron_rl.platform import activate
+        assert activate() and activate()
+        assert sum(type(f).__name__ == "CpuFinder" for f in sys.meta_path) == 1
+        from megatron.core.extensions import transformer_engine
+        from megatron.core.optimizer import optimizer
+        from megatron.core.transformer.moe import moe_utils
+        from megatron.bridge import AutoBridge
+        assert AutoBridge and not transformer_engine.HAVE_TE and "transformer_engine" not in sys.modules
+        assert (torch.cuda.current_device, torch.cuda.Stream, torch.Tensor.cuda) == real
+        assert moe_utils.maybe_move_tensor_to_cpu(torch.ones(2), as_numpy=True).__class__.__name__ == "ndarray"
+
+        from megatron.core import utils
+        try:
+            utils.divide(3, 2)
+        except AssertionError as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            print(frame.line, "|", linecache.getline(frame.filename, frame.lineno).strip())
+        """
+    )
+    shown, real = out.split(" | ")
+    assert shown == real
+    assert shown.startswith("assert numerator % denominator == 0")
+
+
+def test_the_cache_serves_follows_the_source_and_survives_damage(tmp_path, monkeypatch):
+    from megatron_rl.platform.megatron import loader
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "module.py"
+    source.write_text("import torch\nwhere = torch.cuda.current_device()\n")
+    compiled = []
+
+    class Loader(loader.CpuLoader):
+        def source_to_code(self, data, path, **options):
+            compiled.append(data)
+            return super().source_to_code(data, path, **options)
+
+    def load() -> str:
+        space = {loader.rules.SHIM: loader.cuda}
+        exec(Loader("megatron.module", str(source)).get_code("megatron.module"), space)
+        return str(space["where"])
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert [load(), load()] == ["cpu", "cpu"]
+    assert len(compiled) == 1
+    (cached,) = [p for p in loader.cache_paths(str(source)) if p.exists()]
+    for damage in (b"", cached.read_bytes()[:100], cached.read_bytes()[:16] + b"\xff" * 50):
+        cached.write_bytes(damage)
+        compiled.clear()
+        assert load() == "cpu"
+        assert len(compiled) == 1
+    source.write_text("where = 'elsewhere'\n")
+    assert load() == "elsewhere"
+
+
+def test_where_the_packages_cannot_be_written_the_cache_is_the_users(tmp_path, monkeypatch):
+    from megatron_rl.platform.megatron import loader
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "__pycache__").write_text("in the way")
+    beside, user = loader.cache_paths(str(tmp_path / "module.py"))
+    loader._store(b"code", [beside, user])
+    assert not beside.exists()
+    assert user.read_bytes() == b"code"
+    assert [p.name for p in user.parent.iterdir()] == [user.name]
+
+
+def test_random_states_fork_and_return():
+    out = run(
+        """
+        import logging
+        from megatron_rl.platform import activate
+        activate()
+        import torch
+        from megatron.core.tensor_parallel import random
+        random.model_parallel_cuda_manual_seed(7, tp_rank=0, ep_rank=0, etp_rank=0)
+        first = torch.get_rng_state()
+        with random.get_cuda_rng_tracker().fork():
+            a = torch.rand(3)
+        assert torch.equal(first, torch.get_rng_state())
+        b = torch.rand(3)
+        with random.get_cuda_rng_tracker().fork():
+            c = torch.rand(3)
+        random.model_parallel_cuda_manual_seed(7, tp_rank=1, ep_rank=0, etp_rank=0, force_reset_rng=True)
+        with random.get_cuda_rng_tracker().fork():
+            d = torch.rand(3)
+        assert torch.equal(b, torch.rand(3))
+        print(len({tuple(x.tolist()) for x in (a, b, c, d)}))
+        """
+    )
+    assert out == "4"
+
+
+def _uneven_sizes(rank_count: int) -> list[list[float]]:
+    """Run by each rank: sizes 3, 0, 5, ... and equal sizes."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl.platform.megatron.gloo import all_gather_uneven
+
+    dist.init_process_group("gloo")
+    gathered = []
+    for sizes in ([3, 0, 5][:rank_count], [2] * rank_count):
+        outputs = [torch.empty(n, 2) for n in sizes]
+        rank = dist.get_rank()
+        all_gather_uneven(outputs, torch.full((sizes[rank], 2), float(rank)))
+        gathered.append(torch.cat(outputs)[:, 1].tolist())
+    dist.destroy_process_group()
+    return gathered
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_all_gather(ranks):
+    for uneven, even in run_ranks(ranks, "test_activate:_uneven_sizes", (ranks,), timeout=120):
+        assert uneven == sum(([float(r)] * n for r, n in zip(range(ranks), [3, 0, 5], strict=False)), [])
+        assert even == sum(([float(r)] * 2 for r in range(ranks)), [])

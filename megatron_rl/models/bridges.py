@@ -170,7 +170,7 @@ class OurDeepSeekV3(OurSpec, DeepSeekV3Bridge):
 
 @_register("OlmoeForCausalLM", provider=OlMoEModelProvider, model_type="olmoe")
 class OurOlmoe(OurSpec, OlMoEBridge):
-    """OLMoE; its bridge knows grouped experts alone. The provider's class tells the layer spec of norms over all heads."""
+    """OLMoE; its bridge knows grouped experts alone. The provider's class tells the layer spec of head-wide norms."""
 
     EXTRA: ClassVar = OurSpec.EXTRA | {
         "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight": f"{_HF_EXPERT}.down_proj.weight",

@@ -37,6 +37,7 @@ def test_layouts(tmp_path):
         2,
         "models.round_trips:several",
         ([("there_and_back", (cases,)), ("export", (str(half), TP2, "fp32"))],),
+        timeout=900.0,
     )
     for source, _, _, _, out in cases:
         with (
@@ -63,5 +64,5 @@ def test_all_ranks_hear_of_a_missing_tensor(layout, tmp_path):
     missing = "model.layers.3.block_sparse_moe.experts.7.w2.weight"
     del tensors[missing]
     save_file(tensors, folder / "model.safetensors")
-    errors = run_ranks(2, "models.round_trips:load_error", (str(folder), layout))
+    errors = run_ranks(2, "models.round_trips:load_error", (str(folder), layout), timeout=600.0)
     assert all(f"tensor {missing} is missing" in error for error in errors)

@@ -1,0 +1,210 @@
+"""Each family in Megatron, one process, fp32: logits equal transformers', and folders that cannot be used are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models.round_trips import export, load_error
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.errors import UserError
+from megatron_rl.models.build import load
+from megatron_rl.models.convert import _parallel_state
+from megatron_rl.models.parallel_check import check_parallel, read_hf_config
+from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
+
+ALONE = ParallelConfig()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("models")
+    return {family: make_tiny_model(family, out / family, seed=3) for family in FAMILIES}
+
+
+def packed(lengths: list[int]) -> object:
+    from megatron.core.packed_seq_params import PackedSeqParams  # only once the platform is active
+
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        cu_seqlens_q_padded=borders,
+        cu_seqlens_kv_padded=borders,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_and_weights(family, folders):
+    folder = folders[family]
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    batch = torch.randint(0, 512, (2, 40))
+    lengths = [19, 1, 33, 7]
+    row = torch.randint(0, 512, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with _parallel_state(folder, ALONE):
+        model = load(folder, parallel=ALONE, precision="fp32")
+        chunks = model.make_chunks()
+        chunk = chunks[0].eval()
+        plain = chunk(batch, torch.arange(40).expand(2, -1), None)
+        thd = chunk(row, positions, None, packed_seq_params=packed(lengths))
+        exported = {name: tensor.clone() for name, tensor in model.export_hf_weights(chunks)}
+    torch.testing.assert_close(plain, reference(batch).logits, atol=2e-6, rtol=0)
+    apart = torch.cat([reference(part).logits for part in row.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(thd, apart, atol=2e-6, rtol=0)
+    stored = load_file(folder / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+
+
+def test_freeze_router_and_other_weights(folders, tmp_path):
+    other = make_tiny_model("gpt_oss", tmp_path / "other", seed=4)
+    with _parallel_state(other, ALONE):
+        model = load(folders["gpt_oss"], parallel=ALONE, precision="fp32", freeze_router=True)
+        chunks = model.make_chunks(weights=other)
+        frozen = {name for name, p in chunks[0].named_parameters() if not p.requires_grad}
+        assert frozen == {f"decoder.layers.{i}.mlp.router.{part}" for i in range(4) for part in ("weight", "bias")}
+        exported = dict(model.export_hf_weights(chunks))
+        stored = load_file(other / "model.safetensors")
+        assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+        with pytest.raises(UserError, match="not of the architecture"):
+            model.make_chunks(weights=folders["llama"])
+
+
+def test_export_follows_training(folders):
+    """What is exported is the parameter as it is now, in the trained dtype."""
+    folder = folders["qwen3_moe"]
+    with _parallel_state(folder, ALONE):
+        model = load(folder, parallel=ALONE, precision="bf16")
+        chunks = model.make_chunks()
+        with torch.no_grad():
+            for parameter in chunks[0].parameters():
+                parameter.mul_(2)
+        exported = dict(model.export_hf_weights(chunks))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert exported[name].dtype == torch.bfloat16
+        assert torch.equal(exported[name], tensor.bfloat16() * 2), name
+
+
+def test_save_hf_names_the_trained_dtype(folders, tmp_path):
+    folder = folders["qwen3_moe"]
+    with _parallel_state(folder, ALONE):
+        model = load(folder, parallel=ALONE, precision="bf16")
+        chunks = model.make_chunks()
+        model.save_hf(chunks, tmp_path / "out")
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UserError, match="could not be written"):
+            model.save_hf(chunks, tmp_path / "file" / "out")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert saved.dtype == torch.bfloat16
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def edit_config(folder: Path, **changes: object) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported; supported: Deepseek"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("gpt_oss", {"intermediate_size": 32}, "square"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_unsupported_settings(family, changes, words, tmp_path):
+    folder = edit_config(make_tiny_model(family, tmp_path / "m", sizes=Sizes(layers=1)), **changes)
+    with pytest.raises(UserError, match=words) as error:
+        read_hf_config(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_folder_and_config(tmp_path):
+    with pytest.raises(UserError, match="model.path is empty"):
+        read_hf_config("")
+    with pytest.raises(UserError, match="nowhere: does not exist"):
+        read_hf_config(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="has no config.json"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", ')
+    with pytest.raises(UserError, match="config.json cannot be read"):
+        read_hf_config(tmp_path)
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    """Missing, left over, misshapen and truncated: each is named; the bridge alone would only warn."""
+    folder = make_tiny_model("qwen3_moe", tmp_path / "m", sizes=Sizes(layers=2))
+    file = folder / "model.safetensors"
+    whole = load_file(file)
+    expert = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+    save_file({name: tensor for name, tensor in whole.items() if name != expert}, file)
+    assert f"tensor {expert} is missing" in load_error(str(folder), {})
+    save_file(whole | {"model.layers.1.self_attn.q_proj.bias": torch.zeros(64)}, file)
+    assert "tensor model.layers.1.self_attn.q_proj.bias has no place" in load_error(str(folder), {})
+    save_file(whole | {"model.norm.weight": torch.ones(32)}, file)
+    assert "tensor model.norm.weight has shape [32]" in load_error(str(folder), {})
+    save_file(whole | {"model.layers.2.eh_proj.weight": torch.zeros(4)}, file)  # a draft layer behind the last one
+    assert load_error(str(folder), {}) == ""
+    save_file(whole, file)
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "model.safetensors is truncated" in load_error(str(folder), {})
+    file.unlink()
+    assert "has no .safetensors files" in load_error(str(folder), {})
+
+
+def test_tied_embeddings_are_exported_once(folders):
+    exported = export(str(folders["llama"]), {}, "fp32")
+    assert "lm_head.weight" not in exported
+    assert exported["model.embed_tokens.weight"].shape == (512, 64)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "world", "words"),
+    [
+        ("qwen3_moe", {"tensor": 4}, 4, "parallel.tensor = 4 does not divide the model's 2 key-value heads"),
+        (
+            "qwen3_moe",
+            {"expert": 3},
+            3,
+            "parallel.expert = 3 does not divide the model's 8 experts; choose one of 1, 2",
+        ),
+        ("qwen3_moe", {"pipeline": 3}, 3, "parallel.pipeline = 3 does not divide the model's 4 layers"),
+        ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 3}, 2, "parallel.virtual_pipeline = 3"),
+        ("qwen3_moe", {"virtual_pipeline": 2}, 1, "needs parallel.pipeline above 1"),
+        ("qwen3_moe", {"tensor": 2}, 3, "tensor x pipeline x context = 2 does not divide the 3 processes"),
+        ("qwen3_moe", {"expert": 2, "expert_tensor": 2}, 2, "expert x expert_tensor x pipeline = 4"),
+        ("qwen3_moe", {"expert_tensor": 5}, 5, "expert_tensor = 5 does not"),
+        ("qwen3", {"expert": 2}, 2, "is dense"),
+    ],
+)
+def test_sizes_that_do_not_divide(family, sizes, world, words, folders):
+    with pytest.raises(UserError) as error:
+        check_parallel(read_hf_config(folders[family]), ParallelConfig(**sizes), world)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "world"),
+    [
+        ("qwen3_moe", {"tensor": 2, "expert": 8, "pipeline": 2, "virtual_pipeline": 2, "context": 2}, 16),
+        ("deepseek_v3", {"tensor": 4}, 4),
+        ("qwen3", {"tensor": 2}, 6),
+    ],
+)
+def test_sizes_that_divide(family, sizes, world, folders):
+    check_parallel(read_hf_config(folders[family]), ParallelConfig(**sizes), world)

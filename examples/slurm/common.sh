@@ -27,7 +27,6 @@ fail() {
 }
 
 root=$SLURM_SUBMIT_DIR # SLURM runs a copy of the script, so its own folder says nothing
-[[ -f $root/examples/slurm/common.sh ]] || fail "submit from the checkout's root (not from $root)"
 [[ -x $root/.venv/bin/megatron-rl ]] || fail "no $root/.venv: run tools/setup.sh first, where all nodes see the result"
 [[ -f $MODEL/config.json ]] || fail "MODEL=$MODEL has no config.json"
 cd "$root" || exit
@@ -71,7 +70,7 @@ settings=(--model.path "$MODEL" --runs_dir "$RUN_ROOT/runs" --rollout.server.ten
 settings+=("$@")
 
 # --overlap: both steps hold the whole job's resources; --kill-on-bad-exit: one lost rank ends its step.
-step=(srun --overlap --exact --kill-on-bad-exit=1 --mem=0 --cpu-bind=none --unbuffered)
+step=(srun --overlap --exact --kill-on-bad-exit=1 --mem=0 --unbuffered)
 gpus=()
 ((${SLURM_GPUS_ON_NODE:-0} == 0)) || gpus=(--gpus-per-node="$SLURM_GPUS_ON_NODE")
 container=()

@@ -209,7 +209,7 @@ def test_two_ranks_equal_one():
     for rank in ranks:
         rank.start()
     try:
-        results = dict(queue.get(timeout=60) for _ in ranks)
+        results = dict(queue.get(timeout=200) for _ in ranks)
     finally:
         for rank in ranks:
             rank.join(10)

@@ -6,6 +6,7 @@ See `megatron_rl_plugin.fingerprint` for the hash and why that of a fused tensor
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,9 +27,9 @@ class EngineParameter:
     shape: tuple[int, ...]
 
     @property
-    def experts(self) -> int:
-        """Experts on this rank (0: the parameter has no expert dimension)."""
-        return self.shape[0] if len(self.shape) == 3 else 0
+    def has_experts(self) -> bool:
+        """Whether it is [experts on this rank, rows of an expert, columns]."""
+        return len(self.shape) == 3
 
 
 def parse(text: str) -> EngineParameter | None:
@@ -87,10 +88,12 @@ class ExpectedChecksums:
             blocks = matrix.split(local_columns, dim=1)
             return _Piece(slot, name, rows, [fingerprint(block) for block in blocks], by_columns=True)
         size = rows
-        if self._ranks > 1 and rows % self._ranks == 0:
+        if parameter.has_experts:
+            size = min(rows, parameter.shape[1] // slot.parts)
+        elif slot.parameter == name:
+            size = min(rows, local_rows)  # a vocabulary is padded to equal shards: its rows alone do not tell the cuts
+        elif rows % self._ranks == 0:
             size = rows // self._ranks
-        elif rows > local_rows:  # a vocabulary that the engine pads to equal shards
-            size = local_rows
         return _Piece(slot, name, size, [fingerprint(block) for block in matrix.split(size)], by_columns=False)
 
     def mismatches(self, engine: list[dict[str, EngineParameter]]) -> list[str]:
@@ -113,30 +116,32 @@ class ExpectedChecksums:
         """The fingerprints that the engine's ranks must hold of a parameter, one per distinct shard."""
         pieces = sorted(self._pieces[name], key=lambda piece: (piece.slot.expert, piece.slot.part))
         parameter = self._engine[name]
-        experts = [list(parts) for _, parts in groupby(pieces, key=lambda piece: piece.slot.expert)]
-        if not parameter.experts:
+        if not parameter.has_experts:
             return _shards_of_parts(pieces, _matrix_shape(parameter.shape)[0], self._ranks)
-        # Expert parallelism: each rank has a run of whole experts; inside, each expert is cut in the same way.
-        shards = set()
-        for start in range(0, len(experts), parameter.experts):
-            local = [piece for parts in experts[start : start + parameter.experts] for piece in parts]
-            shards |= _shards_of_parts(local, _matrix_shape(parameter.shape)[0], self._ranks)
-        return shards
+        # A rank has a run of whole experts, or the same cut of every expert, or both. Parts lie at equal distances,
+        # which may be more than their rows: SGLang pads them where a kernel wants multiples.
+        local_experts, distance = parameter.shape[0], parameter.shape[1] // pieces[0].slot.parts
+        by_expert = [list(parts) for _, parts in groupby(pieces, key=lambda piece: piece.slot.expert)]
+        return {
+            _stack([(distance, [piece.hashes[cut]]) for parts in by_expert[i : i + local_experts] for piece in parts])
+            for i in range(0, len(by_expert), local_experts)
+            for cut in range(min(len(piece.hashes) for piece in pieces))
+        }
 
 
 def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> set[int]:
     """Fingerprints of the shards of stacked pieces, when a rank holds local_rows of their rows (or a cut of the columns)."""
     if pieces[0].by_columns:
-        return {_stack([(piece.rows, [value]) for piece in pieces for value in [piece.hashes[cut]]])
-                for cut in range(len(pieces[0].hashes))}  # fmt: skip
+        cuts = range(len(pieces[0].hashes))
+        return {_stack([(piece.rows, [piece.hashes[cut]]) for piece in pieces]) for cut in cuts}
     total = sum(piece.rows * len(piece.hashes) for piece in pieces)
     if local_rows >= total:
         return {_stack([(piece.rows, piece.hashes) for piece in pieces])}
     if len(pieces) == 1 and pieces[0].rows == local_rows:
-        return {value for value in pieces[0].hashes}
+        return {*pieces[0].hashes, *([0] if ranks > len(pieces[0].hashes) else [])}  # 0: a rank with padding alone
     # Rows each rank holds of every piece: the same cut of all, or all queries cut and key-value heads shared by ranks.
     first, *others = pieces
-    if total % local_rows == 0:
+    if total % local_rows == 0 and ranks % (total // local_rows) == 0:
         cuts = [total // local_rows] * len(pieces)
     else:
         rest = (local_rows - first.rows) // max(1, len(others))
@@ -166,5 +171,6 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return tuple(as_matrix(torch.empty(shape, device="meta")).shape)
 
 
-def _summary(names: list[str], limit: int = 6) -> str:
-    return ", ".join(names[:limit]) + (f", ... {len(names)} in all" if len(names) > limit else "")
+def _summary(names: list[str]) -> str:
+    """The names, those of all experts as one."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in names))

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import Engines, WeightSyncError
@@ -90,13 +89,9 @@ class DistributedTransport(Transport):
                 "weight_version": version,
             },
         )
-        work = self._group.broadcast([self.wire(bucket.data)], _broadcast_options(self.timeout))
+        work = self._group.broadcast([bucket.data], _broadcast_options(self.timeout))
         self.engines.wait(calls)
         work.wait(self.timeout)
-
-    def wire(self, data: Tensor) -> Tensor:
-        """[bytes] uint8 as broadcast."""
-        return data
 
     def abort(self) -> None:
         self.close()

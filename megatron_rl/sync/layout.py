@@ -42,6 +42,8 @@ class Slot:
     expert: int = 0
     part: int = 0
     """Order among the parts of one expert (or of a parameter without experts)."""
+    parts: int = 1
+    """How many parts make an expert; told for parameters with experts alone."""
     all_experts: bool = False
     """The tensor holds every expert: [E, ...]."""
     transposed: bool = False
@@ -55,7 +57,7 @@ def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
     if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
         prefix, expert, module = match.groups()
         fused, part = _EXPERT.get(module, ("", 0))
-        slot = Slot(f"{prefix}.{fused}", int(expert), part)
+        slot = Slot(f"{prefix}.{fused}", int(expert), part, parts=2 if fused == "w13_weight" else 1)
     elif match := re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)(_bias)?", name):
         prefix, module, bias = match.groups()
         fused = f"{prefix}.{_ALL_EXPERTS[module]}{bias or ''}"

@@ -208,8 +208,6 @@ class WeightSync:
 
     def _stream(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> dict[str, int]:
         expected = ExpectedChecksums(self._parameters)
-        self._engines.call("/pause_generation", {"mode": "retract"})
-        self._transport.begin()
         sent = {"bytes": 0, "buckets": 0, "tensors": 0}
         for bucket, last in fill_buckets(
             keep_together(named_tensors, self._shapes),
@@ -218,10 +216,15 @@ class WeightSync:
             buffer_of=self._buffer_of,
             seen=expected.add,
         ):
+            if not sent["buckets"]:  # a bucket is ready before the engine has to wait for it
+                self._engines.call("/pause_generation", {"mode": "retract"})
+                self._transport.begin()
             self._transport.send(bucket, version if last else None)
             sent["bytes"] += bucket.used
             sent["buckets"] += 1
             sent["tensors"] += len(bucket.entries)
+        if not sent["buckets"]:
+            raise WeightSyncError("weight sync: there is no tensor to push")
         self._transport.finish(version)
         for address, ranks in zip(self.addresses, self._checksums(), strict=True):
             if wrong := expected.mismatches(ranks):

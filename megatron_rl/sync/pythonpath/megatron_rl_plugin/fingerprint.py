@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,8 @@ ROW_BASE = 0x9E3779B97F4A7C15
 """Weight of row i is ROW_BASE**i. Odd, and 5 modulo 8: of the largest order modulo 2**64."""
 PREFIX = "multilinear64"
 """First field of what `describe` returns; its absence says that a server lacks this plugin."""
-_CPU_CHUNK, _GPU_CHUNK = 1 << 15, 1 << 24
+_GPU_CHUNK = 1 << 24
+"""Words that are multiplied at once on a GPU."""
 
 
 @lru_cache
@@ -65,14 +67,21 @@ def fingerprint(tensor: Tensor) -> int:
     """
     words = _words(as_matrix(tensor.detach()))
     rows, width = words.shape
-    keys = _keys(_ceil_power_of_two(width), words.device)[:width]
-    step = max(1, (_GPU_CHUNK if words.is_cuda else _CPU_CHUNK) // max(1, width))
-    # Chunks keep the 64-bit products in the cache (and, on a GPU, small).
-    sums = [(words[i : i + step] * keys).sum(1) for i in range(0, rows, step)]
-    if not sums:
+    if not words.numel():
         return 0
-    sums = torch.cat(sums) if len(sums) > 1 else sums[0]
-    return int((sums * _powers(_ceil_power_of_two(rows), words.device)[:rows]).sum()) % MODULUS
+    keys = _keys(_ceil_power_of_two(width), words.device)[:width]
+    powers = _powers(_ceil_power_of_two(rows), words.device)[:rows]
+    return int((_row_sums(words, keys) * powers).sum()) % MODULUS
+
+
+def _row_sums(words: Tensor, keys: Tensor) -> Tensor:
+    """[R, W] integers of at most 32 bits, [W] int64 -> [R] int64: words @ keys modulo 2**64."""
+    if words.device.type == "cpu":
+        # Widens and multiplies in one pass over the memory, several times as fast as torch's int64 kernels.
+        return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), keys.numpy()))
+    # CUDA has no integer matrix product; chunks keep the 64-bit products small.
+    step = max(1, _GPU_CHUNK // words.shape[1])
+    return torch.cat([(chunk * keys).sum(1) for chunk in words.split(step)])
 
 
 def below(value: int, rows: int) -> int:

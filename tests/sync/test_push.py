@@ -1,0 +1,288 @@
+"""Pushes to a real SGLang server: its log-probs are those of the pushed weights, and nothing wrong goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.config import ServerConfig, SyncConfig
+from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.buckets import Bucket
+from megatron_rl.sync.engines import WeightSyncError
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+
+TRANSPORTS = ["distributed", "tensor", "disk"]
+BUCKET_MB = 0.05
+"""Small enough for several buckets."""
+PROMPT = list(range(5, 29))
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model) -> Path:
+    return tiny_model("qwen3_moe", "--layers", "2", "--experts", "4", "--vocab", "300")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory) -> Iterator[RolloutServer]:
+    with RolloutServer(
+        model,
+        ServerConfig(threads=1, max_total_tokens=2048, memory_fraction=0.2),
+        dtype="fp32",
+        context_length=512,
+        log_path=tmp_path_factory.mktemp("server") / "sglang.log",
+        pythonpath=[SERVER_PYTHONPATH],
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def connect(server: RolloutServer, tmp_path: Path) -> Iterator[Callable[..., WeightSync]]:
+    """connect(transport, ...) -> WeightSync to the server, closed at the end of the test."""
+    made: list[WeightSync] = []
+
+    def make(transport: str = "distributed", *, rollout_dtype: str = "fp32", **settings) -> WeightSync:
+        config = SyncConfig(**{"transport": transport, "bucket_mb": BUCKET_MB, "timeout_s": 60.0} | settings)
+        made.append(WeightSync(config, [server.address], rollout_dtype=rollout_dtype, folder=tmp_path / "sync"))
+        return made[-1]
+
+    yield make
+    for sync in made:
+        sync.close()
+
+
+def random_weights(model: Path, seed: int) -> Weights:
+    """New weights of the model's names and shapes, close enough to the old ones for sane logits."""
+    generator = torch.Generator().manual_seed(seed)
+    old = load_file(model / "model.safetensors")
+    return {k: v + 0.3 * v.abs().mean() * torch.randn(v.shape, generator=generator) for k, v in old.items()}
+
+
+def reference_log_probs(model: Path, weights: Weights, tokens: list[int], folder: Path) -> torch.Tensor:
+    """[len(tokens) - 1] log-probs of tokens[1:] by transformers."""
+    folder.mkdir()
+    (folder / "config.json").write_text((model / "config.json").read_text())
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = reference(torch.tensor([tokens])).logits[0]
+    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def generate(server: RolloutServer, max_new_tokens: int, **fields) -> dict:
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    return httpx.post(f"{server.address}/generate", json=body | fields, timeout=120).raise_for_status().json()
+
+
+def tamper(sync: WeightSync, change: Callable[[Bucket], None]) -> None:
+    """Change buckets after the trainer has filled and hashed them, as a broken wire would."""
+    sync.connect()
+    send = sync._transport.send
+
+    def send_changed(bucket: Bucket, version: str | None) -> None:
+        change(bucket)
+        send(bucket, version)
+
+    sync._transport.send = send_changed
+
+
+def bytes_of(bucket: Bucket, name: str) -> torch.Tensor | None:
+    return next((bucket.buffer[entry.start : entry.end] for entry in bucket.entries if entry.name == name), None)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_engine_serves_what_was_pushed(model, server, connect, transport, tmp_path):
+    sync = connect(transport)
+    generate(server, 1)  # leaves the prompt in the prefix cache
+    for push in range(2):
+        weights = random_weights(model, seed=10 * TRANSPORTS.index(transport) + push + 20)
+        stats = sync.push(iter(weights.items()), version=f"{transport}-{push}")
+        assert stats.bytes == sum(4 * tensor.numel() for tensor in weights.values())
+        assert stats.tensors == len(weights)
+        assert stats.buckets > 2
+
+        reply = generate(server, 8)["meta_info"]
+        assert reply["weight_version"] == f"{transport}-{push}"
+        assert reply["cached_tokens"] == 0, "a prefix of the old weights was used"
+        log_probs, ids = zip(*[(entry[0], entry[1]) for entry in reply["output_token_logprobs"]], strict=True)
+        expected = reference_log_probs(model, weights, PROMPT + list(ids), tmp_path / str(push))[len(PROMPT) - 1 :]
+        # The median: where two experts nearly tie, one token may differ by more.
+        assert (torch.tensor(log_probs) - expected).abs().median() < 1e-4
+
+
+def test_requests_in_flight_go_on_under_the_new_weights(model, server, connect):
+    sync = connect()
+    sync.push(iter(random_weights(model, 1).items()), version="before")
+    started, replies = threading.Event(), []
+
+    def ask() -> None:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
+        with httpx.stream("POST", f"{server.address}/generate", json=body, timeout=120) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    replies.append(json.loads(line.removeprefix("data: ")))
+                    started.set()
+
+    request = threading.Thread(target=ask)
+    request.start()
+    assert started.wait(60)
+    sync.push(iter(random_weights(model, 2).items()), version="after")
+    request.join(120)
+    spans = [(span["version"], span["start"], span["end"]) for span in replies[-1]["meta_info"]["weight_versions"]]
+    assert [version for version, *_ in spans] == ["before", "after"]
+    assert spans[-1][2] == 400
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_flipped_bit_is_named(model, connect, transport):
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def flip(bucket: Bucket) -> None:
+        if (data := bytes_of(bucket, name)) is not None:
+            data[1001] ^= 1
+
+    sync = connect(transport)
+    tamper(sync, flip)
+    weights = random_weights(model, 3)
+    with pytest.raises(WeightSyncError, match=f"checksums differ .*: {name}$"):
+        sync.push(iter(weights.items()), version="flipped")
+    sync.push(iter(weights.items()), version="whole")  # the next push connects again and is clean
+
+
+def exchange_experts(bucket: Bucket) -> None:
+    for layer in range(2):
+        a, b = (bytes_of(bucket, f"model.layers.{layer}.mlp.experts.{e}.down_proj.weight") for e in (0, 1))
+        if a is not None and b is not None:
+            a[:], b[:] = b.clone(), a.clone()
+
+
+def transpose_square(bucket: Bucket) -> None:
+    data = bytes_of(bucket, "model.layers.0.self_attn.o_proj.weight")
+    if data is not None:
+        square = data.view(torch.float32).view(64, 64)
+        square[:] = square.T.clone()
+
+
+def drop_last(bucket: Bucket) -> None:
+    if any("layers.1.self_attn" in entry.name for entry in bucket.entries):
+        bucket.entries[:] = [entry for entry in bucket.entries if "layers.1.self_attn.q_norm" not in entry.name]
+
+
+def zero_tail(bucket: Bucket) -> None:
+    bucket.buffer[bucket.used * 9 // 10 : bucket.used] = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (exchange_experts, r"layers.\d.mlp.experts.w2_weight \(from model.layers.\d.mlp.experts.\*.down_proj.weight\)"),
+        (transpose_square, r"layers.0.self_attn.o_proj.weight"),
+        (drop_last, r"layers.1.self_attn.q_norm.weight"),
+        (zero_tail, r"layers.*;.*layers"),
+    ],
+)
+def test_what_a_broken_wire_can_do(model, connect, change, named):
+    sync = connect("tensor", bucket_mb=0.3)
+    tamper(sync, change)
+    with pytest.raises(WeightSyncError, match=named) as error:
+        sync.push(iter(random_weights(model, 4).items()), version="broken")
+    assert "\n" not in str(error.value)
+
+
+def test_a_tensor_that_the_server_does_not_know(model, connect):
+    sync = connect()
+    weights = random_weights(model, 5)
+    wrong = weights | {"model.layers.9.mlp.gate.weight": torch.zeros(4, 64)}
+    with pytest.raises(WeightSyncError, match="no place for 'model.layers.9.mlp.gate.weight'"):
+        sync.push(iter(wrong.items()), version="unknown")
+    sync.push(iter(weights.items()), version="known")
+
+
+def test_a_tensor_that_was_forgotten(model, connect):
+    weights = random_weights(model, 6)
+    del weights["model.norm.weight"]
+    with pytest.raises(WeightSyncError, match=r"model.norm.weight \(nothing was pushed for it\)"):
+        connect().push(iter(weights.items()), version="partial")
+
+
+def test_a_server_of_another_precision(model, connect):
+    with pytest.raises(WeightSyncError, match="serves float32 weights, but precision.rollout is bfloat16"):
+        connect(rollout_dtype="bf16").connect()
+
+
+def test_refused_bucket_does_not_hang(model, server, connect):
+    """The server refuses a bucket (no session is open) while the trainer already broadcasts."""
+    sync = connect()
+    sync.connect()
+    sync._transport.begin = lambda: None
+    with pytest.raises(WeightSyncError, match="must run between begin_weight_update"):
+        sync.push(iter(random_weights(model, 7).items()), version="refused")
+    sync.push(iter(random_weights(model, 7).items()), version="accepted")
+
+
+def push_on_ranks(address: str, model: str) -> list[str]:
+    """One rank of a trainer: a clean push, then one that only rank 0 can know to be wrong."""
+    torch.distributed.init_process_group("gloo")
+    weights = random_weights(Path(model), 8)
+    outcome = []
+    with WeightSync(SyncConfig(bucket_mb=BUCKET_MB, timeout_s=60.0), [address], rollout_dtype="fp32") as sync:
+        outcome.append(str(sync.push(iter(weights.items()), version="ranks").tensors))
+        try:
+            sync.push(iter([("oddity", torch.zeros(1)), *weights.items()]), version="wrong")
+        except WeightSyncError as error:
+            outcome.append(str(error))
+    torch.distributed.destroy_process_group()
+    return outcome
+
+
+def test_all_ranks_learn_how_it_went(model, server):
+    first, second = run_ranks(2, "sync.test_push:push_on_ranks", (server.address, str(model)), timeout=120)
+    assert first == second
+    assert "no place for 'oddity'" in first[1]
+
+
+def test_server_killed_in_a_push_and_restarted(model, server, connect):
+    """kill -9 between two buckets: an error in time; after a restart the same object pushes again."""
+    sync = connect()
+    weights = random_weights(model, 9)
+    sync.push(iter(weights.items()), version="alive")
+
+    def and_then_kill() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(weights.items()):
+            if index == len(weights) // 2:
+                kill_scheduler(server)
+            yield item
+
+    with pytest.raises(WeightSyncError, match="weight sync: http://127.0.0.1"):
+        sync.push(and_then_kill(), version="killed")
+    server.restart()
+    sync.push(iter(weights.items()), version="again")
+    server.restart()  # unnoticed by the trainer, between two pushes
+    sync.push(iter(weights.items()), version="and again")
+    assert generate(server, 1)["meta_info"]["weight_version"] == "and again"
+
+
+def kill_scheduler(server: RolloutServer) -> None:
+    """kill -9 of every process of the server."""
+    pids = [server._process.pid]
+    for pid in pids:
+        children = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, timeout=10)
+        pids += [int(child) for child in children.stdout.split()]
+    for pid in pids[1:]:  # the first is the supervisor
+        os.kill(pid, signal.SIGKILL)

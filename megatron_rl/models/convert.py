@@ -110,16 +110,17 @@ def _sharded_state(chunks: list[torch.nn.Module]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
-    """Process group (torchrun's, or one process) and Megatron's parallel state, for as long as a conversion takes."""
+    """Megatron's parallel state for as long as a conversion takes, on the caller's process group or an own one."""
     check_parallel(read_hf_config(hf_dir), parallel, int(os.environ.get("WORLD_SIZE", "1")))
     timeout = timedelta(seconds=parallel.timeout_s)
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    if "RANK" in os.environ:
+    own = not dist.is_initialized()
+    if own and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
-    else:
+    elif own:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
@@ -136,7 +137,8 @@ def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
     finally:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        if own:
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
@@ -15,6 +17,7 @@ from megatron_rl.models.convert import _parallel_state, convert
 def there_and_back(cases: list[tuple[str, dict, str, dict, str]]) -> None:
     """(folder, layout, checkpoint, layout, folder): Hugging Face -> Megatron under one layout, back under the other."""
     for source, one, checkpoint, other, out in cases:
+        print(source, one, other, flush=True)
         convert(Path(source), Path(checkpoint), ParallelConfig(**one))
         convert(Path(checkpoint), Path(out), ParallelConfig(**other))
 
@@ -39,5 +42,6 @@ def load_error(path: str, layout: dict) -> str:
 
 
 def several(calls: list[tuple[str, tuple]]) -> list:
-    """Call functions of this module in turn, so that processes start and import Megatron once."""
+    """Call functions of this module in turn, so that processes start, meet and import Megatron once."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     return [globals()[name](*arguments) for name, arguments in calls]

@@ -25,6 +25,7 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(1200)
 def test_layouts(tmp_path):
     sizes = Sizes(layers=4, vocab=511)  # a vocabulary that two tensor-parallel ranks have to pad
     sources = {family: make_tiny_model(family, tmp_path / family, sizes=sizes) for family in {c[0] for c in CASES}}
@@ -56,6 +57,7 @@ def test_layouts(tmp_path):
             assert torch.equal(exported[name], tensor.float()), name
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [EP2, PP2], ids=["expert", "pipeline"])
 def test_all_ranks_hear_of_a_missing_tensor(layout, tmp_path):
     """A tensor that only the second rank needs: the first one must not wait for it."""

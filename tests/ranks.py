@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import pickle
@@ -29,7 +30,7 @@ def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float =
     """
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call.pkl"
-        call.write_bytes(pickle.dumps((function, args)))
+        call.write_bytes(pickle.dumps((function, args, timeout)))
         environment = os.environ | {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
@@ -61,7 +62,7 @@ def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float =
         tails = []
         for output in outputs:
             output.seek(0)
-            tails.append(output.read()[-6000:])
+            tails.append(output.read()[-9000:])
             output.close()
         if failed:
             raise AssertionError(f"rank {failed[0]} of {world_size} failed in {function}:\n{tails[failed[0]]}")
@@ -71,7 +72,8 @@ def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float =
 
 
 def _main() -> None:
-    function, args = pickle.loads(Path(sys.argv[1]).read_bytes())
+    function, args, timeout = pickle.loads(Path(sys.argv[1]).read_bytes())
+    faulthandler.dump_traceback_later(0.9 * timeout)  # says where a rank hangs, before it is killed
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(*args)
     Path(sys.argv[2]).write_bytes(pickle.dumps(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import numpy as np
@@ -14,8 +15,13 @@ from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer
+from megatron.core import parallel_state  # noqa: E402 (after the platform's activation)
+
 
 TEMPERATURE = 0.7
+
+
+logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def make_samples(seed: int, count: int, vocab: int) -> list[Sample]:
@@ -113,7 +119,7 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
     result["weights"] = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
     if dist.get_rank() != 0:
         result.pop("grads"), result.pop("weights")
-    parallel.shutdown()
+    parallel_state.destroy_model_parallel()  # the next layout starts on the same processes
     return result
 
 

@@ -170,7 +170,7 @@ class SGLangClient:
                 self._free.notify_all()
 
     async def _ask(self, bodies: list[dict[str, Any]]) -> Any:
-        """Generate from all bodies in turn on the least busy server, on another one after a failure; the last answer."""
+        """Generate from all bodies in turn on the least busy server, on another after a failure; the last answer."""
         tried = dict.fromkeys(self.addresses, 0)
         for attempt in range(self.retries + 1):
             address = min(self.addresses, key=lambda a: (tried[a], self._in_flight[a]))

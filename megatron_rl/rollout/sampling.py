@@ -12,8 +12,8 @@ from megatron_rl.errors import UserError
 class SamplingSupport:
     """Temperature and truncation under which tokens are drawn and under which both sides' log-probs are taken.
 
-    The trainer's log-probs are over the whole vocabulary of temperature-scaled logits; the engine's are that too as long
-    as nothing is truncated. A truncated engine against an untruncated trainer would put log(kept mass) into every
+    The trainer's log-probs are over the whole vocabulary of temperature-scaled logits; the engine's are that too as
+    long as nothing is truncated. A truncated engine against an untruncated trainer would put log(kept mass) into every
     importance ratio, so `from_config` refuses it.
     """
 
@@ -27,8 +27,8 @@ class SamplingSupport:
         support = cls(config.temperature, config.top_p, config.top_k, config.min_p)
         if support.truncated:
             raise UserError(
-                "config: rollout.sampling truncates the vocabulary (top_p, top_k or min_p), but the trainer's log-probs are"
-                " over all of it; set top_p: 1.0, top_k: -1, min_p: 0.0"
+                "config: rollout.sampling truncates the vocabulary (top_p, top_k or min_p), but the trainer's log-probs"
+                " are over all of it; set top_p: 1.0, top_k: -1, min_p: 0.0"
             )
         return support
 

@@ -1,8 +1,8 @@
 """Keeps a server's whole process tree tied to its owner: `python supervise.py GRACE_S COMMAND...`, stdlib alone.
 
 The owner holds the other end of standard input. When it closes that pipe, or dies in whatever way (kill -9 included:
-the kernel closes the pipe), every process of the tree gets SIGTERM and, GRACE_S seconds later, SIGKILL. When the
-server's first process ends by itself, the rest of the tree is killed at once. Exits with the server's own status.
+the kernel closes the pipe), the server gets SIGTERM and, GRACE_S seconds later, what is left of its tree SIGKILL. When
+the server's first process ends by itself, the rest of the tree is killed at once. Exits with the server's status.
 """
 
 from __future__ import annotations
@@ -22,20 +22,27 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants() -> list[int]:
-    """Process ids below this process. Orphans stay among them, because this process is their subreaper."""
+    """Ids of the living processes below this one. Orphans stay among them, because this process is their subreaper."""
     children: dict[int, list[int]] = {}
+    living = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
         except OSError:
             continue
-        if fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+        children.setdefault(int(parent), []).append(int(stat.parent.name))
+        if state != "Z":
+            living.add(int(stat.parent.name))
     found, frontier = [], [os.getpid()]
     while frontier:
         frontier = [pid for parent in frontier for pid in children.get(parent, [])]
         found += frontier
-    return found
+    return [pid for pid in found if pid in living]
+
+
+def survivors() -> list[int]:
+    """As descendants, twice: a process whose parent ends during a scan can be missing from that scan."""
+    return descendants() or descendants()
 
 
 def end(pids: list[int], signal_number: int) -> None:
@@ -60,10 +67,10 @@ def main() -> int:
     ended, _, _ = select.select([sys.stdin, death], [], [])
     # Without its first process the server has nothing to finish in order: its owner wants to know at once.
     deadline = time.monotonic() + (0 if death in ended else grace)
-    end(descendants(), signal.SIGTERM)
-    while descendants() and time.monotonic() < deadline:
+    end([server.pid], signal.SIGTERM)  # it ends its workers itself; to them a SIGTERM looks like a crash
+    while survivors() and time.monotonic() < deadline:
         time.sleep(0.05)
-    while left := descendants():
+    while left := survivors():
         end(left, signal.SIGKILL)
         time.sleep(0.05)
     status = server.wait()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config import ServerConfig
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.server import RolloutServer
+from tools.make_tiny_model import make_tiny_model
 
 CPU_SERVER = ServerConfig(threads=1, memory_fraction=0.2, max_total_tokens=32768, start_timeout_s=540)
 
@@ -45,8 +46,8 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_model) -> Reference:
-    return Reference(tiny_model("qwen3_moe"))
+def reference(tmp_path_factory) -> Reference:
+    return Reference(make_tiny_model("qwen3_moe", tmp_path_factory.mktemp("models") / "qwen3_moe"))
 
 
 @pytest.fixture(scope="session")

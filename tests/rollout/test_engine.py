@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -16,10 +15,10 @@ import torch
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import collect
-from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, free_port
 from tests.rollout.conftest import CPU_SERVER, Reference
+from tools.make_tiny_model import make_tiny_model
 
 
 @dataclass
@@ -51,12 +50,11 @@ def prefill_log_probs(client: SGLangClient, sequences) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def sampled(server):
+def sampled(server, reference):
     """Trajectories at temperature 1 of prompts of unequal length, three samples each, with routes."""
     prompts = questions(12)
-    layout = RouteLayout.from_config(json.loads((server.model / "config.json").read_text()))
     trajectories, stats = collect(
-        client_of(server), prompts, SamplingSupport(), samples_per_prompt=3, max_new_tokens=24, routes=layout
+        client_of(server), prompts, SamplingSupport(), samples_per_prompt=3, max_new_tokens=24, routes=reference.layout
     )
     assert stats.responses == 36 and stats.restarts == stats.retries == 0
     assert stats.tokens == sum(t.response_length for t in trajectories)
@@ -132,9 +130,7 @@ def test_stop_tokens_end_a_response(server):
 def test_a_refused_prompt_is_an_error_and_is_not_retried(server):
     client = client_of(server)
     with pytest.raises(UserError, match="600"):
-        collect(
-            client, [Question("long", [5] * 600)], SamplingSupport(), samples_per_prompt=1, max_new_tokens=4
-        )
+        collect(client, [Question("long", [5] * 600)], SamplingSupport(), samples_per_prompt=1, max_new_tokens=4)
     assert client.stats.retries == 0
 
 
@@ -186,9 +182,9 @@ def test_kill_9_in_mid_step_loses_nothing(server, victim):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "olmoe", "mixtral"])
-def test_family_on_the_cpu(family, tiny_model, tmp_path):
+def test_family_on_the_cpu(family, tmp_path):
     """Prefill and decode of the other families agree with transformers: sinks, windows, MLA, biases, shared experts."""
-    reference = Reference(tiny_model(family))
+    reference = Reference(make_tiny_model(family, tmp_path / family))
     with RolloutServer(
         reference.folder, CPU_SERVER, dtype="fp32", context_length=128, routes=True, log_path=tmp_path / "log"
     ) as server:

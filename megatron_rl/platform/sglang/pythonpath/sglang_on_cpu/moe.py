@@ -11,8 +11,8 @@ from torch.nn import functional as F
 def moe_forward(original: Callable, layer, x: torch.Tensor, topk_output, config) -> torch.Tensor:
     """Same contract as SGLang's `moe_forward_native`, which does what this one does not know.
 
-    x [T, d]; layer.w13_weight [E, 2i, d] and layer.w2_weight [E, d, i], biases fp32 or none; returns [T, d]. The original
-    runs a dozen operators an expert, and for gpt-oss compiles its activation at the first request.
+    x [T, d]; layer.w13_weight [E, 2i, d] and layer.w2_weight [E, d, i], biases fp32 or none; returns [T, d]. The
+    original runs a dozen operators an expert, and for gpt-oss compiles its activation at the first request.
     """
     if config.apply_router_weight_on_input or config.activation != "silu":
         return original(layer, x, topk_output, config)

@@ -1,0 +1,141 @@
+"""The server's processes: what fails says why, and nothing survives its owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ServerConfig
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, find_python
+from tests.rollout.conftest import CPU_SERVER
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_S = 120
+
+
+def tree(pid: int) -> list[int]:
+    """Ids of all processes below `pid`."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [process for child in children for process in (int(child), *tree(int(child)))]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, patience_s: float = PATIENCE_S) -> bool:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+# One process that ignores SIGTERM, one that left the session, one whose parent has ended.
+STUBBORN = "trap '' TERM; setsid sleep 600 & (sleep 600 & exec sleep 0.01) & sleep 600; sleep 600"
+
+
+def supervised(command: list[str], grace_s: str = "0.3") -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(SUPERVISOR), grace_s, *command], stdin=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("ending", ["close", "kill_supervisor", "kill_first_process"])
+def test_supervisor_ends_the_whole_tree(ending):
+    supervisor = supervised(["sh", "-c", STUBBORN])
+    assert wait_for(lambda: len(tree(supervisor.pid)) >= 4, 20)
+    processes = tree(supervisor.pid)
+    if ending == "close":
+        supervisor.stdin.close()
+        expected = processes
+    elif ending == "kill_first_process":
+        os.kill(processes[0], signal.SIGKILL)
+        expected = processes
+    else:
+        supervisor.kill()
+        expected = processes[:1]  # SGLang's own workers follow their parent by themselves
+    supervisor.wait(20)
+    assert wait_for(lambda: not any(alive(pid) for pid in expected), 20)
+    for pid in processes:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_supervisor_ignores_signals_and_passes_the_status_on():
+    supervisor = supervised(["sh", "-c", "sleep 1; exit 7"])
+    assert wait_for(lambda: tree(supervisor.pid), 20)
+    time.sleep(0.3)
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.send_signal(signal.SIGINT)
+    assert supervisor.wait(20) == 7
+
+
+def test_a_missing_environment_names_the_remedy(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"rollout\.server\.python = '/nowhere/python'"):
+        find_python("/nowhere/python")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_rl.rollout.server.__file__", str(tmp_path / "a" / "b" / "server.py"))
+    with pytest.raises(UserError, match=r"tools/setup\.sh"):
+        find_python()
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(UserError, match=str(tmp_path)):
+        RolloutServer(tmp_path, ServerConfig(), log_path=tmp_path / "log").start()
+
+
+def test_a_server_that_cannot_start_says_why(reference, tmp_path):
+    config = ServerConfig(threads=1, extra_args=["--no-such-flag"])
+    server = RolloutServer(reference.folder, config, log_path=tmp_path / "sglang.log")
+    with pytest.raises(UserError) as error, server:
+        pass
+    message = str(error.value)
+    assert "--no-such-flag" in message and "sglang.log" in message and "\n" not in message
+    assert not server.alive()
+
+
+def test_a_server_that_takes_too_long_is_ended(reference, tmp_path):
+    config = ServerConfig(threads=1, start_timeout_s=0.5)
+    server = RolloutServer(reference.folder, config, log_path=tmp_path / "sglang.log")
+    with pytest.raises(UserError, match=r"not ready after.*rollout\.server\.start_timeout_s"), server:
+        pass
+    assert not server.alive()
+
+
+OWNER = """
+import sys, time
+from megatron_rl.config import ServerConfig
+from megatron_rl.rollout.server import RolloutServer
+server = RolloutServer(sys.argv[1], ServerConfig(threads=1, memory_fraction=0.2), log_path=sys.argv[2])
+server.start()
+print(server._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_process_of_the_server_survives_its_killed_owner(reference, tmp_path):
+    arguments = [str(reference.folder), str(tmp_path / "sglang.log")]
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, *arguments], stdout=subprocess.PIPE, cwd=REPOSITORY)
+    supervisor = int(owner.stdout.readline())
+    try:
+        # SGLang's first process, its scheduler and its detokenizer.
+        assert wait_for(lambda: len(tree(supervisor)) >= 3, CPU_SERVER.start_timeout_s)
+        processes = [supervisor, *tree(supervisor)]
+        owner.kill()
+        owner.wait(20)
+        assert wait_for(lambda: not any(alive(pid) for pid in processes))
+    finally:
+        owner.kill()

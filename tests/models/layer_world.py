@@ -20,6 +20,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.activations import quick_gelu  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402, F401
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 

@@ -1,0 +1,156 @@
+"""GroupedExperts against Megatron's SequentialMLP, and expert tensor parallelism against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_world import MOE, ProcessGroupCollection, fill, layer_config, parallel_world
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from ranks import run_ranks
+
+from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.models.spec import layer_spec
+
+SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    with parallel_world():
+        yield
+
+
+def both(family: str, other: type = SequentialMLP):
+    config = layer_config(family)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    modules = [cls(config.num_moe_experts, config, SUBMODULES, groups) for cls in (GroupedExperts, other)]
+    for module in modules:
+        fill(module)
+    return config, modules
+
+
+def outputs_and_gradients(module, x, counts, probs, direction):
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    out, bias = module(x, counts, probs)
+    assert bias is None
+    out.backward(direction)
+    return [out, x.grad, probs.grad, *[p.grad for _, p in sorted(module.named_parameters())]]
+
+
+class GptOssExperts(GroupedExperts):
+    """gpt-oss's experts from their definition. (SequentialMLP cannot train them: it adds the bias to a view in place.)"""
+
+    def forward(self, x, counts, probs):
+        outputs = []
+        for expert, rows, p in zip(self.local_experts, x.split(counts.tolist()), probs.split(counts.tolist()), strict=True):
+            up = rows @ expert.linear_fc1.weight.T + expert.linear_fc1.bias
+            gate, linear = up.chunk(2, dim=-1)
+            gate, linear = gate.clamp(max=0.7), linear.clamp(-0.7, 0.7)
+            hidden = gate * torch.sigmoid(1.702 * gate) * (linear + 1)
+            outputs.append((hidden @ expert.linear_fc2.weight.T + expert.linear_fc2.bias) * p[:, None])
+        return torch.cat(outputs), None
+
+
+@pytest.mark.parametrize("family", ["moe", "gpt_oss"])
+@pytest.mark.parametrize("counts", [[5, 3, 9, 4], [0, 7, 0, 2], [0, 0, 0, 0], [11, 0, 0, 0]])
+def test_equals_sequential_mlp(family, counts):
+    """gpt_oss: biases, clamped quick-GELU and the offset of the linear half."""
+    config, (ours, theirs) = both(family, GptOssExperts if family == "gpt_oss" else SequentialMLP)
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    assert list(ours.sharded_state_dict("e.")) == list(theirs.sharded_state_dict("e."))
+    tokens = sum(counts)
+    x, direction = (torch.randn(tokens, config.hidden_size) * 2 for _ in range(2))
+    arguments = (x, torch.tensor(counts), torch.rand(tokens), direction)
+    for a, b in zip(outputs_and_gradients(ours, *arguments), outputs_and_gradients(theirs, *arguments), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_every_expert_gets_a_gradient_and_idle_ones_get_zero():
+    config, (ours, _) = both("gpt_oss")
+    outputs_and_gradients(ours, torch.randn(3, 32), torch.tensor([0, 3, 0, 0]), torch.rand(3), torch.randn(3, 32))
+    for expert, module in enumerate(ours.local_experts):
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            assert bool(parameter.grad.any()) == (expert == 1)
+
+
+def test_wrapped_linear_layers_take_megatrons_path():
+    """A LoRA adapter or a quantizer around fc1 must not be passed by."""
+    config, (ours, _) = both("moe")
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            out, bias = self.inner(x)
+            return 2 * out, bias
+
+    arguments = (torch.randn(8, 32), torch.tensor([2, 2, 2, 2]), torch.rand(8))
+    plain = ours(*arguments)[0]
+    ours.local_experts[1].linear_fc1 = Doubled(ours.local_experts[1].linear_fc1)
+    changed = ours(*arguments)[0] != plain
+    assert changed[2:4].any(1).all()
+    assert not changed[[0, 1, 4, 5, 6, 7]].any()
+
+
+def moe_pass(family: str, expert_tensor: int) -> dict:
+    """One MoE layer on the same tokens; gradients of this rank's slices."""
+    options = {"tensor_model_parallel_size": expert_tensor, "sequence_parallel": True} if expert_tensor > 1 else {}
+    config = layer_config(family, expert_tensor_parallel_size=expert_tensor, **options)
+    spec = layer_spec(config).layer_specs[-1].submodules.mlp
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    module = spec(config=config, pg_collection=groups, is_mtp_layer=False)
+    module.set_layer_number(1)
+    generator = torch.Generator().manual_seed(5)
+    rank = groups.expt_tp.rank()
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            whole = list(parameter.shape)
+            part = None
+            if expert_tensor > 1 and "fc1" in name:
+                whole[0] *= expert_tensor
+                gate, linear = (torch.randn([whole[0] // 2, *whole[1:]], generator=generator) for _ in range(2))
+                part = torch.cat([gate.chunk(expert_tensor)[rank], linear.chunk(expert_tensor)[rank]])
+            elif "fc1" in name:
+                part = torch.cat([torch.randn([whole[0] // 2, *whole[1:]], generator=generator) for _ in range(2)])
+            elif expert_tensor > 1 and name.endswith("fc2.weight"):
+                whole[1] *= expert_tensor
+                part = torch.randn(whole, generator=generator).chunk(expert_tensor, dim=1)[rank]
+            else:
+                part = torch.randn(whole, generator=generator)
+            parameter.copy_(part * 0.2)
+    x = torch.randn(12, 1, config.hidden_size, generator=generator)
+    direction = torch.randn(12, 1, config.hidden_size, generator=generator)
+    mine = x.chunk(expert_tensor)[rank].clone().requires_grad_()
+    out, _ = module(mine)
+    out.backward(direction.chunk(expert_tensor)[rank])
+    biases = {n: p.grad for n, p in module.named_parameters() if n.endswith("fc2.bias")}
+    return {"out": out.detach(), "x": mine.grad, "biases": biases}
+
+
+def on_two_ranks() -> dict:
+    with parallel_world(tensor=2, expert_tensor=2):
+        return {family: moe_pass(family, 2) for family in ("moe", "gpt_oss")}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_ranks(2, "test_experts:on_two_ranks", timeout=240)
+
+
+@pytest.mark.parametrize("family", ["moe", "gpt_oss"])
+def test_expert_tensor_parallelism_equals_one_process(two_ranks, family):
+    """Also the bias of fc2, which each rank holds whole: added once, with the whole gradient on each rank."""
+    one = moe_pass(family, 1)
+    for key in ("out", "x"):
+        torch.testing.assert_close(torch.cat([r[family][key] for r in two_ranks]), one[key], atol=1e-5, rtol=1e-5)
+    assert len(one["biases"]) == (MOE["num_moe_experts"] if family == "gpt_oss" else 0)
+    for name, grad in one["biases"].items():
+        for rank in two_ranks:
+            torch.testing.assert_close(rank[family]["biases"][name], grad, atol=1e-5, rtol=1e-5)
+
+

@@ -1,6 +1,6 @@
 """What the engine's checksums must be after a push, from the Hugging Face tensors that were pushed.
 
-The engine hashes what it serves (after its loader, after fusing and sharding); the trainer hashes what it meant to send.
+The engine hashes what it serves, after its loader, fusing and sharding; the trainer hashes what it meant to send.
 See `megatron_rl_plugin.fingerprint` for the hash and why that of a fused tensor is a sum over its parts.
 """
 
@@ -97,7 +97,7 @@ class ExpectedChecksums:
         return _Piece(slot, name, size, [fingerprint(block) for block in matrix.split(size)], by_columns=False)
 
     def mismatches(self, engine: list[dict[str, EngineParameter]]) -> list[str]:
-        """Descriptions of all parameters that differ, with the pushed tensors they consist of; empty: both sides agree."""
+        """All parameters that differ, with the pushed tensors they consist of; empty: both sides agree."""
         found = []
         for parameter in self._engine:
             names = sorted({piece.name for piece in self._pieces[parameter]})
@@ -130,7 +130,7 @@ class ExpectedChecksums:
 
 
 def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> set[int]:
-    """Fingerprints of the shards of stacked pieces, when a rank holds local_rows of their rows (or a cut of the columns)."""
+    """Fingerprints of the shards of stacked pieces; a rank holds local_rows of their rows, or a cut of the columns."""
     if pieces[0].by_columns:
         cuts = range(len(pieces[0].hashes))
         return {_stack([(piece.rows, [piece.hashes[cut]]) for piece in pieces]) for cut in cuts}

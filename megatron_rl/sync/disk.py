@@ -1,4 +1,4 @@
-"""A folder of safetensors files that trainer and engines both see: slow, and it works wherever a file system is shared."""
+"""A folder of safetensors files that trainer and engines both see: slow, but a shared file system is all it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float
 
 
 class DiskTransport(Transport):
-    """`/update_weights_from_disk`. A push is written to a folder of its own, which gets its final name when complete."""
+    """`/update_weights_from_disk`. A push is a folder of its own that gets its final name when complete."""
 
     def __init__(self, engines: Engines, tensor_parallel: int, folder: Path):
         super().__init__(engines, tensor_parallel)

@@ -60,7 +60,7 @@ class DistributedTransport(Transport):
         self.engines.wait(calls)
         thread.join(self.engines.timeout_s)
         if not joined:
-            raise WeightSyncError(f"weight sync: {self.backend} group with {', '.join(self.engines.addresses)} not formed")
+            raise WeightSyncError(f"weight sync: no {self.backend} group with {', '.join(self.engines.addresses)}")
         self._name, self._group = name, joined[0]
 
     def _join(self, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 
 from megatron_rl.errors import UserError
+
+_SHORT_S = 10.0
 
 
 class WeightSyncError(UserError):
@@ -48,14 +51,13 @@ class Engines:
 
     def get(self, path: str) -> list[dict]:
         """GET from every server, within 10 s."""
-        return self.wait([self._threads.submit(self._request, "GET", address, path, None, 10.0) for address in self.addresses])
+        return self.wait([self._threads.submit(self._request, "GET", a, path, None, _SHORT_S) for a in self.addresses])
 
     def attempt(self, path: str, body: dict | None = None) -> None:
-        """Like `call`, for cleaning up after an error: whatever the servers answer is fine."""
-        try:
-            self.call(path, body)
-        except WeightSyncError:
-            pass
+        """POST to every server to clean up: whatever they answer within 10 s is fine."""
+        calls = [self._threads.submit(self._request, "POST", a, path, body, _SHORT_S) for a in self.addresses]
+        with contextlib.suppress(WeightSyncError):
+            self.wait(calls)
 
     def _request(self, method: str, address: str, path: str, body: dict | None, timeout_s: float) -> dict:
         where = f"weight sync: {address}{path}"

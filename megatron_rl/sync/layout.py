@@ -1,4 +1,4 @@
-"""Where a Hugging Face tensor lies in SGLang's own parameters: q, k, v in qkv_proj, all experts in w13_weight and w2_weight.
+"""Where a Hugging Face tensor lies in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.
 
 SGLang fuses by rows: the parts of a parameter are stacked in the order of their positions. The rules go by names of
 modules, which all supported families share (Llama, Qwen3, Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3, gpt-oss).
@@ -92,7 +92,7 @@ def _experts_are_transposed(prefix: str, parameters: dict[str, tuple[int, ...]])
 def keep_together(
     named_tensors: Iterable[tuple[str, Tensor]], parameters: dict[str, tuple[int, ...]]
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Groups of tensors that must reach the engine in one call: mostly single ones, DeepSeek's two low-rank halves as a pair."""
+    """Groups of tensors that must reach the engine in one call: single ones, DeepSeek's low-rank halves as a pair."""
     waiting: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in named_tensors:
         slot = locate(name, parameters)

@@ -18,7 +18,7 @@ class Transport(ABC):
         """tensor_parallel: tensor-parallel ranks of each server."""
         self.engines = engines
         self.tensor_parallel = tensor_parallel
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def connect(self) -> None:
         """Set up what outlives a push."""

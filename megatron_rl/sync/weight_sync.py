@@ -4,8 +4,8 @@
     sync.push(export_hf_weights(chunks), version="17")     # on every trainer rank
 
 One push: requests in flight are retracted and the engine waits; buckets stream into its parameters; its prefix cache is
-flushed; its checksums are compared with the trainer's; only then does it go on (retracted requests continue under the new
-weights, and their replies say which tokens came from which version).
+flushed; its checksums are compared with the trainer's; only then does it go on (retracted requests continue under the
+new weights, and their replies say which tokens came from which version).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WeightSync:
         folder: Path | str | None = None,
         group: dist.ProcessGroup | None = None,
     ):
-        """folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all of them)."""
+        """folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all)."""
         if config.transport == "disk" and folder is None:
             raise UserError("config: sync.transport = disk needs a folder that trainer and servers share")
         self.config, self.addresses, self.group = config, list(addresses), group
@@ -116,17 +116,20 @@ class WeightSync:
 
     def _together(self, work: Callable | None):
         """Run `work` on rank 0; its result, or its error, is every rank's."""
-        outcome: list = [None, None]
+        result, error = None, None
         if self._is_sender:
             try:
-                outcome[0] = work()
-            except UserError as error:
-                outcome[1] = error
+                result = work()
+            except Exception as raised:
+                error = raised
         if self._ranks > 1:
+            told = error if isinstance(error, UserError | None) else WeightSyncError(f"weight sync: rank 0: {error!r}")
+            outcome = [result, told]
             dist.broadcast_object_list(outcome, group_src=0, group=self.group)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+            result, error = outcome[0], error or outcome[1]
+        if error is not None:
+            raise error
+        return result
 
     # --- rank 0 -----------------------------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class WeightSync:
             return
         if self._transport is not None:
             self._transport.close()
-            self._transport = None
+        self._transport = self._buffer = None  # a transport sends no buffer but its own
         self._engines.attempt("/end_weight_update")  # left open by a trainer that died
         self._parameters = self._checksums()[0]
         self._shapes = {name: parameter.shape for name, parameter in self._parameters[0].items()}
@@ -166,25 +169,27 @@ class WeightSync:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + torch.Size(parameter.shape).numel()
         served = max(sizes, key=sizes.get)
         if served != self.rollout_dtype:
+            served, wanted = (str(dtype).removeprefix("torch.") for dtype in (served, self.rollout_dtype))
             raise WeightSyncError(
-                f"weight sync: {self.addresses[0]} serves {str(served).removeprefix('torch.')} weights, but precision.rollout"
-                f" is {str(self.rollout_dtype).removeprefix('torch.')}: start it with --dtype to match, or change the config"
+                f"weight sync: {self.addresses[0]} serves {served} weights, but precision.rollout is {wanted}:"
+                " start it with --dtype to match, or change the config"
             )
 
     def _checksums(self) -> list[list[dict[str, EngineParameter]]]:
         """Per server and tensor-parallel rank: parameter name -> fingerprint, dtype, local shape."""
         servers = []
-        for address, reply in zip(
-            self.addresses, self._engines.call("/weights_checker", {"action": "checksum", "selector": "target"}), strict=True
-        ):
+        replies = self._engines.call("/weights_checker", {"action": "checksum", "selector": "target"})
+        for address, reply in zip(self.addresses, replies, strict=True):
             ranks = [{k: parse(v) for k, v in rank["checksums"].items()} for rank in reply["ranks"]]
             if any(parameter is None for rank in ranks for parameter in rank.values()):
                 raise WeightSyncError(
-                    f"weight sync: {address} runs without the checksum plugin: put megatron_rl/sync/pythonpath on its PYTHONPATH"
+                    f"weight sync: {address} runs without the checksum plugin:"
+                    f" start it with {SERVER_PYTHONPATH} on its PYTHONPATH"
                 )
             servers.append(ranks)
         if any(_layout(ranks) != _layout(servers[0]) for ranks in servers):
-            raise WeightSyncError(f"weight sync: the servers {', '.join(self.addresses)} differ in model, dtype or parallelism")
+            servers = ", ".join(self.addresses)
+            raise WeightSyncError(f"weight sync: the servers {servers} differ in model, dtype or parallelism")
         return servers
 
     def _push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
@@ -202,7 +207,8 @@ class WeightSync:
                 self._transport = None
             raise
         finally:
-            self._engines.attempt("/continue_generation", {})
+            if self._engines is not None:
+                self._engines.attempt("/continue_generation", {})
         self.version = version
         return SyncStats(seconds=time.perf_counter() - started, **stats)
 
@@ -229,7 +235,8 @@ class WeightSync:
         for address, ranks in zip(self.addresses, self._checksums(), strict=True):
             if wrong := expected.mismatches(ranks):
                 raise WeightSyncError(
-                    f"weight sync: checksums differ after the push of version {version} to {address}: {'; '.join(wrong)}"
+                    f"weight sync: checksums differ after the push of version {version} to {address}: "
+                    + "; ".join(wrong)
                 )
         return sent
 

@@ -1,8 +1,8 @@
 """A checksum of a weight that survives fusing and sharding: the trainer and SGLang both compute it.
 
-SGLang's `/weights_checker` hashes its own parameters, where q, k and v are one tensor and so are the experts of a layer.
-A fingerprint of such a tensor is the sum of the fingerprints of its row blocks, each times a power of `ROW_BASE`, so the
-trainer gets the one it must find from the Hugging Face tensors one at a time, without building the fused tensor.
+SGLang's `/weights_checker` hashes its own parameters, where q, k and v are one tensor and so are a layer's experts. A
+fingerprint of such a tensor is the sum of the fingerprints of its row blocks, each times a power of `ROW_BASE`, so the
+trainer learns what it must find from the Hugging Face tensors one at a time, without building the fused tensor.
 
 Used on both sides: the trainer imports it from here.
 """
@@ -38,7 +38,8 @@ def _powers(count: int, device: torch.device) -> Tensor:
 def _keys(count: int, device: torch.device) -> Tensor:
     """[count] int64: the odd random weights of the columns."""
     generator = torch.Generator().manual_seed(0x5EED)
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64).bitwise_or_(1).to(device)
+    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, dtype=torch.int64)
+    return keys.bitwise_or_(1).to(device)
 
 
 def _ceil_power_of_two(n: int) -> int:
@@ -61,9 +62,9 @@ def _words(matrix: Tensor) -> Tensor:
 def fingerprint(tensor: Tensor) -> int:
     """sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
 
-    Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters along
-    a row; a polynomial over the rows. A change of one word always changes it; more than one go unseen with odds of 2**-32
-    at worst (all of them sign bits), 2**-60 in general. Rows of zeros add nothing, so an engine may pad.
+    Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters
+    along a row; a polynomial over the rows. A change of one word always changes it; several go unseen with odds of
+    about 2**-32 at worst (all of them sign bits), far less in general. Zeros add nothing, so an engine may pad.
     """
     words = _words(as_matrix(tensor.detach()))
     rows, width = words.shape

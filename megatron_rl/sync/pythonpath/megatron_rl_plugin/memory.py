@@ -1,7 +1,7 @@
 """A bucket in the trainer's memory, mapped by the engine: shared memory without a name, a daemon or a copy.
 
-torch's own ways need a key of the parent process (file descriptors) or leave a helper process behind (file names). A memfd
-is gone with the trainer, however that ends; on the same machine the engine opens it as /proc/PID/fd/N.
+torch's own ways need a key of the parent process (file descriptors) or leave a helper process behind (file names). A
+memfd is gone with the trainer, however that ends; on the same machine the engine opens it as /proc/PID/fd/N.
 """
 
 from __future__ import annotations

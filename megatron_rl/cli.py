@@ -117,6 +117,9 @@ def _torchrun(nproc: int, arguments: list[str]) -> int:
     """Start this command again on `nproc` processes; each gets its share of the cores."""
     from torch.distributed.run import main as torchrun
 
+    at = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--nproc")
+    # Its parser would take our --nproc for an abbreviation of its own option.
+    arguments = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
     try:
         torchrun(["--standalone", f"--nproc-per-node={nproc}", "--no-python", sys.executable, "-m", "megatron_rl.cli", *arguments])

@@ -120,9 +120,11 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     """
     common = read_common(path, ranks)
     same_size = common["world_size"] == ranks.world_size
+    _allocate_adam(trainer)
     loaded = _load(_state(trainer, ranks, loading=True, with_random=same_size), path)
     _load_model(trainer, loaded)
     trainer.optimizer.load_state_dict(loaded["optimizer"])
+    _separate_steps(trainer)
     trainer.scheduler.load_state_dict(common["scheduler"])
     if same_size:
         _set_random_states(loaded["random"])
@@ -141,6 +143,28 @@ def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
         return dist_checkpointing.load_common_state_dict(str(path))["run"]
     except (OSError, KeyError, CheckpointingException, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"checkpoint {path}: not a checkpoint of megatron_rl, or damaged ({_one_line(error)})") from None
+
+
+def _torch_adams(trainer: Trainer) -> list[torch.optim.Adam]:
+    """The optimizers that are torch's own (without Transformer Engine or Apex)."""
+    inner = [getattr(part, "optimizer", None) for part in trainer.optimizer.chained_optimizers]
+    return [optimizer for optimizer in inner if isinstance(optimizer, torch.optim.Adam)]
+
+
+def _allocate_adam(trainer: Trainer) -> None:
+    """Give torch's Adam its state: Megatron asks a fresh one for its step when it loads, which only a used one has."""
+    for optimizer in _torch_adams(trainer):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if not optimizer.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+
+
+def _separate_steps(trainer: Trainer) -> None:
+    """One step counter for each parameter: Megatron loads one tensor into all, which each of them would then advance."""
+    for optimizer in _torch_adams(trainer):
+        for state in optimizer.state.values():
+            state["step"] = state["step"].clone()
 
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:

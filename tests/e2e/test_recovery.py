@@ -1,0 +1,183 @@
+"""Runs that die: the trainer is killed in mid-step and while saving; what it goes on with is bit-identical.
+
+The trainer's side runs from recorded rollouts here (rollout.replay), so that two runs see the same trajectories.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
+from megatron_rl.rollout.trajectory import Trajectory
+
+STEPS = 4
+TIMEOUT = 240
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_model):
+    """A model, four steps of recorded rollouts, and a config that trains on them."""
+    folder = tmp_path_factory.mktemp("recovery")
+    model = tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers")
+    rng = np.random.default_rng(np.random.SeedSequence().entropy)
+    for step in range(STEPS):
+        trajectories = []
+        for i in range(16):
+            prompt, response = int(rng.integers(3, 9)), int(rng.integers(2, 8))
+            trajectories.append(
+                Trajectory(
+                    prompt_id=str(i // 4),
+                    group_id=i // 4,
+                    tokens=rng.integers(4, 30, prompt + response).astype(np.int32),
+                    prompt_length=prompt,
+                    log_probs=rng.normal(-3, 1, response).astype(np.float32),
+                    loss_mask=np.ones(response, bool),
+                    reward=float(rng.integers(0, 2)),
+                    reward_parts={"correct": 1.0},
+                )
+            )
+        save_trajectories(file_of(folder / "rollouts", step, 0), trajectories)
+    config = {
+        "steps": STEPS,
+        "runs_dir": str(folder / "runs"),
+        "model": {"path": str(model)},
+        "data": {"task": "number_sorting"},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "updates_per_step": 2, "tokens_per_micro_batch": 96},
+        "optimizer": {"lr": 1e-3},
+        "precision": {"train": "fp32", "rollout": "fp32"},
+        "rollout": {"replay": str(folder / "rollouts"), "context_length": 32, "max_new_tokens": 8},
+        "checkpoint": {"every": 1, "keep": 3},
+        "eval": {"prompts": 0},
+        "logging": {"tensorboard": False},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    return folder
+
+
+def start(folder: Path, name: str, *overrides: str) -> subprocess.Popen:
+    log = open(folder / f"{name}.log", "a")  # noqa: SIM115 (the child holds it)
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(folder / "config.yaml"), "--name", name, *overrides]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def finish(folder: Path, name: str, *overrides: str) -> None:
+    process = start(folder, name, *overrides)
+    try:
+        assert process.wait(TIMEOUT) == 0, (folder / f"{name}.log").read_text()[-4000:]
+    finally:
+        process.kill()
+
+
+def kill_when(process: subprocess.Popen, condition) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    try:
+        while not condition():
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, "the run never reached the point at which it is killed"
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+
+
+def final_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint: weights and optimizer state."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    path = folder / "runs" / name / "checkpoints" / f"step_{STEPS:06d}"
+    flat: dict[str, torch.Tensor] = {}
+
+    def collect(prefix: str, tree) -> None:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                collect(f"{prefix}{key}.", value)
+            elif isinstance(value, torch.Tensor):
+                flat[f"{prefix}{key}"] = value
+
+    with warnings.catch_warnings(action="ignore"):  # without torch.distributed it says that it reads alone
+        collect("", _load_state_dict_from_keys(storage_reader=FileSystemReader(str(path))))
+    return flat
+
+
+def steps_logged(folder: Path, name: str) -> list[int]:
+    path = folder / "runs" / name / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    finish(folder, "undisturbed")
+    return final_tensors(folder, "undisturbed")
+
+
+def assert_same_end(folder: Path, name: str, expected: dict[str, torch.Tensor]) -> None:
+    tensors = final_tensors(folder, name)
+    assert tensors.keys() == expected.keys() and len(tensors) > 20
+    for key, value in expected.items():
+        assert torch.equal(tensors[key], value), f"{key} differs after the resume"
+    assert steps_logged(folder, name) == list(range(1, STEPS + 1))
+
+
+def test_killed_in_mid_step_then_resumed(folder, undisturbed):
+    process = start(folder, "mid_step")
+    # Step 2 is logged before step 3 begins, so the third is under way when the process dies.
+    kill_when(process, lambda: 2 in steps_logged(folder, "mid_step"))
+    checkpoints = folder / "runs" / "mid_step" / "checkpoints"
+    assert (checkpoints / "step_000002").is_dir() and not (checkpoints / f"step_{STEPS:06d}").is_dir()
+    finish(folder, "mid_step")
+    assert "resumed at step" in (folder / "mid_step.log").read_text()
+    assert_same_end(folder, "mid_step", undisturbed)
+
+
+def test_killed_while_saving_then_resumed(folder, undisturbed):
+    process = start(folder, "saving")
+    checkpoints = folder / "runs" / "saving" / "checkpoints"
+    kill_when(process, lambda: any((checkpoints / "step_000003.tmp").glob("*.distcp")))
+    assert (checkpoints / "step_000002").is_dir() and not (checkpoints / "step_000003").is_dir()
+    finish(folder, "saving")
+    assert_same_end(folder, "saving", undisturbed)
+
+
+def test_resume_on_another_layout(folder, undisturbed):
+    """Two of four steps on one process, the rest on two with expert parallelism: the same weights up to rounding."""
+    process = start(folder, "layout")
+    kill_when(process, lambda: 2 in steps_logged(folder, "layout"))
+    for step in range(STEPS):
+        # Each data-parallel leader reads a file: shares of it such that every update sees the same trajectories as before.
+        rows = load_trajectories(file_of(folder / "rollouts", step, 0))
+        save_trajectories(file_of(folder / "halves", step, 0), rows[0:4] + rows[8:12])
+        save_trajectories(file_of(folder / "halves", step, 1), rows[4:8] + rows[12:16])
+    finish(folder, "layout", "--nproc", "2", "--parallel.expert", "2", "--rollout.replay", str(folder / "halves"))
+    tensors = final_tensors(folder, "layout")
+    for key, value in undisturbed.items():
+        if key.startswith(("decoder", "embedding", "output_layer")):
+            assert (tensors[key] - value).abs().mean() < 1e-5, key
+    assert steps_logged(folder, "layout") == list(range(1, STEPS + 1))
+
+
+def test_truncated_checkpoint_is_one_clear_error(folder, undisturbed):
+    checkpoint = folder / "runs" / "undisturbed" / "checkpoints" / f"step_{STEPS:06d}"
+    victim = sorted(checkpoint.glob("*.distcp"))[0]
+    content = victim.read_bytes()
+    try:
+        victim.write_bytes(content[: len(content) // 2])
+        process = start(folder, "undisturbed")
+        assert process.wait(TIMEOUT) == 2
+    finally:
+        victim.write_bytes(content)
+    output = (folder / "undisturbed.log").read_text()
+    errors = [line for line in output.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1 and "damaged" in errors[0] and victim.name in errors[0], output[-3000:]
+    assert "Traceback" not in output

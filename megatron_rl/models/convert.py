@@ -105,7 +105,8 @@ def _named(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module
 
 
 def _sharded_state(chunks: list[torch.nn.Module]) -> dict[str, Any]:
-    return {key: chunk.sharded_state_dict(metadata=METADATA) for key, chunk in _named(chunks)}
+    # A copy: Megatron puts the current process groups into it.
+    return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _named(chunks)}
 
 
 @contextlib.contextmanager

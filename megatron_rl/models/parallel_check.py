@@ -83,6 +83,12 @@ def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_siz
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise UserError("config: parallel.virtual_pipeline needs parallel.pipeline above 1")
 
+    if expert_tensor > 1 and architecture(config) == "GptOssForCausalLM":
+        raise UserError(
+            f"config: parallel.expert_tensor = {expert_tensor} (by default parallel.tensor), but experts with biases, as"
+            " gpt-oss has them, cannot be split; set parallel.expert_tensor to 1"
+        )
+
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     divides = [
         ("tensor", parallel.tensor, "attention heads", config.num_attention_heads),

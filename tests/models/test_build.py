@@ -190,6 +190,7 @@ def test_tied_embeddings_are_exported_once(folders):
         ("qwen3_moe", {"expert": 2, "expert_tensor": 2}, 2, "expert x expert_tensor x pipeline = 4"),
         ("qwen3_moe", {"expert_tensor": 5}, 5, "expert_tensor = 5 does not"),
         ("qwen3", {"expert": 2}, 2, "is dense"),
+        ("gpt_oss", {"tensor": 2}, 2, "set parallel.expert_tensor to 1"),
     ],
 )
 def test_sizes_that_do_not_divide(family, sizes, world, words, folders):

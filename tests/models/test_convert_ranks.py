@@ -11,16 +11,17 @@ from safetensors.torch import load_file, save_file
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 TP2, EP2, PP2 = {"tensor": 2}, {"expert": 2}, {"pipeline": 2}
+TP2_WHOLE_EXPERTS = {"tensor": 2, "expert_tensor": 1}
 CASES = [
     ("qwen3_moe", TP2, EP2),
     ("qwen3_moe", PP2, TP2),
     ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {"expert": 2, "tensor": 2}),
-    ("gpt_oss", EP2, TP2),
-    ("gpt_oss", TP2, PP2),
+    ("gpt_oss", EP2, TP2_WHOLE_EXPERTS),
+    ("gpt_oss", TP2_WHOLE_EXPERTS, PP2),
     ("deepseek_v3", EP2, PP2),
     ("deepseek_v3", PP2, TP2),
     ("olmoe", TP2, EP2),
-    ("mixtral", EP2, {"tensor": 2, "expert_tensor": 1}),
+    ("mixtral", EP2, TP2_WHOLE_EXPERTS),
     ("llama", PP2, TP2),
 ]
 
@@ -37,7 +38,7 @@ def test_layouts(tmp_path):
     results = run_ranks(
         2,
         "models.round_trips:several",
-        ([("there_and_back", (cases,)), ("export", (str(half), TP2, "fp32"))],),
+        ([("there_and_back", (cases,)), ("export", (str(half), TP2_WHOLE_EXPERTS, "fp32"))],),
         timeout=900.0,
     )
     for source, _, _, _, out in cases:

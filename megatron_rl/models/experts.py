@@ -37,11 +37,8 @@ class GroupedExperts(SequentialMLP):
         probs = permuted_probs.unsqueeze(-1)
         hidden = (config.activation_func(gate) * linear * probs).to(hidden.dtype)
         out = _GroupedLinear.apply(hidden, counts, None, *[layer.weight for layer in fc2])
-        if config.add_bias_linear:  # weighted like the output
+        if config.add_bias_linear:  # weighted like the output; Megatron refuses it with expert tensor parallelism
             biases = torch.stack([layer.bias for layer in fc2])
-            # The dispatcher sums over the expert-tensor-parallel ranks, which all hold this bias: each adds its part, and
-            # gets the whole gradient. (SequentialMLP adds it once for each rank.)
-            biases = biases + (biases / self.tp_group.size() - biases).detach()
             experts = torch.arange(len(counts), device=out.device)
             rows = experts.repeat_interleave(torch.tensor(counts, device=out.device), output_size=len(out))
             out = out + (biases.index_select(0, rows) * probs).to(out.dtype)

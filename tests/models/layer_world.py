@@ -28,24 +28,37 @@ VOCAB = 64
 
 
 @contextlib.contextmanager
-def parallel_world(tensor: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1):
-    """gloo (torchrun's environment, else one process) and Megatron's groups."""
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        context_parallel_size=context,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=expert_tensor,
-    )
-    model_parallel_cuda_manual_seed(1234)
+def process_group():
+    """gloo, from torchrun's environment, else of one process; kept by the worlds inside it."""
+    if dist.is_initialized():
+        yield
+        return
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where = alone | {key: os.environ[key] for key in alone if key in os.environ}
+    store = f"tcp://{where['MASTER_ADDR']}:{where['MASTER_PORT']}"
+    rank, size = int(where["RANK"]), int(where["WORLD_SIZE"])
+    dist.init_process_group("gloo", store, rank=rank, world_size=size, timeout=timedelta(seconds=180))
     try:
-        yield rank
+        yield
     finally:
-        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def parallel_world(tensor: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1):
+    """Megatron's groups."""
+    with process_group():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
+        )
+        model_parallel_cuda_manual_seed(1234)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 COMMON: dict[str, Any] = {

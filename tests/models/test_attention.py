@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from layer_world import ProcessGroupCollection, fill, layer_config, packed_params, parallel_world
+from layer_world import ProcessGroupCollection, fill, layer_config, packed_params, parallel_world, process_group
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -188,13 +188,15 @@ def heads_norm_pass(tensor: int) -> list[dict]:
 def on_four_ranks() -> dict:
     """Everything that needs ranks, in one start of processes; 4 heads, 2 key-value heads."""
     results: dict = {}
-    for context in (2, 4):
-        with parallel_world(context=context):
-            results |= {(family, context): attention_pass(family, context) for family in ("dense", "gpt_oss", "deepseek")}
-            if context == 4:
-                results["refusal"] = refusal()
-    with parallel_world(tensor=2):
-        results["norms"] = heads_norm_pass(2)
+    with process_group():
+        for context in (2, 4):
+            with parallel_world(context=context):
+                for family in ("dense", "gpt_oss", "deepseek"):
+                    results[family, context] = attention_pass(family, context)
+                if context == 4:
+                    results["refusal"] = refusal()
+        with parallel_world(tensor=2):
+            results["norms"] = heads_norm_pass(2)
     return results
 
 

@@ -98,7 +98,7 @@ def test_wrapped_linear_layers_take_megatrons_path():
 
 
 def moe_pass(family: str, expert_tensor: int) -> dict:
-    """One MoE layer on the same tokens; gradients of this rank's slices."""
+    """One MoE layer on the same tokens: this rank's part of the output, the gradients of its tokens and of its fc1."""
     options = {"tensor_model_parallel_size": expert_tensor, "sequence_parallel": True} if expert_tensor > 1 else {}
     config = layer_config(family, expert_tensor_parallel_size=expert_tensor, **options)
     spec = layer_spec(config).layer_specs[-1].submodules.mlp
@@ -128,13 +128,13 @@ def moe_pass(family: str, expert_tensor: int) -> dict:
     mine = x.chunk(expert_tensor)[rank].clone().requires_grad_()
     out, _ = module(mine)
     out.backward(direction.chunk(expert_tensor)[rank])
-    biases = {n: p.grad for n, p in module.named_parameters() if n.endswith("fc2.bias")}
-    return {"out": out.detach(), "x": mine.grad, "biases": biases}
+    fc1 = {n: p.grad.chunk(2) for n, p in module.named_parameters() if n.endswith("fc1.weight")}
+    return {"out": out.detach(), "x": mine.grad, "fc1": fc1}
 
 
 def on_two_ranks() -> dict:
     with parallel_world(tensor=2, expert_tensor=2):
-        return {family: moe_pass(family, 2) for family in ("moe", "gpt_oss")}
+        return {family: moe_pass(family, 2) for family in ("moe", "deepseek")}
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +142,14 @@ def two_ranks():
     return run_ranks(2, "test_experts:on_two_ranks", timeout=240)
 
 
-@pytest.mark.parametrize("family", ["moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["moe", "deepseek"])
 def test_expert_tensor_parallelism_equals_one_process(two_ranks, family):
-    """Also the bias of fc2, which each rank holds whole: added once, with the whole gradient on each rank."""
+    """deepseek: with a shared expert, which is split over the same ranks."""
     one = moe_pass(family, 1)
     for key in ("out", "x"):
         torch.testing.assert_close(torch.cat([r[family][key] for r in two_ranks]), one[key], atol=1e-5, rtol=1e-5)
-    assert len(one["biases"]) == (MOE["num_moe_experts"] if family == "gpt_oss" else 0)
-    for name, grad in one["biases"].items():
-        for rank in two_ranks:
-            torch.testing.assert_close(rank[family]["biases"][name], grad, atol=1e-5, rtol=1e-5)
-
-
+    assert len(one["fc1"]) == MOE["num_moe_experts"] + (family == "deepseek")
+    for name, halves in one["fc1"].items():
+        for half, expected in enumerate(halves):
+            parts = torch.cat([r[family]["fc1"][name][half] for r in two_ranks])
+            torch.testing.assert_close(parts, expected, atol=1e-5, rtol=1e-5)

@@ -24,7 +24,7 @@ def random_weights(model: Path, seed: int) -> Weights:
 
 
 def push(address: str, model: str) -> list[str]:
-    """A clean push, then one that rank 0 alone can know to be wrong: the tensors of the first, the error of the second."""
+    """A clean push, then one that only rank 0 knows to be wrong: tensors of the first, error of the second."""
     torch.distributed.init_process_group("gloo")
     weights = random_weights(Path(model), 8)
     outcome = []

@@ -36,10 +36,11 @@ class CoreAttention(MegatronModule):
     """`core_attention` of a layer spec: causal attention through `ops.sink_attention`.
 
     In the place of Megatron's `DotProductAttention`, which takes neither packed sequences nor context parallelism. The
-    parameter `softmax_offset` [heads / tp] (softmax_type "learnable") has the name that Megatron-Bridge maps gpt-oss's sinks to.
+    parameter `softmax_offset` [heads / tp] (softmax_type "learnable") has the name that Megatron-Bridge maps
+    gpt-oss's sinks to.
 
-    Context parallelism exchanges heads for tokens (arXiv 2309.14509): each rank gets whole sequences for its share of the
-    heads, and of the sinks; grouped keys and values are repeated when they are fewer than the ranks.
+    Context parallelism exchanges heads for tokens (arXiv 2309.14509): each rank gets whole sequences for its share of
+    the heads, and of the sinks; grouped keys and values are repeated when they are fewer than the ranks.
     Errors: UserError for dropout, a mask that is not causal, or heads that the ranks cannot share.
     """
 
@@ -118,7 +119,8 @@ class CoreAttention(MegatronModule):
         repeat = context // math.gcd(k.shape[1], context)
         if heads % context or heads % (k.shape[1] * repeat):
             raise UserError(
-                f"parallel.context = {context}: a tensor-parallel rank's {heads} heads in {k.shape[1]} groups cannot be shared"
+                f"parallel.context = {context}: a tensor-parallel rank's {heads} heads in {k.shape[1]} groups"
+                " cannot be shared"
             )
         k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
         back = torch.empty_like(layout.order).view(-1)  # token of the whole micro-batch -> its place behind all_to_all
@@ -196,7 +198,7 @@ class SelfAttention(MegatronSelfAttention):
             self._rotation = None
 
     def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **kwargs):
-        """q `[s, b, H, D]`, k, v `[s, b, Hkv, D]` (and a gate); q and k are rotated already where the pass is packed."""
+        """q `[s, b, H, D]`, k, v `[s, b, Hkv, D]` (and a gate); q and k of a packed pass are rotated already."""
         query, key, *rest = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
         if self._rotation is not None:
             rotary, packed_seq_params = self._rotation
@@ -215,7 +217,9 @@ class HeadsNormSelfAttention(SelfAttention):
         super().__init__(config, submodules, *args, **kwargs)
         eps, tp_group = config.layernorm_epsilon, self.pg_collection.tp
         if config.num_query_groups % tp_group.size():
-            raise UserError(f"parallel.tensor = {tp_group.size()}: does not divide {config.num_query_groups} key-value heads")
+            raise UserError(
+                f"parallel.tensor = {tp_group.size()}: does not divide {config.num_query_groups} key-value heads"
+            )
         self.q_layernorm = HeadsRMSNorm(config, self.query_projection_size, eps, tp_group)
         self.k_layernorm = HeadsRMSNorm(config, self.kv_projection_size, eps, tp_group)
 
@@ -283,7 +287,7 @@ class _AnglesByToken(torch.nn.Module):
             self._positions = None
 
     def forward(self, *args: object, **kwargs: object):
-        """Angles `[S, 1, 1, R]` by position, or `[T, 1, 1, R]` by token; with yarn's mscale beside them where it has one."""
+        """Angles `[S, 1, 1, R]` by position, or `[T, 1, 1, R]` by token; with yarn's mscale beside them."""
         answer = self.rotary(*args, **kwargs)
         if self._positions is None:
             return answer

@@ -1,4 +1,4 @@
-"""Experts where Transformer Engine's grouped kernels are not there: Megatron's SequentialMLP with little work per expert."""
+"""Experts without Transformer Engine's grouped kernels: Megatron's SequentialMLP with little work per expert."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class GroupedExperts(SequentialMLP):
     """SequentialMLP (its parameters, names and checkpoints) with one matrix product per expert and linear layer.
 
     The activation runs once over all tokens, and an expert without tokens costs nothing but its zero gradient. Expert
-    tensor parallelism needs no more: the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and fc2
-    fit each other. Experts whose linear layers were wrapped (LoRA, quantizers) take Megatron's own path.
+    tensor parallelism needs no more: the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and
+    fc2 fit each other. Experts whose linear layers were wrapped (LoRA, quantizers) take Megatron's own path.
     """
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Tokens `[N, hidden]` sorted by expert, counts `[experts]`, router weights `[N]` -> `[N, hidden]`, weighted."""
+        """Tokens `[N, hidden]` sorted by expert, counts `[E]`, router weights `[N]` -> `[N, hidden]`, weighted."""
         config = self.config
         plain = all(
             type(e.linear_fc1) is ColumnParallelLinear and type(e.linear_fc2) is RowParallelLinear
@@ -51,7 +51,7 @@ def _grouped_linear(x: torch.Tensor, counts: list[int], layers: list[torch.nn.Mo
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """y = x W_e^T + b_e for the rows of each expert e; x `[N, in]` sorted by expert, W_e `[out, in]`, b `[E, out]` or None."""
+    """y = x W_e^T + b_e for the rows of each expert e; x `[N, in]` by expert, W_e `[out, in]`, b `[E, out]` or None."""
 
     @staticmethod
     def forward(ctx, x, counts, biases, *weights):

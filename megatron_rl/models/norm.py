@@ -12,9 +12,9 @@ from megatron_rl.errors import UserError
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32.
 
-    Megatron's local `WrappedTorchNorm` refuses sequence parallelism; this one marks its weight with `sequence_parallel`, so
-    that Megatron sums its gradient over the tensor-parallel ranks. Fits every norm of a spec: built with
-    (config, hidden_size, eps). Errors: UserError for a normalization that is not RMSNorm.
+    Megatron's local `WrappedTorchNorm` refuses sequence parallelism; this one marks its weight with
+    `sequence_parallel`, so that Megatron sums its gradient over the tensor-parallel ranks. Fits every norm of a spec:
+    built with (config, hidden_size, eps). Errors: UserError for a normalization that is not RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object):
@@ -33,13 +33,16 @@ class RMSNorm(torch.nn.Module):
 
 
 class HeadsRMSNorm(RMSNorm):
-    """RMSNorm over all heads together (OLMoE's q_norm and k_norm) where each tensor-parallel rank holds some of the heads.
+    """RMSNorm over all heads together (OLMoE's q_norm and k_norm) where each tensor-parallel rank holds some of the
+    heads.
 
-    The weight `[heads * head_dim]` is whole on each rank, as the Bridge's conversion expects; a rank uses its own slice, and
-    Megatron sums the gradient of q_layernorm and k_layernorm over the ranks.
+    The weight `[heads * head_dim]` is whole on each rank, as the Bridge's conversion expects; a rank uses its own
+    slice, and Megatron sums the gradient of q_layernorm and k_layernorm over the ranks.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, tp_group: torch.distributed.ProcessGroup):
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, tp_group: torch.distributed.ProcessGroup
+    ):
         super().__init__(config, hidden_size, eps)
         self.tp_group = tp_group
 
@@ -70,4 +73,3 @@ class _SumOverRanks(torch.autograd.Function):
         grad = grad.clone()
         torch.distributed.all_reduce(grad, group=ctx.group)
         return grad, None
-

@@ -1,7 +1,7 @@
 """Where each token of a packed micro-batch lies: positions, and Megatron's zigzag order under context parallelism.
 
-With context parallelism of c ranks each sequence (padded to a multiple of 2c) is cut into 2c chunks, and rank r holds the
-chunks r and 2c-1-r: causal work is then the same on each rank.
+With context parallelism of c ranks each sequence (padded to a multiple of 2c) is cut into 2c chunks, and rank r holds
+the chunks r and 2c-1-r: causal work is then the same on each rank.
 """
 
 from __future__ import annotations

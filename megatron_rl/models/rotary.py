@@ -17,8 +17,9 @@ def rotate_packed(
 ) -> torch.Tensor:
     """Rotate each token by its position's angles; the same arithmetic as Megatron's `_apply_rotary_pos_emb_bshd`.
 
-    x `[T, 1, H, D]`; angles `[S, 1, 1, R]` of positions 0..S-1, R <= D (the rest of D passes); positions `[T]`; mscale is yarn's
-    factor on cos and sin; mla_interleaved: pairs lie side by side in x (DeepSeek). Returns `[T, 1, H, D]`.
+    x `[T, 1, H, D]`; angles `[S, 1, 1, R]` of positions 0..S-1, R <= D (the rest of D passes); positions `[T]`;
+    mscale is yarn's factor on cos and sin; mla_interleaved: pairs lie side by side in x (DeepSeek). Returns `[T, 1,
+    H, D]`.
     Errors: IndexError for a position beyond S.
     """
     rotated = angles.shape[-1]

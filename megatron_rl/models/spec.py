@@ -23,8 +23,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     """The layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
 
     For `provider.transformer_layer_spec` of Megatron-Bridge, or `GPTModel(transformer_layer_spec=...)`. Where CUDA and
-    Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and experts;
-    the core attention is ours in both.
+    Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and
+    experts; the core attention is ours in both.
     """
     fast = HAVE_TE and torch.cuda.is_available()
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)

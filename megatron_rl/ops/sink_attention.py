@@ -1,7 +1,7 @@
 """Causal attention over packed sequences, with sliding windows and learnable attention sinks.
 
-A sink (gpt-oss, after "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453) is one more logit per
-head that takes part in the softmax's denominator and has no value:
+A sink (gpt-oss, after "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453) is one more logit
+per head that takes part in the softmax's denominator and has no value:
 
     out_i = sum_j exp(s_ij) v_j / (exp(sink) + sum_j exp(s_ij)),    s_ij = scale * q_i . k_j
 
@@ -37,9 +37,10 @@ def sink_attention(
     """Causal attention inside each packed sequence.
 
     q `[T, H, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]`, H a multiple of Hkv (query head h reads key head h // (H / Hkv));
-    sinks `[H]` or None; cu_seqlens `[S + 1]` starts of the sequences and T, empty sequences allowed; with `window` w query i
-    sees keys i-w < j <= i; scale defaults to 1 / sqrt(D). Returns `[T, H, Dv]` of q's type; softmax in fp32 (fp64 for fp64).
-    Gradients reach q, k, v and sinks. Memory: a few tiles beside inputs and outputs, whatever the lengths.
+    sinks `[H]` or None; cu_seqlens `[S + 1]` starts of the sequences and T, empty sequences allowed; with `window` w
+    query i sees keys i-w < j <= i; scale defaults to 1 / sqrt(D). Returns `[T, H, Dv]` of q's type; softmax in fp32
+    (fp64 for fp64). Gradients reach q, k, v and sinks. Memory: a few tiles beside inputs and outputs, whatever the
+    lengths.
     Errors: ValueError where shapes do not fit.
     """
     _check(q, k, v, sinks, cu_seqlens, window)
@@ -78,7 +79,9 @@ def sink_attention_reference(
 def _check(q, k, v, sinks, cu_seqlens, window) -> None:
     tokens, heads = q.shape[0], q.shape[1]
     if k.shape[0] != tokens or v.shape[:2] != k.shape[:2] or k.shape[2] != q.shape[2] or heads % k.shape[1]:
-        raise ValueError(f"sink_attention: shapes of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit")
+        raise ValueError(
+            f"sink_attention: shapes of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit"
+        )
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sink_attention: sinks {tuple(sinks.shape)} for {heads} heads")
     if window is not None and window < 1:
@@ -149,14 +152,22 @@ def _take(x: torch.Tensor, rows: torch.Tensor | slice, batch: int, groups: int, 
     """Rows of `[T, Hkv * groups, D]` as `[B * Hkv, groups * L, D]`."""
     x = (x[rows] if isinstance(rows, slice) else x.index_select(0, rows)).to(dtype)
     length, heads, width = x.shape[0] // batch, x.shape[1] // groups, x.shape[2]
-    return x.view(batch, length, heads, groups, width).permute(0, 2, 3, 1, 4).reshape(batch * heads, groups * length, width)
+    return (
+        x.view(batch, length, heads, groups, width)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(batch * heads, groups * length, width)
+    )
 
 
 def _put(out: torch.Tensor, x: torch.Tensor, rows, valid, batch: int, groups: int, add: bool = False) -> None:
     """The inverse of `_take`: write (or add) `[B * Hkv, groups * L, D]` to the rows of out, padding left out."""
     heads, width = out.shape[1] // groups, out.shape[2]
     length = x.shape[1] // groups
-    x = x.view(batch, heads, groups, length, width).permute(0, 3, 1, 2, 4).reshape(batch * length, heads * groups, width)
+    x = (
+        x.view(batch, heads, groups, length, width)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(batch * length, heads * groups, width)
+    )
     if isinstance(rows, slice):
         out[rows] = out[rows] + x if add else x.to(out.dtype)
         return
@@ -214,7 +225,9 @@ class _SinkAttention(torch.autograd.Function):
                 padding = _take(~tile.q_valid[:, None, None], slice(None), batch, 1, torch.bool)
                 padding = padding.repeat_interleave(kv_heads, dim=0).repeat(1, groups, 1)
                 grads, deltas = grads.masked_fill_(padding, 0), deltas.masked_fill_(padding, 0)
-            weights = _scores(queries, keys, tile.mask, ctx.scale, groups).sub_(log_sum.unsqueeze(-1)).exp_().flatten(1, 2)
+            weights = (
+                _scores(queries, keys, tile.mask, ctx.scale, groups).sub_(log_sum.unsqueeze(-1)).exp_().flatten(1, 2)
+            )
             _put(grad_v, torch.bmm(weights.transpose(1, 2), grads), tile.k_rows, tile.k_valid, batch, 1, add=True)
             grad_scores = torch.bmm(grads, values.transpose(1, 2)).sub_(deltas).mul_(weights).mul_(ctx.scale)
             _put(grad_q, torch.bmm(grad_scores, keys), tile.q_rows, tile.q_valid, batch, groups)

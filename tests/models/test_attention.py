@@ -89,7 +89,9 @@ def test_the_zigzag_layout_is_megatrons(context):
     tokens = (int(cu_seqlens[-1]) + 2 * context) // context
     for rank in range(context):
         expected, positions = [], []
-        for start, length in zip([*cu_seqlens[:-1].tolist(), int(cu_seqlens[-1])], [*lengths, 2 * context], strict=True):
+        for start, length in zip(
+            [*cu_seqlens[:-1].tolist(), int(cu_seqlens[-1])], [*lengths, 2 * context], strict=True
+        ):
             chunks = torch.arange(length).chunk(2 * context) if length else []
             mine = [chunks[rank], chunks[2 * context - 1 - rank]] if length else []
             expected += [start + int(p) for chunk in mine for p in chunk]
@@ -110,7 +112,9 @@ def test_rotation_of_a_pack_is_bitwise_megatrons(kind, interleaved, mla_interlea
     packed, tokens = packed_params(lengths), sum(lengths)
     cp_group = parallel_state.get_context_parallel_group()
     if kind == "yarn":
-        rotary = YarnRotaryEmbedding(16, original_max_position_embeddings=4, scaling_factor=4.0, use_cpu_initialization=True)
+        rotary = YarnRotaryEmbedding(
+            16, original_max_position_embeddings=4, scaling_factor=4.0, use_cpu_initialization=True
+        )
         angles, mscale = rotary(max(lengths), packed_seq=True)
     else:
         percent = 0.5 if kind == "partial" else 1.0

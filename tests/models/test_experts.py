@@ -40,11 +40,13 @@ def outputs_and_gradients(module, x, counts, probs, direction):
 
 
 class GptOssExperts(GroupedExperts):
-    """gpt-oss's experts from their definition. (SequentialMLP cannot train them: it adds the bias to a view in place.)"""
+    """gpt-oss's experts by definition. (SequentialMLP cannot train them: it adds the bias to a view in place.)"""
 
     def forward(self, x, counts, probs):
         outputs = []
-        for expert, rows, p in zip(self.local_experts, x.split(counts.tolist()), probs.split(counts.tolist()), strict=True):
+        for expert, rows, p in zip(
+            self.local_experts, x.split(counts.tolist()), probs.split(counts.tolist()), strict=True
+        ):
             up = rows @ expert.linear_fc1.weight.T + expert.linear_fc1.bias
             gate, linear = up.chunk(2, dim=-1)
             gate, linear = gate.clamp(max=0.7), linear.clamp(-0.7, 0.7)
@@ -68,7 +70,7 @@ def test_equals_sequential_mlp(family, counts):
 
 
 def test_every_expert_gets_a_gradient_and_idle_ones_get_zero():
-    config, (ours, _) = both("gpt_oss")
+    _, (ours, _) = both("gpt_oss")
     outputs_and_gradients(ours, torch.randn(3, 32), torch.tensor([0, 3, 0, 0]), torch.rand(3), torch.randn(3, 32))
     for expert, module in enumerate(ours.local_experts):
         for parameter in module.parameters():
@@ -78,7 +80,7 @@ def test_every_expert_gets_a_gradient_and_idle_ones_get_zero():
 
 def test_wrapped_linear_layers_take_megatrons_path():
     """A LoRA adapter or a quantizer around fc1 must not be passed by."""
-    config, (ours, _) = both("moe")
+    _, (ours, _) = both("moe")
 
     class Doubled(torch.nn.Module):
         def __init__(self, inner):

@@ -49,7 +49,9 @@ def test_packed_equals_one_by_one_with_gradients(family, recompute):
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
         out.backward(d)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-3, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameter.grad, gradients[name], atol=1e-3, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_the_modules_of_each_family():

@@ -138,7 +138,7 @@ def _has(name: str) -> bool:
 
 
 def table(root: Path) -> str:
-    """All replaced places by rule and module with the reasons, and what is left with the reasons: for people to read."""
+    """All replaced places by rule and module, and what is left, with the reasons: for people to read."""
     counts: dict[str, Counter] = {rule: Counter() for rule in rules.WHY}
     for package in ("core", "bridge", "training"):
         if (root / package).is_dir():

@@ -1,8 +1,8 @@
 """Counterparts, on the CPU, of the `torch.cuda` names that Megatron uses.
 
 Modules of `megatron.*` see this module where their source says `torch.cuda` (see rules.py); nothing else does.
-`is_available` stays honest. The names of `NO_COUNTERPART` are torch's own (classes that are named in annotations, functions
-that raise torch's error when they are called); it says for each why no training without a GPU needs it.
+`is_available` stays honest. The names of `NO_COUNTERPART` are torch's own (classes that are named in annotations,
+functions that raise torch's error when they are called); it says for each why no training without a GPU needs it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How the source of `megatron.*` is changed, in memory, where no GPU exists.
 
 Megatron addresses the GPU directly (`torch.cuda.current_device()`, `device="cuda"`). Instead of replacing functions of
-torch, which every other library shares, the syntax tree of each Megatron module is rewritten while it is imported: a few
-general rules, and `SWAPS` for single expressions. Positions are kept, so tracebacks show Megatron's own lines.
+torch, which every other library shares, the syntax tree of each Megatron module is rewritten while it is imported: a
+few general rules, and `SWAPS` for single expressions. Positions are kept, so tracebacks show Megatron's own lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ SHIM_MODULE = "megatron_rl.platform.megatron.cuda"
 TE_MODULE = "megatron_rl.platform.megatron.transformer_engine"
 
 Rule = Literal[
-    "torch.cuda", "import", "device name", "device()", ".cuda()", "tensor type", "pin_memory", "record_stream", "compile",
+    "torch.cuda",
+    "import",
+    "device name",
+    "device()",
+    ".cuda()",
+    "tensor type",
+    "pin_memory",
+    "record_stream",
+    "compile",
     "swap",
 ]
 
@@ -39,8 +47,8 @@ WHY: dict[str, str] = {
 class Swap:
     """One expression of one module, and what stands there instead.
 
-    `old` is compared with `ast.unparse` of each expression (each statement's expressions, not statements); `count` is how
-    many places must match.
+    `old` is compared with `ast.unparse` of each expression (each statement's expressions, not statements); `count` is
+    how many places must match.
     """
 
     module: str
@@ -157,7 +165,9 @@ class Rewriter(ast.NodeTransformer):
         function, first = node.func, node.args[0] if node.args else None
         if isinstance(function, ast.Attribute):
             if ast.unparse(function) == "torch.device" and _is_cuda(first) and len(node.args) == 2:
-                return self._replace(node, ast.Call(self._shim("current_device"), [], []), "device()", ast.unparse(node))
+                return self._replace(
+                    node, ast.Call(self._shim("current_device"), [], []), "device()", ast.unparse(node)
+                )
             if function.attr == "cuda":
                 new = ast.Call(ast.Attribute(self.visit(function.value), "cpu", ast.Load()), [], [])
                 return self._replace(node, new, ".cuda()", ".cuda()")

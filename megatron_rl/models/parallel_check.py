@@ -85,8 +85,8 @@ def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_siz
 
     if expert_tensor > 1 and architecture(config) == "GptOssForCausalLM":
         raise UserError(
-            f"config: parallel.expert_tensor = {expert_tensor} (by default parallel.tensor), but experts with biases, as"
-            " gpt-oss has them, cannot be split; set parallel.expert_tensor to 1"
+            f"config: parallel.expert_tensor = {expert_tensor} (by default parallel.tensor), but experts with biases,"
+            " as gpt-oss has them, cannot be split; set parallel.expert_tensor to 1"
         )
 
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

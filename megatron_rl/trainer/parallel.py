@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.models.parallel_check import expert_tensor_size
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
         expert_model_parallel_size=config.expert,
-        expert_tensor_parallel_size=config.expert_tensor,
+        expert_tensor_parallel_size=expert_tensor_size(config),
         distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
         create_gloo_process_groups=True,
     )

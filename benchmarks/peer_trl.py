@@ -43,7 +43,8 @@ def main() -> None:
     tokens: list[int] = []
 
     class Steps(TrainerCallback):
-        seconds: list[float] = []
+        def __init__(self):
+            self.seconds: list[float] = []
 
         def on_step_begin(self, *_, **__):
             self.start = time.perf_counter()

@@ -41,11 +41,17 @@ def make_parser() -> argparse.ArgumentParser:
     convert.add_argument("source", metavar="SOURCE", help="Hugging Face folder, or a checkpoint folder step_N")
     convert.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
     for size in ("tensor", "pipeline", "expert"):
-        convert.add_argument(f"--{size}", type=int, default=1, metavar="N", help=f"{size} parallel size of this conversion")
+        convert.add_argument(
+            f"--{size}", type=int, default=1, metavar="N", help=f"{size} parallel size of this conversion"
+        )
     convert.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
-    report = commands.add_parser("report", help="one HTML page of a run: curves and sample rollouts", allow_abbrev=False)
+    report = commands.add_parser(
+        "report", help="one HTML page of a run: curves and sample rollouts", allow_abbrev=False
+    )
     report.add_argument("run", metavar="RUN", nargs="+", help="run folder(s): runs/NAME")
-    doctor = commands.add_parser("doctor", help="what is installed here, and what each missing part costs", allow_abbrev=False)
+    doctor = commands.add_parser(
+        "doctor", help="what is installed here, and what each missing part costs", allow_abbrev=False
+    )
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     return parser
 
@@ -122,7 +128,17 @@ def _torchrun(nproc: int, arguments: list[str]) -> int:
     arguments = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
     try:
-        torchrun(["--standalone", f"--nproc-per-node={nproc}", "--no-python", sys.executable, "-m", "megatron_rl.cli", *arguments])
+        torchrun(
+            [
+                "--standalone",
+                f"--nproc-per-node={nproc}",
+                "--no-python",
+                sys.executable,
+                "-m",
+                "megatron_rl.cli",
+                *arguments,
+            ]
+        )
     except BaseException as error:  # torchrun's ChildFailedError prints a report of its own: ours is already out
         if type(error).__name__ not in ("ChildFailedError", "SystemExit"):
             raise

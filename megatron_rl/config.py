@@ -310,7 +310,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def parse_yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    return yaml.load(text, _Loader)
 
 
 def parse_overrides(arguments: list[str]) -> dict:

@@ -183,7 +183,9 @@ class Engine:
         trajectories = collection.trajectories(first_group=ranks.data_rank * len(prompts)) if ranks.is_leader else None
         return ranks.from_leader(self._with_rewards(prompts, trajectories))
 
-    def _with_rewards(self, prompts: Sequence[Prompt], trajectories: list[Trajectory] | None) -> list[Trajectory] | None:
+    def _with_rewards(
+        self, prompts: Sequence[Prompt], trajectories: list[Trajectory] | None
+    ) -> list[Trajectory] | None:
         if trajectories is None:
             return None
         task, tokenizer = self.run.task, self.run.tokenizer

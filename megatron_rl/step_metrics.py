@@ -32,7 +32,10 @@ def log_step(
 def reward_metrics(run: Run, trajectories: list[Trajectory]) -> dict[str, Any]:
     """Rewards and lengths of one step's trajectories."""
     rows = run.gather_from_leaders(
-        [(t.group_id, t.reward, t.response_length, len(t.tokens), t.finish_reason, t.reward_parts) for t in trajectories]
+        [
+            (t.group_id, t.reward, t.response_length, len(t.tokens), t.finish_reason, t.reward_parts)
+            for t in trajectories
+        ]
     )
     rewards = np.asarray([r[1] for r in rows])
     groups: dict[int, list[float]] = {}

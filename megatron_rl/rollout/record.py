@@ -59,7 +59,7 @@ def _trajectory(arrays, index: int, row: dict) -> Trajectory:
     kept = None
     if row["kept"] is not None:
         kept = np.split(arrays[f"{index}.kept"], np.cumsum(row["kept"])[:-1])
-    routes = arrays[f"{index}.routes"] if f"{index}.routes" in arrays else None
+    routes = arrays.get(f"{index}.routes")
     return Trajectory(
         **{key: row[key] for key in _PLAIN},
         tokens=arrays[f"{index}.tokens"],

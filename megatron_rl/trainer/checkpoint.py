@@ -14,7 +14,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -24,7 +23,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_SHARDING = "fully_reshardable"
+_METADATA = {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True}
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -47,7 +47,6 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
 def _random_states() -> dict[str, Any]:
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
@@ -56,7 +55,6 @@ def _random_states() -> dict[str, Any]:
 
 def _set_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available() and states["device"] is not None:
         torch.cuda.set_rng_state(states["device"])
@@ -123,9 +121,9 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     _allocate_adam(trainer)
     loaded = _load(_state(trainer, ranks, loading=True, with_random=same_size), path)
     _load_model(trainer, loaded)
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
-    _separate_steps(trainer)
     trainer.scheduler.load_state_dict(common["scheduler"])
+    trainer.optimizer.load_state_dict(_optimizer_state(trainer, loaded["optimizer"]))
+    _separate_steps(trainer)
     if same_size:
         _set_random_states(loaded["random"])
     return {"step": common["step"], "extra": common["extra"]}
@@ -142,7 +140,9 @@ def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
     try:
         return dist_checkpointing.load_common_state_dict(str(path))["run"]
     except (OSError, KeyError, CheckpointingException, RuntimeError, EOFError, ValueError) as error:
-        raise UserError(f"checkpoint {path}: not a checkpoint of megatron_rl, or damaged ({_one_line(error)})") from None
+        raise UserError(
+            f"checkpoint {path}: not a checkpoint of megatron_rl, or damaged ({_one_line(error)})"
+        ) from None
 
 
 def _torch_adams(trainer: Trainer) -> list[torch.optim.Adam]:
@@ -158,6 +158,27 @@ def _allocate_adam(trainer: Trainer) -> None:
             if not optimizer.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+
+
+def _optimizer_state(trainer: Trainer, loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """What Megatron's optimizer loads: moments from the checkpoint, parameter groups of the layout at hand.
+
+    Expert parallelism has parameter groups (and an optimizer) of its own, so those of the checkpoint need not fit. They
+    hold nothing that is not elsewhere: rates come from the scheduler, and every update advanced it by one.
+    """
+    if not trainer.config.parallel.distributed_optimizer:
+        return loaded
+
+    def one(optimizer, moments: dict[str, Any]) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = trainer.scheduler.num_steps
+        return {**state, "param_state": moments["param_state"], "param_state_sharding_type": _SHARDING}
+
+    parts = trainer.optimizer.chained_optimizers
+    if len(parts) == 1:
+        return one(parts[0], loaded)
+    return {index: one(part, loaded[index]) for index, part in enumerate(parts)}
 
 
 def _separate_steps(trainer: Trainer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -153,7 +154,7 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
         advantages[response] = sample.advantage
         sequence_ids[start : start + n] = row
 
-    local = np.concatenate([_zigzag(a, b, layout) for a, b in zip(borders[:-1], borders[1:], strict=True)])
+    local = np.concatenate([_zigzag(a, b, layout) for a, b in pairwise(borders)])
     pick = lambda array: torch.from_numpy(np.ascontiguousarray(array[local]))  # noqa: E731
     return Batch(
         tokens=pick(tokens)[None],

@@ -67,7 +67,16 @@ def folder(tmp_path_factory, tiny_model):
 
 def start(folder: Path, name: str, *overrides: str) -> subprocess.Popen:
     log = open(folder / f"{name}.log", "a")  # noqa: SIM115 (the child holds it)
-    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(folder / "config.yaml"), "--name", name, *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl.cli",
+        "train",
+        str(folder / "config.yaml"),
+        "--name",
+        name,
+        *overrides,
+    ]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 

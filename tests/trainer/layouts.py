@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_rl.config import Config, build_config
 from megatron_rl.models.build import load
@@ -15,8 +16,6 @@ from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer
-from megatron.core import parallel_state  # noqa: E402 (after the platform's activation)
-
 
 TEMPERATURE = 0.7
 
@@ -111,7 +110,10 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
         captured: dict = {}
         step = trainer._step
         if update == 0:
-            trainer._step = lambda captured=captured, step=step: (captured.update(grads=whole_gradients(trainer)), step())[1]
+            trainer._step = lambda captured=captured, step=step: (
+                captured.update(grads=whole_gradients(trainer)),
+                step(),
+            )[1]
         metrics = trainer.update(batches, objective)
         trainer._step = step
         if update == 0:

@@ -15,7 +15,11 @@ def make(sizes, seed=0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     return [
         Sample(
-            rng.integers(1, 50, p + r).astype(np.int32), p, rng.random(r) < 0.8, rng.normal(size=r).astype(np.float32), float(i)
+            rng.integers(1, 50, p + r).astype(np.int32),
+            p,
+            rng.random(r) < 0.8,
+            rng.normal(size=r).astype(np.float32),
+            float(i),
         )
         for i, (p, r) in enumerate(sizes)
     ]

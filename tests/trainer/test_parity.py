@@ -50,7 +50,12 @@ def samples():
 
 def run(model, samples, world_size: int, layouts: dict[str, dict], algorithm: str) -> dict[str, dict]:
     configs = [{**layout, **ALGORITHMS[algorithm]} for layout in layouts.values()]
-    results = run_ranks(world_size, "layouts:run_layouts", (model, samples, configs), timeout=float(__import__('os').environ.get('T','280')))
+    results = run_ranks(
+        world_size,
+        "layouts:run_layouts",
+        (model, samples, configs),
+        timeout=float(__import__("os").environ.get("T", "280")),
+    )
     return dict(zip(layouts, results[0], strict=True))
 
 

@@ -60,11 +60,13 @@ def tail(path: Path, lines: int = 20) -> list[str]:
 
 
 def reason_of_death(path: Path) -> str:
-    """The last exception's own line in SGLang's log, else its last line."""
+    """The last exception's own line in SGLang's log, with its place where it says nothing; else the log's last line."""
     lines = tail(path, 400)
-    for line in reversed(lines):
+    for index in reversed(range(len(lines))):
+        line = lines[index]
         if re.match(r"^(\w+\.)*\w*(Error|Exception|Interrupt)\b", line) or "error: " in line:
-            return line
+            bare = ":" not in line and index
+            return f"{line} at '{lines[index - 1].strip()}'" if bare else line
     return lines[-1] if lines else "its log is empty"
 
 

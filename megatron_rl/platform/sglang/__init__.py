@@ -24,6 +24,12 @@ REPLACED = {
     "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": (
         "a dozen operators an expert, and torch.compile at gpt-oss's first request; replaced by two products an expert"
     ),
+    "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu": (
+        "asserts that MLA models have a rope scaling; without one (Moonlight) the version of the other devices is taken"
+    ),
+    "sglang.srt.models.deepseek_common.attention_backend_handler['torch_native']": (
+        "prefill of MLA would take a path for kernels over unpadded keys; absorbed MLA reads the cache, as decode does"
+    ),
     "sglang.srt.arg_groups.model_hook.attention_backends_of": (
         "refuses torch_native for gpt-oss for want of sinks and windows, which the replacement has"
     ),
@@ -33,6 +39,7 @@ REPLACED = {
 FLAGS = [
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
+    *("--moe-runner-backend", "triton"),  # a name alone: without it gpt-oss lays its experts out for GPU kernels
     "--disable-overlap-schedule",  # there is no second processor that its bookkeeping could overlap with
     "--sleep-on-idle",  # otherwise the scheduler polls: one core busy while the trainer needs it
     "--skip-server-warmup",

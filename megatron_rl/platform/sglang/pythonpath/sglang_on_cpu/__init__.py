@@ -6,6 +6,7 @@ lists every place with its reason.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 
@@ -16,9 +17,21 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     from sglang.srt.arg_groups import model_hook
+
+    backends_of = model_hook.attention_backends_of
+    model_hook.attention_backends_of = lambda view: tuple(
+        "triton" if name == "torch_native" else name for name in backends_of(view)
+    )
+    if "sglang.srt.managers.scheduler" in sys.modules:  # the process that has the model; the others need no more
+        _install_in_scheduler()
+
+
+def _install_in_scheduler() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 
     from sglang_on_cpu.attention import BatchedTorchAttention
     from sglang_on_cpu.moe import moe_forward
@@ -26,12 +39,28 @@ def install() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_unpinned
     register_attention_backend("torch_native")(BatchedTorchAttention)
     fused_moe_native.moe_forward_native = partial(moe_forward, fused_moe_native.moe_forward_native)
-    backends_of = model_hook.attention_backends_of
-    model_hook.attention_backends_of = lambda view: tuple(
-        "triton" if name == "torch_native" else name for name in backends_of(view)
-    )
+    factory.get_rope_cpu = partial(rope_on_cpu, factory.get_rope_cpu, factory.get_rope)
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def allocate_unpinned(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
     """Host buffer without cudaHostRegister: pinning means nothing where there is no GPU."""
     return allocator.allocate(dims, dtype=dtype, device=device)
+
+
+def rope_on_cpu(
+    original,
+    get_rope,
+    head_size,
+    rotary_dim,
+    max_position,
+    base,
+    is_neox_style=True,
+    rope_scaling=None,
+    dtype=None,
+    partial_rotary_factor=1.0,
+    device=None,
+):
+    """MLA without rope scaling (Moonlight): SGLang's CPU version asserts that there is one."""
+    common = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
+    return get_rope(*common) if rope_scaling is None else original(*common, device)

@@ -55,9 +55,9 @@ def qwen3_moe(s: Sizes) -> PreTrainedConfig:
 
 
 def olmoe(s: Sizes) -> PreTrainedConfig:
-    """Every layer is MoE, `intermediate_size` is the expert's, and heads share hidden_size evenly."""
+    """Every layer is MoE, `intermediate_size` is the expert's; as many key-value heads as heads (SGLang knows no other)."""
     return transformers.OlmoeConfig(
-        **_decoder(s) | {"intermediate_size": s.expert_intermediate},
+        **_decoder(s) | {"intermediate_size": s.expert_intermediate, "num_key_value_heads": s.heads},
         num_experts=s.experts,
         num_experts_per_tok=s.topk,
         norm_topk_prob=False,

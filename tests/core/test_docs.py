@@ -1,0 +1,85 @@
+"""What the documents name exists: every path, every command and flag, every config key, every environment script."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import make_parser
+from megatron_rl.config import build_config, key_paths, load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOP_LEVEL = ("megatron_rl", "csrc", "examples", "tools", "configs", "tests", "docs", "benchmarks", "requirements")
+DOCUMENTS = sorted([REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")])
+SCRIPTS = sorted([*(REPOSITORY / "examples").rglob("*.sh"), *(REPOSITORY / "examples").rglob("*.sbatch")])
+TOOL_FLAGS = re.compile(r"--[a-z][a-z_.-]*")
+
+
+def commands() -> dict[str, set[str]]:
+    """Subcommand -> its own flags."""
+    parser = make_parser()
+    choices = next(a for a in parser._actions if hasattr(a, "choices") and a.choices).choices
+    return {name: {o for a in sub._actions for o in a.option_strings} for name, sub in choices.items()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_paths_exist(document):
+    text = document.read_text()
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    for link in (x for x in links if not x.startswith(("http", "mailto"))):
+        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    pattern = rf"`((?:{'|'.join(TOP_LEVEL)})/[\w./-]*)`"
+    for path in re.findall(pattern, text):
+        assert (REPOSITORY / path).exists(), f"{document.name} names {path}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS + SCRIPTS, ids=lambda p: p.name)
+def test_commands_and_flags_exist(document):
+    known = commands()
+    keys = key_paths()
+    text = document.read_text().replace("\\\n", " ")
+    for command, rest in re.findall(r"megatron-rl ([a-z]+)([^\n`|;&]*)", text):
+        assert command in known, f"{document.name}: megatron-rl {command}"
+        for flag in TOOL_FLAGS.findall(rest):
+            ours = flag in known[command] or flag[2:] in keys or flag[2:].startswith("data.options.")
+            assert ours or flag == "--help", f"{document.name}: megatron-rl {command} has no {flag}"
+
+
+def test_flags_of_python_tools_exist():
+    help_of: dict[str, str] = {}
+    for document in DOCUMENTS + SCRIPTS:
+        text = document.read_text().replace("\\\n", " ")
+        for tool, rest in re.findall(r"python ((?:tools|benchmarks)/\w+\.py)([^\n`|;&]*)", text):
+            if tool not in help_of:
+                command = [sys.executable, str(REPOSITORY / tool), "--help"]
+                help_of[tool] = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+            for flag in TOOL_FLAGS.findall(rest):
+                assert flag in help_of[tool], f"{document.name}: {tool} has no {flag}"
+
+
+def test_config_keys_exist():
+    """`section.key` in backquotes is a key of the config."""
+    sections = {key.split(".")[0] for key in key_paths() if "." in key}
+    for document in DOCUMENTS:
+        for name in re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)`", document.read_text()):
+            if name.split(".")[0] in sections and not name.endswith((".py", ".sh", ".md", ".yaml")):
+                known = any(k == name or k.startswith(f"{name}.") for k in key_paths())
+                assert known or name.startswith("data.options."), f"{document.name} names config key {name}"
+
+
+def test_the_configuration_page_is_current():
+    page = subprocess.run(
+        [sys.executable, str(REPOSITORY / "tools" / "config_reference.py")], capture_output=True, text=True, timeout=60
+    )
+    assert page.stdout == (REPOSITORY / "docs" / "configuration.md").read_text(), (
+        "run: python tools/config_reference.py > docs/configuration.md"
+    )
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_configs_are_valid(path):
+    assert load_config(path) != build_config({})

@@ -1,0 +1,160 @@
+"""The whole step on the real stack: Megatron-Core trains, SGLang rolls out, and the server dies in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+STEPS = 4
+TIMEOUT = 420
+NAMES = (
+    "step reward/mean eval/score loss/policy entropy mismatch/kl mismatch/ess mismatch/ratio_max routing/agreement"
+    " time/rollout_s time/train_s time/sync_s throughput/tokens_per_s"
+).split()
+
+
+def run(arguments: list[str], log: Path) -> subprocess.Popen:
+    with open(log, "a") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl.cli", *arguments],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def scheduler_of(process: subprocess.Popen) -> psutil.Process | None:
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if "sglang::scheduler" in " ".join(child.cmdline()) or child.name().startswith("sglang::schedul"):
+                return child
+        except psutil.NoSuchProcess:
+            continue
+    return None
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_model):
+    """A finished run of two trainer processes whose server was killed with -9 after its first step."""
+    folder = tmp_path_factory.mktemp("train")
+    model = tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers")
+    config = {
+        "name": "killed",
+        "steps": STEPS,
+        "runs_dir": str(folder),
+        "model": {"path": str(model)},
+        "data": {"task": "number_sorting"},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "updates_per_step": 2, "tokens_per_micro_batch": 256},
+        "algorithm": {"kl": {"coefficient": 0.01}},
+        "optimizer": {"lr": 1e-3},
+        "parallel": {"expert": 2},
+        "precision": {"train": "fp32", "rollout": "fp32"},
+        "rollout": {"max_new_tokens": 24, "context_length": 64, "routes": True, "record": True},
+        "eval": {"prompts": 6, "samples": 2},
+        "logging": {"tensorboard": False},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    log = folder / "log.txt"
+    process = run(["train", str(path), "--nproc", "2"], log)
+    run_dir = folder / "killed"
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while not any(r["step"] == 1 for r in records(run_dir / "metrics.jsonl")):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, "no step within the time"
+            time.sleep(0.01)
+        victim = scheduler_of(process)
+        assert victim is not None, "no scheduler process below the trainer"
+        victim.send_signal(signal.SIGKILL)
+        assert process.wait(TIMEOUT) == 0, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    return run_dir, log
+
+
+def test_the_run_goes_on_when_the_server_is_killed(finished):
+    run_dir, log = finished
+    rows = [r for r in records(run_dir / "metrics.jsonl") if r["step"] > 0]
+    assert [r["step"] for r in rows] == list(range(1, STEPS + 1)), log.read_text()[-3000:]
+    assert rows[-1]["rollout/restarts"] >= 1
+    for row in rows:
+        assert set(NAMES) <= set(row)
+        assert row["update/skipped"] == 0
+
+
+def test_engine_and_trainer_agree_in_fp32(finished):
+    """Log-probs of sampled tokens: SGLang's decode against the trainer's pass over the packed sequences."""
+    for row in records(finished[0] / "metrics.jsonl"):
+        if row["step"] > 0:
+            assert row["mismatch/abs_median"] <= 1e-4
+            assert row["mismatch/kl"] <= 1e-6
+            assert row["mismatch/ess"] > 0.999
+
+
+def test_nothing_was_lost_and_weights_are_the_newest(finished):
+    from megatron_rl.rollout.record import file_of, load_trajectories
+
+    for step in range(STEPS):
+        for rank in range(2):
+            trajectories = load_trajectories(file_of(finished[0] / "rollouts", step, rank))
+            assert len(trajectories) == 32
+            groups = [t.group_id for t in trajectories]
+            assert groups == sorted(groups) and len(set(groups)) == 4
+            for t in trajectories:
+                assert {span.version for span in t.weight_spans} == {str(step)}
+                assert t.routes.shape == (len(t.tokens) - 1, 2, 2)
+                assert 1 <= t.response_length <= 24
+
+
+def test_no_process_is_left(finished):
+    run_dir, _ = finished
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(p.info["cmdline"] or [])]
+    assert not left
+
+
+def test_report_is_one_page(finished):
+    run_dir, _ = finished
+    subprocess.run([sys.executable, "-m", "megatron_rl.cli", "report", str(run_dir)], check=True, timeout=120)
+    page = (run_dir / "report.html").read_text()
+    samples = records(run_dir / "samples.jsonl")
+    assert f"{records(run_dir / 'metrics.jsonl')[-1]['reward/mean']:.3g}"[:4] in page, "the curves' numbers are in the page"
+    assert samples and "mismatch" in page
+    assert not re.search(r"""(src|href)=["']?http""", page), "the page needs nothing from outside"
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        (["--model.path", "absent"], ["absent", "does not exist"]),
+        (["--batch.tokens_per_micro_batch", "32"], ["rollout.context_length", "batch.tokens_per_micro_batch"]),
+        (["--parallel.expert", "3"], ["parallel.expert"]),
+        (["--rollout.sampling.top_p", "0.9"], ["rollout.sampling", "top_p"]),
+        (["--rollout.addresses", "[http://127.0.0.1:9]", "--rollout.retries", "0"], ["127.0.0.1:9"]),
+    ],
+)
+def test_bad_input_is_one_line(finished, tmp_path, override, fragments):
+    config = finished[0].parent / "config.yaml"
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(config), "--name", f"bad{tmp_path.name}"]
+    done = subprocess.run(
+        [*command, "--parallel.expert", "1", *override], capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    errors = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl: error:")]
+    assert done.returncode == 2 and len(errors) == 1, done.stderr[-3000:]
+    for fragment in fragments:
+        assert fragment in errors[0]
+    assert "Traceback" not in done.stderr

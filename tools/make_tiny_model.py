@@ -55,7 +55,7 @@ def qwen3_moe(s: Sizes) -> PreTrainedConfig:
 
 
 def olmoe(s: Sizes) -> PreTrainedConfig:
-    """Every layer is MoE, `intermediate_size` is the expert's; as many key-value heads as heads (SGLang knows no other)."""
+    """Every layer is MoE, `intermediate_size` is the expert's; no grouped queries, which SGLang lacks for it."""
     return transformers.OlmoeConfig(
         **_decoder(s) | {"intermediate_size": s.expert_intermediate, "num_key_value_heads": s.heads},
         num_experts=s.experts,

@@ -21,4 +21,4 @@ echo "== reinforcement learning: GRPO with a verifier"
 megatron-rl train configs/quickstart.yaml --name "$name/grpo" --seed "$seed" --data.seed "$seed" \
   --model.path "runs/$name/sft/hf"
 
-megatron-rl report "runs/$name/grpo"
+megatron-rl report "runs/$name/grpo" # prints the scores before and after, and the page

@@ -84,9 +84,16 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
         return doctor(as_json=args.json)
     if args.command == "report":
-        from megatron_rl.metrics.report import write_report
+        from rich.console import Console
 
-        print(write_report([Path(run) for run in args.run]))
+        from megatron_rl.metrics.report import write_report
+        from megatron_rl.metrics.summary import before_after
+
+        folders = [Path(run) for run in args.run]
+        page = write_report(folders)
+        for table in filter(None, map(before_after, folders)):
+            Console().print(table)
+        print(f"report: {page}")
         return None
     if args.command == "convert":
         from megatron_rl.config import build_config

@@ -68,6 +68,11 @@ class Run:
                 f"config: a sequence of rollout.context_length = {config.rollout.context_length} tokens does not fit into"
                 f" batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}; raise the latter"
             )
+        if config.model.moe_dispatcher == "allgather" and config.parallel.expert > 1:
+            raise UserError(
+                "config: model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
+                " micro-batches do not have; use alltoall"
+            )
         self.ranks = parallel.initialize(config.parallel, config.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self.task = build_task(config.data, demonstrations=kind == "sft")

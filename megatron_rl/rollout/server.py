@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.platform import sglang as cpu_platform
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
-STOP_GRACE_S = 10.0
+STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

@@ -25,6 +25,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 _SHARDING = "fully_reshardable"
 _METADATA = {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True}
+# Megatron writes process groups into the dict that it is given: each call gets a copy.
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -36,11 +37,11 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def _model_state(trainer: Trainer) -> dict[str, Any]:
     if len(trainer.chunks) == 1:
-        return {"model": trainer.chunks[0].sharded_state_dict(metadata=_METADATA)}
+        return {"model": trainer.chunks[0].sharded_state_dict(metadata=dict(_METADATA))}
     states = {}
     for index, chunk in enumerate(trainer.chunks):
         parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        states[f"model{index}"] = chunk.sharded_state_dict(metadata=_METADATA)
+        states[f"model{index}"] = chunk.sharded_state_dict(metadata=dict(_METADATA))
     return states
 
 
@@ -63,7 +64,7 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     state = _model_state(trainer)
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=_METADATA)
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
         state["random"] = ShardedObject("random", _random_states(), (ranks.world_size,), (ranks.rank,))

@@ -56,7 +56,7 @@ def test_flags_of_python_tools_exist():
         for tool, rest in re.findall(r"python ((?:tools|benchmarks)/\w+\.py)([^\n`|;&]*)", text):
             if tool not in help_of:
                 command = [sys.executable, str(REPOSITORY / tool), "--help"]
-                help_of[tool] = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+                help_of[tool] = subprocess.run(command, capture_output=True, text=True, timeout=250).stdout
             for flag in TOOL_FLAGS.findall(rest):
                 assert flag in help_of[tool], f"{document.name}: {tool} has no {flag}"
 

@@ -17,10 +17,21 @@ import yaml
 
 STEPS = 4
 TIMEOUT = 420
-NAMES = (
-    "step reward/mean eval/score loss/policy entropy mismatch/kl mismatch/ess mismatch/ratio_max routing/agreement"
-    " time/rollout_s time/train_s time/sync_s throughput/tokens_per_s"
-).split()
+NAMES = [
+    "step",
+    "reward/mean",
+    "eval/score",
+    "loss/policy",
+    "entropy",
+    "mismatch/kl",
+    "mismatch/ess",
+    "mismatch/ratio_max",
+    "routing/agreement",
+    "time/rollout_s",
+    "time/train_s",
+    "time/sync_s",
+    "throughput/tokens_per_s",
+]
 
 
 def run(arguments: list[str], log: Path) -> subprocess.Popen:
@@ -132,7 +143,9 @@ def test_report_is_one_page(finished):
     subprocess.run([sys.executable, "-m", "megatron_rl.cli", "report", str(run_dir)], check=True, timeout=120)
     page = (run_dir / "report.html").read_text()
     samples = records(run_dir / "samples.jsonl")
-    assert f"{records(run_dir / 'metrics.jsonl')[-1]['reward/mean']:.3g}"[:4] in page, "the curves' numbers are in the page"
+    assert f"{records(run_dir / 'metrics.jsonl')[-1]['reward/mean']:.3g}"[:4] in page, (
+        "the curves' numbers are in the page"
+    )
     assert samples and "mismatch" in page
     assert not re.search(r"""(src|href)=["']?http""", page), "the page needs nothing from outside"
 

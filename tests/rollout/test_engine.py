@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,20 +141,19 @@ def test_an_unreachable_server_is_replaced_by_another(server):
     assert len(trajectories) == 12 and stats.retries > 0
 
 
-def server_processes(server: RolloutServer) -> list[int]:
-    """Process ids of SGLang's own tree, its first process first."""
-    frontier, found = [server._process.pid], []
+def process_of(server: RolloutServer, name: str) -> int:
+    """Id of the process below the server's supervisor whose command line contains `name`."""
+    frontier = [server._process.pid]
     while frontier:
-        frontier = [
-            int(child)
-            for pid in frontier
-            for child in open(f"/proc/{pid}/task/{pid}/children").read().split()  # noqa: SIM115
-        ]
-        found += frontier
-    return found
+        below = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in frontier]
+        frontier = [int(child) for children in below for child in children]
+        for pid in frontier:
+            if name in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+    raise AssertionError(f"no process {name}")
 
 
-@pytest.mark.parametrize("victim", [0, -1], ids=["first_process", "worker"])
+@pytest.mark.parametrize("victim", ["sglang.launch_server", "sglang::scheduler"])
 def test_kill_9_in_mid_step_loses_nothing(server, victim):
     prompts = questions(64)
     killed, pushed = [], []
@@ -161,7 +161,7 @@ def test_kill_9_in_mid_step_loses_nothing(server, victim):
     def kill_once(arrived: int, wanted: int) -> None:
         if not killed:
             killed.append((arrived, wanted))
-            os.kill(server_processes(server)[victim], signal.SIGKILL)
+            os.kill(process_of(server, victim), signal.SIGKILL)
 
     # A few stop tokens give responses of very different lengths: most are on their way when the first ones arrive.
     trajectories, stats = collect(

@@ -17,21 +17,11 @@ import yaml
 
 STEPS = 4
 TIMEOUT = 420
-NAMES = [
-    "step",
-    "reward/mean",
-    "eval/score",
-    "loss/policy",
-    "entropy",
-    "mismatch/kl",
-    "mismatch/ess",
-    "mismatch/ratio_max",
-    "routing/agreement",
-    "time/rollout_s",
-    "time/train_s",
-    "time/sync_s",
-    "throughput/tokens_per_s",
-]
+NAMES = {
+    *("step", "reward/mean", "eval/score", "loss/policy", "entropy", "routing/agreement"),
+    *("mismatch/kl", "mismatch/ess", "mismatch/ratio_max"),
+    *("time/rollout_s", "time/train_s", "time/sync_s", "throughput/tokens_per_s"),
+}
 
 
 def run(arguments: list[str], log: Path) -> subprocess.Popen:
@@ -104,7 +94,7 @@ def test_the_run_goes_on_when_the_server_is_killed(finished):
     assert [r["step"] for r in rows] == list(range(1, STEPS + 1)), log.read_text()[-3000:]
     assert rows[-1]["rollout/restarts"] >= 1
     for row in rows:
-        assert set(NAMES) <= set(row)
+        assert set(row) >= NAMES
         assert row["update/skipped"] == 0
 
 

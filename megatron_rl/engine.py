@@ -18,7 +18,7 @@ from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.run import Run
+from megatron_rl.run import Run, preflight
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer
 
@@ -50,6 +50,7 @@ class Engine:
         self._version = 0
 
     def __enter__(self) -> Engine:
+        preflight(self.config)  # what the trainer would refuse should not start a server first
         rollout = self.config.rollout
         if not rollout.addresses and not rollout.replay and int(os.environ.get("RANK", 0)) == 0:
             self._server = RolloutServer(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from megatron_rl.config import Config, to_yaml
 from megatron_rl.environments import PromptStream, build_task, fitting
@@ -19,7 +19,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
-from megatron_rl.plan import make_plan
+from megatron_rl.plan import Plan, make_plan
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.trainer import checkpoint, parallel
@@ -48,6 +48,29 @@ class Clock:
         return {**times, "time/other_s": max(0.0, total - sum(self._parts.values())), "time/step_s": total}
 
 
+def preflight(config: Config) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
+    """All that can be refused before anything starts: model folder, parallel sizes, batch sizes, sampling.
+
+    Errors: UserError naming the key or the file.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    hf_config = read_hf_config(config.model.path)
+    check_parallel(hf_config, config.parallel, world_size)
+    plan = make_plan(config.batch, config.parallel, world_size)
+    support = SamplingSupport.from_config(config.rollout.sampling)
+    if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
+        raise UserError(
+            f"config: a sequence of rollout.context_length = {config.rollout.context_length} tokens does not fit into"
+            f" batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}; raise the latter"
+        )
+    if config.model.moe_dispatcher == "allgather" and config.parallel.expert > 1:
+        raise UserError(
+            "config: model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
+            " micro-batches do not have; use alltoall"
+        )
+    return hf_config, plan, support
+
+
 class Run:
     """Model, trainer, data and log of one run; a context manager that saves what is due and closes everything.
 
@@ -58,21 +81,7 @@ class Run:
         """kind: train and sft build the trainer; ask (eval, rollout) only asks the engine."""
         self.config = config
         self.kind = kind
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.hf_config = read_hf_config(config.model.path)
-        check_parallel(self.hf_config, config.parallel, world_size)
-        self.plan = make_plan(config.batch, config.parallel, world_size)
-        self.support = SamplingSupport.from_config(config.rollout.sampling)
-        if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
-            raise UserError(
-                f"config: a sequence of rollout.context_length = {config.rollout.context_length} tokens does not fit into"
-                f" batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}; raise the latter"
-            )
-        if config.model.moe_dispatcher == "allgather" and config.parallel.expert > 1:
-            raise UserError(
-                "config: model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
-                " micro-batches do not have; use alltoall"
-            )
+        self.hf_config, self.plan, self.support = preflight(config)
         self.ranks = parallel.initialize(config.parallel, config.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self.task = build_task(config.data, demonstrations=kind == "sft")

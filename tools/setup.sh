@@ -47,7 +47,7 @@ declare -A build=([trainer]="setup.py pyproject.toml csrc" [rollout]="")
 
 inputs_hash() {
     local path files=()
-    for path in ${lists[$1]} ${build[$1]}; do
+    for path in ${lists[$1]} ${build[$1]} "requirements/$1.imports"; do
         if [[ -e $path ]]; then
             mapfile -t -O "${#files[@]}" files < <(find "$path" -type f -not -name '*.so' | LC_ALL=C sort)
         fi
@@ -115,6 +115,15 @@ make_environment() {
         "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable "$root" ||
             fail "$venv: megatron_rl could not be built: see the compiler's messages above"
     fi
+}
+
+# Imports what a run imports: shows that the environment works, and leaves compiled modules on the disk: without them, as wherever
+# PYTHONDONTWRITEBYTECODE is set, every process of a run compiles thousands of files at its start.
+finish_environment() {
+    local venv=${folder[$1]} modules
+    modules=$(paste -sd, "requirements/$1.imports")
+    env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$venv/bin/python" -W ignore -c "import $modules" >/dev/null ||
+        fail "$venv: was installed but cannot be imported: see the message above"
     inputs_hash "$1" >"$venv/.setup-stamp"
 }
 
@@ -139,9 +148,15 @@ fi
 uv=$(find_uv)
 python=$(find_python)
 say "Python $python, $("$uv" --version), $(free_space) free on the disk"
+finishing=()
 for environment in "${environments[@]}"; do
     if ((force)) || ! is_ready "$environment"; then
         make_environment "$environment"
+        finish_environment "$environment" & # while the next one is installed
+        finishing+=($!)
     fi
+done
+for process in "${finishing[@]}"; do
+    wait "$process" || exit 1
 done
 say "done: .venv/bin/megatron-rl doctor says what this machine has"

@@ -68,6 +68,8 @@ def checkout(tmp_path):
     }
     for name, entries in lists.items():
         (root / "requirements" / name).write_text("".join(f"{n}=={v}\n" for n, v in entries.items()))
+    (root / "requirements" / "trainer.imports").write_text("small_package\nsetuptools\n")
+    (root / "requirements" / "rollout.imports").write_text("sys\n")
     return root
 
 
@@ -85,6 +87,8 @@ def test_setup_makes_both_environments_once_and_follows_the_lists(checkout):
     first = setup(checkout)
     assert first.returncode == 0, first.stderr
     assert has(checkout, ".venv", "iniconfig") and has(checkout, ".venv", "small_package")
+    compiled = (checkout / ".venv" / "lib").rglob("setuptools/__pycache__/__init__*.pyc")
+    assert list(compiled), "modules that a run imports are compiled once"
     assert has(checkout, ".venv-rollout", "packaging") and not has(checkout, ".venv-rollout", "iniconfig")
     second = setup(checkout, PATH="/usr/bin:/bin", HOME="/nonexistent")  # needs neither uv nor a Python
     assert second.returncode == 0 and second.stdout + second.stderr == ""
@@ -119,6 +123,11 @@ def test_failures_say_what_to_do(checkout):
     (checkout / "requirements" / "trainer.txt").write_text("setuptools==0.0.0.1\n")
     failed = setup(checkout, "--trainer-only")
     assert failed.returncode == 1 and "the packages could not be installed" in failed.stderr
+    assert not (checkout / ".venv" / ".setup-stamp").exists()
+    (checkout / "requirements" / "trainer.txt").write_text(f"setuptools=={pins('trainer.txt')['setuptools']}\n")
+    (checkout / "requirements" / "trainer.imports").write_text("absent_module\n")
+    broken = setup(checkout, "--trainer-only")
+    assert broken.returncode == 1 and "absent_module" in broken.stderr and "cannot be imported" in broken.stderr
     assert not (checkout / ".venv" / ".setup-stamp").exists()
     unknown = setup(checkout, "--trainer-onyl")
     assert (

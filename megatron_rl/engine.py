@@ -180,7 +180,7 @@ class Engine:
             if fatal or attempts > RESTARTS or not self._revive():
                 raise (fatal or problems)[0]
             self._sync.push(self._trainer.export_weights(), str(self._version))
-        self.stats.retries += collection.stats.retries
+        self.stats.retries += sum(ranks.gather(collection.stats.retries))
         trajectories = collection.trajectories(first_group=ranks.data_rank * len(prompts)) if ranks.is_leader else None
         return ranks.from_leader(self._with_rewards(prompts, trajectories))
 

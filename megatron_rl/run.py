@@ -17,13 +17,12 @@ from megatron_rl.config import Config, to_yaml
 from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import RunLogger
-from megatron_rl.models.build import Model, load
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.plan import Plan, make_plan
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.trainer import checkpoint, parallel
-from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.trainer import build_trainer
 
 T = TypeVar("T")
 
@@ -74,7 +73,7 @@ def preflight(config: Config) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
 class Run:
     """Model, trainer, data and log of one run; a context manager that saves what is due and closes everything.
 
-    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, model, trainer, logger, step.
+    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, trainer, logger, step.
     """
 
     def __init__(self, config: Config, *, kind: Literal["train", "sft", "ask"]) -> None:
@@ -104,18 +103,8 @@ class Run:
 
     def _build_trainer(self) -> None:
         config, training = self.config, self.kind == "train"
-        self.model: Model = load(
-            config.model.path,
-            parallel=config.parallel,
-            precision=config.precision.train,
-            recompute=config.model.recompute,
-            moe_dispatcher=config.model.moe_dispatcher,
-            moe_aux_loss=config.model.moe_aux_loss,
-            freeze_router=config.model.freeze_router,
-        )
-        self.trainer = Trainer(
+        self.trainer = build_trainer(
             config,
-            self.model,
             self.ranks,
             total_updates=config.steps * (config.batch.updates_per_step if training else 1),
             temperature=self.support.temperature if training else 1.0,
@@ -186,7 +175,7 @@ class Run:
     def save_hf(self) -> Path:
         """Write the current weights as a Hugging Face folder `hf` in the run's folder."""
         out = self.folder / "hf"
-        self.model.save_hf(self.trainer.chunks, out)
+        self.trainer.model.save_hf(self.trainer.chunks, out)
         return out
 
     def stop_tokens(self) -> list[int]:

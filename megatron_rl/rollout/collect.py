@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,7 @@ import numpy as np
 from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.rollout.trajectory import Trajectory
-
-log = logging.getLogger(__name__)
 
 TOKENS_PER_CALL = 4096
 """Short responses share HTTP calls of about that many response tokens, which spares both sides work per call; long ones
@@ -25,7 +21,7 @@ get a call per prompt, so that a failure costs little."""
 
 
 class Prompt(Protocol):
-    """What collect needs of a prompt."""
+    """What a collection needs of a prompt."""
 
     prompt_id: str
     tokens: list[int]
@@ -37,8 +33,6 @@ class CollectStats:
     tokens: int = 0
     """Response tokens."""
     retries: int = 0
-    restarts: int = 0
-    """Times that the server was dead and started again."""
     seconds: float = 0.0
 
 
@@ -124,40 +118,3 @@ class Collection:
             for p, prompt in enumerate(self.prompts)
             for reply in self._replies[p]
         ]
-
-
-def collect(
-    client: SGLangClient,
-    prompts: Sequence[Prompt],
-    support: SamplingSupport,
-    *,
-    samples_per_prompt: int,
-    max_new_tokens: int,
-    stop_token_ids: Sequence[int] = (),
-    routes: RouteLayout | None = None,
-    server: RolloutServer | None = None,
-    restarts: int = 3,
-    on_restart: Callable[[], None] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    first_group: int = 0,
-) -> tuple[list[Trajectory], CollectStats]:
-    """Sample `samples_per_prompt` responses to every prompt, all in flight at once.
-
-    server: the child server behind `client`, if it is one. When it dies it is started again, at most `restarts` times,
-    then `on_restart` is called (a fresh server has the weights of the model folder: push the current ones), and what
-    was not answered is asked again. Errors: EngineLost when an engine stays away, UserError.
-    """
-    collection = Collection(prompts, support, samples_per_prompt, max_new_tokens, stop_token_ids, routes, on_progress)
-    while not collection.complete:
-        try:
-            collection.run(client)
-        except EngineLost as problem:
-            if server is None or collection.stats.restarts >= restarts:
-                raise
-            stats = collection.stats
-            log.warning("%s; starting it again, %d of %d responses kept", problem, stats.responses, collection.wanted)
-            stats.restarts += 1
-            server.restart()
-            if on_restart:
-                on_restart()
-    return collection.trajectories(first_group), collection.stats

@@ -102,7 +102,7 @@ def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[st
         dist_checkpointing.save(state, str(temporary), async_strategy="mcore", verify_integrity=True)
     except (OSError, CheckpointingException, RuntimeError) as error:
         problem = f"checkpoint {final}: could not be written ({_one_line(error)}); older checkpoints are intact"
-    _raise_together(ranks, problem)
+    _raise_together(ranks, problem, partial=temporary)
     if ranks.rank == 0:
         try:
             trainer.model.save_hf_metadata(temporary / "hf")
@@ -113,7 +113,7 @@ def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[st
                 shutil.rmtree(old)
         except OSError as error:
             problem = f"checkpoint {final}: {error.strerror}; older checkpoints are intact"
-    _raise_together(ranks, problem)
+    _raise_together(ranks, problem, partial=temporary)
     return final
 
 
@@ -212,10 +212,15 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
         chunk.load_state_dict(loaded[f"model{index}"])
 
 
-def _raise_together(ranks: Ranks, problem: str | None) -> None:
-    """The same error on all ranks, so that none waits in a collective for one that has stopped."""
+def _raise_together(ranks: Ranks, problem: str | None, partial: Path | None = None) -> None:
+    """The same error on all ranks, so that none waits in a collective for one that has stopped.
+
+    partial: what is left of the attempt; it is removed, as the disk may be full.
+    """
     problems = [p for p in ranks.gather(problem) if p]
     if problems:
+        if partial is not None and ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
         raise UserError(problems[0])
 
 

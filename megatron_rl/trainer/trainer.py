@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Config
-from megatron_rl.models.build import Model
+from megatron_rl.models.build import Model, load
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
 from megatron_rl.trainer.objective import Scale, Sums
 from megatron_rl.trainer.optimizer import make_optimizer, make_scheduler, wrap_ddp
@@ -191,3 +191,17 @@ class Trainer:
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full Hugging Face tensors, one at a time (a collective: every process iterates to the end)."""
         return self.model.export_hf_weights(self.chunks)
+
+
+def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, temperature: float) -> Trainer:
+    """The trainer of the folder config.model.path; parallel_state must be initialised. Errors: UserError."""
+    model = load(
+        config.model.path,
+        parallel=config.parallel,
+        precision=config.precision.train,
+        recompute=config.model.recompute,
+        moe_dispatcher=config.model.moe_dispatcher,
+        moe_aux_loss=config.model.moe_aux_loss,
+        freeze_router=config.model.freeze_router,
+    )
+    return Trainer(config, model, ranks, total_updates=total_updates, temperature=temperature)

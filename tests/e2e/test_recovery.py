@@ -190,3 +190,46 @@ def test_truncated_checkpoint_is_one_clear_error(folder, undisturbed):
     errors = [line for line in output.splitlines() if "error" in line.lower()]
     assert len(errors) == 1 and "damaged" in errors[0] and victim.name in errors[0], output[-3000:]
     assert "Traceback" not in output
+
+
+IN_A_SMALL_DISK = """
+set -e
+mount -t tmpfs -o size="$1" tmpfs "$2"
+shift 2
+status=0
+"$@" || status=$?
+[[ $status == 2 ]] || { echo "exit status $status"; exit 1; }
+ls "$DISK"/small/checkpoints
+mount -o remount,size=1g "$DISK"
+"$@"
+cp -r "$DISK"/small "$KEEP"
+"""
+
+
+def test_full_disk_is_one_clear_error_and_costs_no_checkpoint(folder, undisturbed):
+    """A file system of its own that holds one checkpoint and a half; the run resumes when there is more room."""
+    saved = folder / "runs" / "undisturbed" / "checkpoints" / f"step_{STEPS:06d}"
+    size = sum(file.stat().st_size for file in saved.rglob("*"))
+    disk = folder / "disk"
+    disk.mkdir()
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(folder / "config.yaml"), "--name", "small"]
+    done = subprocess.run(
+        [
+            *("unshare", "--map-root-user", "--mount", "bash", "-c", IN_A_SMALL_DISK, "-", str(size * 3 // 2), str(disk)),
+            *(*command, "--runs_dir", str(disk)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=2 * TIMEOUT,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DISK": str(disk), "KEEP": str(folder / "runs")},
+    )
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip("this machine does not allow a mount of one's own")
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, done.stderr[-4000:]
+    assert "step_000002" in errors[0] and "No space left" in errors[0] and "older checkpoints are intact" in errors[0]
+    assert "Traceback" not in done.stderr
+    assert "step_000001" in done.stdout and "step_000002" not in done.stdout, "the half-written one is gone"
+    assert_same_end(folder, "small", undisturbed)

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ServerConfig
+from megatron_rl.rollout.client import SGLangClient
+from megatron_rl.rollout.collect import Collection, CollectStats
 from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.rollout.trajectory import Trajectory
 from tools.make_tiny_model import make_tiny_model
 
 CPU_SERVER = ServerConfig(threads=1, memory_fraction=0.2, max_total_tokens=32768, start_timeout_s=540)
+
+
+def client_of(server: RolloutServer, **options) -> SGLangClient:
+    return SGLangClient([server.address], lost=lambda: not server.alive(), timeout_s=120, **options)
+
+
+def collect(
+    client: SGLangClient, prompts, support: SamplingSupport, **settings
+) -> tuple[list[Trajectory], CollectStats]:
+    """All that is asked for, in one go. settings: fields of Collection."""
+    collection = Collection(prompts, support, **settings)
+    collection.run(client)
+    return collection.trajectories(), collection.stats
+
+
+def prefill_log_probs(client: SGLangClient, sequences) -> list[np.ndarray]:
+    """Per sequence [n - 1], from the prefill, at temperature 1."""
+
+    async def ask():
+        async with client:
+            return await client.generate(sequences, {"max_new_tokens": 0}, prompt_log_probs=True)
+
+    return [group[0].prompt_log_probs for group in asyncio.run(ask())]
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -14,11 +13,11 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.client import SGLangClient
-from megatron_rl.rollout.collect import collect
+from megatron_rl.rollout.client import EngineLost, SGLangClient
+from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, free_port
-from tests.rollout.conftest import CPU_SERVER, Reference
+from tests.rollout.conftest import CPU_SERVER, Reference, client_of, collect, prefill_log_probs
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 
@@ -36,20 +35,6 @@ def questions(count: int, vocab: int = 512, shortest: int = 3, longest: int = 40
     ]
 
 
-def client_of(server: RolloutServer, **options) -> SGLangClient:
-    return SGLangClient([server.address], lost=lambda: not server.alive(), timeout_s=120, **options)
-
-
-def prefill_log_probs(client: SGLangClient, sequences) -> list[np.ndarray]:
-    """Per sequence [n - 1], from the prefill, at temperature 1."""
-
-    async def ask():
-        async with client:
-            return await client.generate(sequences, {"max_new_tokens": 0}, prompt_log_probs=True)
-
-    return [group[0].prompt_log_probs for group in asyncio.run(ask())]
-
-
 @pytest.fixture(scope="module")
 def sampled(server, reference):
     """Trajectories at temperature 1 of prompts of unequal length, three samples each, with routes."""
@@ -57,7 +42,7 @@ def sampled(server, reference):
     trajectories, stats = collect(
         client_of(server), prompts, SamplingSupport(), samples_per_prompt=3, max_new_tokens=24, routes=reference.layout
     )
-    assert stats.responses == 36 and stats.restarts == stats.retries == 0
+    assert stats.responses == 36 and stats.retries == 0
     assert stats.tokens == sum(t.response_length for t in trajectories)
     return prompts, trajectories
 
@@ -156,7 +141,7 @@ def process_of(server: RolloutServer, name: str) -> int:
 @pytest.mark.parametrize("victim", ["sglang.launch_server", "sglang::scheduler"])
 def test_kill_9_in_mid_step_loses_nothing(server, victim):
     prompts = questions(64)
-    killed, pushed = [], []
+    killed = []
 
     def kill_once(arrived: int, wanted: int) -> None:
         if not killed:
@@ -164,21 +149,25 @@ def test_kill_9_in_mid_step_loses_nothing(server, victim):
             os.kill(process_of(server, victim), signal.SIGKILL)
 
     # A few stop tokens give responses of very different lengths: most are on their way when the first ones arrive.
-    trajectories, stats = collect(
-        client_of(server),
+    collection = Collection(
         prompts,
         SamplingSupport(),
         samples_per_prompt=1,
         max_new_tokens=400,
         stop_token_ids=list(range(50, 62)),
-        server=server,
-        on_restart=lambda: pushed.append(server.ready()),
         on_progress=kill_once,
     )
-    assert killed[0][0] < killed[0][1]
-    assert stats.restarts == 1 and pushed == [True]
+    client = client_of(server)
+    with pytest.raises(EngineLost, match="died"):
+        collection.run(client)
+    answered = collection.stats.responses
+    assert 0 < answered < 64 and not collection.complete
+    server.restart()
+    collection.run(client)
+    assert collection.stats.responses == 64, "what was answered before the end is kept"
+    trajectories = collection.trajectories()
     assert [t.prompt_id for t in trajectories] == [p.prompt_id for p in prompts]
-    assert stats.responses == 64 and all(t.response_length > 0 for t in trajectories)
+    assert all(t.response_length > 0 for t in trajectories)
 
 
 @pytest.mark.parametrize(("family", "kv_heads"), [("gpt_oss", 2), ("deepseek_v3", 4), ("olmoe", 4)])

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.config import Config, build_config
-from megatron_rl.models.build import load
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
-from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 TEMPERATURE = 0.7
 
@@ -59,16 +58,7 @@ def make_config(model: str, overrides: dict) -> Config:
 
 def make_trainer(config: Config) -> Trainer:
     ranks = parallel.initialize(config.parallel, config.seed)
-    model = load(
-        config.model.path,
-        parallel=config.parallel,
-        precision=config.precision.train,
-        recompute=config.model.recompute,
-        moe_dispatcher=config.model.moe_dispatcher,
-        moe_aux_loss=config.model.moe_aux_loss,
-        freeze_router=config.model.freeze_router,
-    )
-    return Trainer(config, model, ranks, total_updates=config.steps, temperature=TEMPERATURE)
+    return build_trainer(config, ranks, total_updates=config.steps, temperature=TEMPERATURE)
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, WeightConversionTask
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.bridge.utils.fusions import can_enable_gradient_accumulation_fusion
@@ -93,11 +93,18 @@ class Model:
         except IncompleteWeights as error:
             raise UserError(f"model folder {folder}: {error}") from None
 
+    def export_plan(self, chunks: list[GPTModel]) -> list[WeightConversionTask]:
+        """Which parameters make which Hugging Face tensors: the same for every export of these chunks."""
+        return self.bridge.build_conversion_tasks(self.hf_config, chunks)
+
     @torch.no_grad()
-    def export_hf_weights(self, chunks: list[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_hf_weights(
+        self, chunks: list[GPTModel], plan: list[WeightConversionTask] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) one at a time, in the dtypes of the trained weights, on every rank.
 
         A tensor may share memory with a parameter: use or copy it before the next optimizer step.
+        plan: of export_plan, where exports are many.
         """
         vocab = self.hf_config.vocab_size
         exported = self.bridge.stream_weights_megatron_to_hf(
@@ -105,7 +112,7 @@ class Model:
             SimpleNamespace(config=self.hf_config),  # no files: tensors are exported as the model has them
             cpu=False,
             show_progress=False,
-            conversion_tasks=self.bridge.build_conversion_tasks(self.hf_config, chunks),
+            conversion_tasks=plan or self.export_plan(chunks),
             merge_adapter_weights=False,
         )
         for name, tensor in exported:

@@ -6,15 +6,17 @@ See `megatron_rl_plugin.fingerprint` for the hash and why that of a fused tensor
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from megatron_rl.sync.layout import Slot, locate
+from megatron_rl.sync.layout import Slot
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import MODULUS, PREFIX, as_matrix, below, fingerprint
 
 
@@ -61,16 +63,17 @@ class ExpectedChecksums:
     (norms, routers, and key-value heads where ranks outnumber them) and expert parallelism follow from the same rule.
     """
 
-    def __init__(self, engine: list[dict[str, EngineParameter]]) -> None:
-        """engine: one dict (name -> parameter) per tensor-parallel rank, as it was reported at the connection."""
+    def __init__(self, engine: list[dict[str, EngineParameter]], slot_of: Callable[[str], Slot | None]) -> None:
+        """engine: one dict (name -> parameter) per tensor-parallel rank, as it was reported at the connection.
+        slot_of: where a tensor lies in it (`layout.locate`)."""
         self._engine = engine[0]
         self._ranks = len(engine)
-        self._shapes = {name: parameter.shape for name, parameter in self._engine.items()}
+        self._slot_of = slot_of
         self._pieces: dict[str, list[_Piece]] = defaultdict(list)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """tensor: full, in the engine's dtype, as it goes onto the wire."""
-        slot = locate(name, self._shapes)
+        slot = self._slot_of(name)
         parameter = self._engine[slot.parameter]
         tensor = tensor.transpose(-1, -2) if slot.transposed else tensor
         if slot.all_experts:
@@ -168,7 +171,8 @@ def _stack(blocks: list[tuple[int, list[int]]]) -> int:
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Shape of `as_matrix` of a tensor of that shape."""
-    return tuple(as_matrix(torch.empty(shape, device="meta")).shape)
+    *rows, columns = shape if len(shape) > 1 else (*shape, 1)
+    return math.prod(rows), columns
 
 
 def _summary(names: list[str]) -> str:

@@ -7,7 +7,7 @@ modules, which all supported families share (Llama, Qwen3, Qwen3-MoE, OLMoE, Mix
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -90,12 +90,12 @@ def _experts_are_transposed(prefix: str, parameters: dict[str, tuple[int, ...]])
 
 
 def keep_together(
-    named_tensors: Iterable[tuple[str, Tensor]], parameters: dict[str, tuple[int, ...]]
+    named_tensors: Iterable[tuple[str, Tensor]], slot_of: Callable[[str], Slot | None]
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Groups of tensors that must reach the engine in one call: single ones, DeepSeek's low-rank halves as a pair."""
     waiting: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in named_tensors:
-        slot = locate(name, parameters)
+        slot = slot_of(name)
         if slot is None or _ONE_CALL not in slot.parameter:
             yield [(name, tensor)]
             continue

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +29,7 @@ from megatron_rl.sync.checksums import EngineParameter, ExpectedChecksums, parse
 from megatron_rl.sync.disk import DiskTransport
 from megatron_rl.sync.distributed import DistributedTransport
 from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.layout import keep_together, locate
+from megatron_rl.sync.layout import Slot, keep_together, locate
 from megatron_rl.sync.tensor import TensorTransport
 from megatron_rl.sync.transport import Transport
 
@@ -72,7 +74,7 @@ class WeightSync:
         self._engines: Engines | None = None
         self._transport: Transport | None = None
         self._parameters: list[dict[str, EngineParameter]] = []
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._slot_of: Callable[[str], Slot | None] = lambda name: None
         self._buffer: Tensor | None = None
 
     # --- every rank -------------------------------------------------------------------------------------------------
@@ -136,14 +138,14 @@ class WeightSync:
     def _connect(self) -> None:
         if self._engines is None:
             self._engines = Engines(self.addresses, self.config.timeout_s)
-        if self._transport is not None and self._still_served():
-            return
         if self._transport is not None:
-            self._transport.close()
-        self._transport = self._buffer = None  # a transport sends no buffer but its own
+            self._reconnect()
+            return
+        self._buffer = None  # a transport sends no buffer but its own
         self._engines.attempt("/end_weight_update")  # left open by a trainer that died
         self._parameters = self._checksums()[0]
-        self._shapes = {name: parameter.shape for name, parameter in self._parameters[0].items()}
+        shapes = {name: parameter.shape for name, parameter in self._parameters[0].items()}
+        self._slot_of = cache(partial(locate, parameters=shapes))  # asked for every tensor of every push
         self._check_dtype()
         ranks = len(self._parameters)
         if self.config.transport == "distributed":
@@ -153,6 +155,11 @@ class WeightSync:
         else:
             self._transport = DiskTransport(self._engines, ranks, self.folder)
         self._transport.connect()
+
+    def _reconnect(self) -> None:
+        """Where the connection no longer holds."""
+        if not self._still_served():
+            self._transport.connect()
 
     def _still_served(self) -> bool:
         """Whether the servers have what was pushed last: one that was restarted has another version."""
@@ -196,8 +203,11 @@ class WeightSync:
         started = time.perf_counter()
         named_tensors = iter(named_tensors)
         try:
-            self._connect()
-            stats = self._stream(named_tensors, version)
+            if self._transport is None:
+                self._connect()
+            with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-open") as beside:
+                # The first bucket is filled meanwhile.
+                stats = self._stream(named_tensors, version, beside.submit(self._open))
         except BaseException:
             for _ in named_tensors:  # the other ranks are inside the export's collectives
                 pass
@@ -212,19 +222,24 @@ class WeightSync:
         self.version = version
         return SyncStats(seconds=time.perf_counter() - started, **stats)
 
-    def _stream(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> dict[str, int]:
-        expected = ExpectedChecksums(self._parameters)
+    def _open(self) -> None:
+        self._reconnect()
+        self._engines.call("/pause_generation", {"mode": "retract"})
+        self._transport.begin()
+
+    def _stream(
+        self, named_tensors: Iterator[tuple[str, Tensor]], version: str, opened: Future[None]
+    ) -> dict[str, int]:
+        expected = ExpectedChecksums(self._parameters, self._slot_of)
         sent = {"bytes": 0, "buckets": 0, "tensors": 0}
         for bucket, last in fill_buckets(
-            keep_together(named_tensors, self._shapes),
+            keep_together(named_tensors, self._slot_of),
             capacity=int(self.config.bucket_mb * 2**20),
             dtype_of=self._dtype_of,
             buffer_of=self._buffer_of,
             seen=expected.add,
         ):
-            if not sent["buckets"]:  # a bucket is ready before the engine has to wait for it
-                self._engines.call("/pause_generation", {"mode": "retract"})
-                self._transport.begin()
+            opened.result()
             self._transport.send(bucket, version if last else None)
             sent["bytes"] += bucket.used
             sent["buckets"] += 1
@@ -242,7 +257,7 @@ class WeightSync:
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """The engine's own dtype of a tensor: it may keep single ones (routing biases) in fp32."""
-        slot = locate(name, self._shapes)
+        slot = self._slot_of(name)
         if slot is None:
             raise WeightSyncError(f"weight sync: the served model has no place for '{name}' ({self.addresses[0]})")
         return self._parameters[0][slot.parameter].dtype

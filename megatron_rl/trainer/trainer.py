@@ -40,6 +40,7 @@ class Trainer:
         )
         self.chunks = model.make_chunks()
         self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
+        self._export_plan: list | None = None
         self.ddp = wrap_ddp(config, self.chunks)
         self.optimizer = make_optimizer(config, self.ddp)
         self.scheduler = make_scheduler(config.optimizer, self.optimizer, total_updates)
@@ -190,7 +191,8 @@ class Trainer:
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full Hugging Face tensors, one at a time (a collective: every process iterates to the end)."""
-        return self.model.export_hf_weights(self.chunks)
+        self._export_plan = self._export_plan or self.model.export_plan(self.chunks)
+        return self.model.export_hf_weights(self.chunks, self._export_plan)
 
 
 def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, temperature: float) -> Trainer:

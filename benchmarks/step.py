@@ -75,6 +75,7 @@ class PeakMemory:
 
 
 def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
+    sequences, sequence = args.prompts * args.samples, args.prompt_tokens + args.new_tokens
     config = {
         "name": "bench",
         "runs_dir": str(folder),
@@ -90,9 +91,10 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
         "precision": {"train": args.precision, "rollout": args.rollout_precision or args.precision},
         "rollout": {
             "max_new_tokens": args.new_tokens,
-            "context_length": args.prompt_tokens + args.new_tokens + 16,
-            "server": {"memory_fraction": 0.3},
+            "context_length": sequence + 16,
+            "server": {"memory_fraction": 0.3, "max_total_tokens": 2 * sequences * sequence},
         },
+        "sync": {"transport": args.transport},
         "eval": {"prompts": 0},
         "logging": {"tensorboard": False},
     }
@@ -101,16 +103,21 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, args.threads // args.nproc))}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr)
     memory = PeakMemory(process.pid)
+    deadline = time.monotonic() + args.timeout
+    metrics, rows = folder / "bench" / "metrics.jsonl", []
     try:
-        status = process.wait(args.timeout)
+        # Ended after the last step: the checkpoint that comes then is not part of the loop, and wants memory of its own.
+        while len(rows) < args.steps:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"benchmarks/step.py: megatron-rl train ended with status {process.poll()}")
+            time.sleep(0.2)
+            lines = metrics.read_text().splitlines() if metrics.exists() else []
+            rows = [row for row in map(json.loads, lines) if row["step"] > 0]
     finally:
-        process.kill()
+        process.kill()  # its server ends with it
+        process.wait(30)
     peak = memory.stop()
-    if status:
-        raise SystemExit(f"benchmarks/step.py: megatron-rl train ended with status {status}")
-    rows = [json.loads(line) for line in (folder / "bench" / "metrics.jsonl").read_text().splitlines()]
     rows = [r for r in rows if r["step"] > WARM_UP]
-    # The checkpoint of the last step is not part of the loop's own work.
     seconds = {part: statistics.median(r.get(f"time/{part}_s") or 0.0 for r in rows) for part in PARTS}
     step = statistics.median(sum(r.get(f"time/{part}_s") or 0.0 for part in PARTS) for r in rows)
     tokens = statistics.median(r["tokens"] for r in rows)
@@ -149,13 +156,18 @@ def run_trl(args: argparse.Namespace, prompts: Path) -> dict:
         raise SystemExit(f"benchmarks/step.py: the peer failed: {done.stderr.strip().splitlines()[-1]}")
     result = json.loads(done.stdout.strip().splitlines()[-1])
     steps = result["step_s"][WARM_UP:]
-    return {"step_s": statistics.median(steps), "steps_measured": len(steps), "peak_gib": result["peak_gib"]}
+    return {
+        "step_s": statistics.median(steps),
+        "new_tokens_per_step": statistics.median(result["completion_tokens"][WARM_UP:]),
+        "steps_measured": len(steps),
+        "peak_gib": result["peak_gib"],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=64, help="prompts a step; the defaults are the quickstart's")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=7)
@@ -164,6 +176,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rollout-precision", choices=("fp32", "bf16"))
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--transport", choices=("tensor", "distributed", "disk"), default="tensor")
     parser.add_argument("--nproc", type=int, default=1, help="trainer processes")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peer", choices=("trl",))

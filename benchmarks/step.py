@@ -79,7 +79,7 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
     config = {
         "name": "bench",
         "runs_dir": str(folder),
-        "steps": args.steps,
+        "steps": args.steps + 1,  # the last one writes a checkpoint, and is not waited for
         "model": {"path": str(Path(args.model).resolve())},
         "data": {"task": "file", "path": str(prompts), "verifier": "exact"},
         "batch": {
@@ -106,7 +106,6 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
     deadline = time.monotonic() + args.timeout
     metrics, rows = folder / "bench" / "metrics.jsonl", []
     try:
-        # Ended after the last step: the checkpoint that comes then is not part of the loop, and wants memory of its own.
         while len(rows) < args.steps:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"benchmarks/step.py: megatron-rl train ended with status {process.poll()}")

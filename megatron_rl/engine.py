@@ -21,7 +21,7 @@ from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.run import Run, preflight
+from megatron_rl.run import Kind, Run, preflight
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer
 
@@ -47,15 +47,16 @@ class Engine:
     The child starts on entering, before the trainer is built, so that both load at the same time; `join` connects them.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, kind: Kind) -> None:
         self.config = config
+        self.kind = kind
         self.stats = EngineStats()
         self._stack = ExitStack()
         self._server: RolloutServer | None = None
         self._version = 0
 
     def __enter__(self) -> Engine:
-        hf_config, *_ = preflight(self.config)  # what the trainer would refuse should not start a server first
+        hf_config, *_ = preflight(self.config, self.kind)  # what the trainer would refuse should not start a server first
         _check_served(hf_config)
         rollout = self.config.rollout
         if not rollout.addresses and not rollout.replay and int(os.environ.get("RANK", 0)) == 0:

@@ -41,7 +41,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
 
 def evaluate_command(config: Config) -> None:
     """`megatron-rl eval`: score the folder model.path as it is and print the scores."""
-    with Engine(config) as engine, Run(config, kind="ask") as run:
+    with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
         engine.join(run)
         scores = evaluate(config, run, engine)
         run.logger.say(json.dumps(scores, indent=2))
@@ -50,7 +50,7 @@ def evaluate_command(config: Config) -> None:
 def rollout_command(config: Config) -> None:
     """`megatron-rl rollout`: sample one step's prompts and keep the trajectories in the run's rollouts/ folder."""
     config = replace(config, rollout=replace(config.rollout, record=True))
-    with Engine(config) as engine, Run(config, kind="ask") as run:
+    with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
         engine.join(run)
         prompts = run.stream.next(config.batch.prompts_per_step)
         trajectories = engine.collect(run.share(prompts), step=0)

@@ -25,6 +25,8 @@ from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.trainer import build_trainer
 
 T = TypeVar("T")
+Kind = Literal["train", "sft", "ask"]
+"""train and sft build the trainer; ask (eval, rollout) only asks the engine."""
 
 
 class Clock:
@@ -47,7 +49,7 @@ class Clock:
         return {**times, "time/other_s": max(0.0, total - sum(self._parts.values())), "time/step_s": total}
 
 
-def preflight(config: Config) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
+def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
     """All that can be refused before anything starts: model folder, parallel sizes, batch sizes, sampling.
 
     Errors: UserError naming the key or the file.
@@ -56,6 +58,11 @@ def preflight(config: Config) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
     hf_config = read_hf_config(config.model.path)
     check_parallel(hf_config, config.parallel, world_size)
     plan = make_plan(config.batch, config.parallel, world_size)
+    if kind == "train" and config.batch.samples_per_prompt < 2:
+        raise UserError(
+            "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
+            " always be 0; use 2 or more"
+        )
     support = SamplingSupport.from_config(config.rollout.sampling)
     if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
         raise UserError(
@@ -76,11 +83,10 @@ class Run:
     Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, trainer, logger, step.
     """
 
-    def __init__(self, config: Config, *, kind: Literal["train", "sft", "ask"]) -> None:
-        """kind: train and sft build the trainer; ask (eval, rollout) only asks the engine."""
+    def __init__(self, config: Config, *, kind: Kind) -> None:
         self.config = config
         self.kind = kind
-        self.hf_config, self.plan, self.support = preflight(config)
+        self.hf_config, self.plan, self.support = preflight(config, kind)
         self.ranks = parallel.initialize(config.parallel, config.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self.task = build_task(config.data, demonstrations=kind == "sft")

@@ -19,7 +19,7 @@ from megatron_rl.trainer.packing import Sample
 
 def train(config: Config) -> None:
     """Reinforcement learning by the config, from the newest checkpoint of the run where there is one."""
-    with Engine(config) as engine, Run(config, kind="train") as run:
+    with Engine(config, "train") as engine, Run(config, kind="train") as run:
         trainer, logger = run.trainer, run.logger
         engine.join(run)
         engine.push(trainer, version=run.step)

@@ -144,6 +144,7 @@ def test_report_is_one_page(finished):
         (["--model.path", "absent"], ["absent", "does not exist"]),
         (["--batch.tokens_per_micro_batch", "32"], ["rollout.context_length", "batch.tokens_per_micro_batch"]),
         (["--parallel.expert", "3"], ["parallel.expert"]),
+        (["--batch.samples_per_prompt", "1"], ["batch.samples_per_prompt"]),
         (["--rollout.sampling.top_p", "0.9"], ["rollout.sampling", "top_p"]),
         (["--rollout.addresses", "[http://127.0.0.1:9]", "--rollout.retries", "0"], ["127.0.0.1:9"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import ServerConfig
+from megatron_rl.config import ServerConfig, build_config
+from megatron_rl.engine import Engine
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, find_python
 from tests.rollout.conftest import CPU_SERVER
+from tools.make_tiny_model import make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 120
@@ -95,6 +98,15 @@ def test_a_missing_environment_names_the_remedy(tmp_path, monkeypatch):
 def test_a_folder_without_a_model_is_named(tmp_path):
     with pytest.raises(UserError, match=str(tmp_path)):
         RolloutServer(tmp_path, ServerConfig(), log_path=tmp_path / "log").start()
+
+
+def test_a_tied_head_that_sglang_would_leave_empty_is_refused(tmp_path):
+    folder = make_tiny_model("mixtral", tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    config = build_config({"model": {"path": str(folder)}, "rollout": {"context_length": 64}})
+    with pytest.raises(UserError, match=r"MixtralForCausalLM without tied embeddings.*tie_word_embeddings"):
+        Engine(config, "ask").__enter__()
 
 
 def test_a_server_that_cannot_start_says_why(reference, tmp_path):

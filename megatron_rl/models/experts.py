@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -29,13 +30,15 @@ class GroupedExperts(SequentialMLP):
         counts = tokens_per_expert.tolist()
         fc1, fc2 = ([getattr(e, name) for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
         hidden = _grouped_linear(permuted_local_hidden_states, counts, fc1)
-        gate, linear = hidden.chunk(2, dim=-1)
-        if (limit := config.activation_func_clamp_value) is not None:
-            gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
-        if config.glu_linear_offset:
-            linear = linear + config.glu_linear_offset
         probs = permuted_probs.unsqueeze(-1)
-        hidden = (config.activation_func(gate) * linear * probs).to(hidden.dtype)
+        limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        if config.activation_func is F.silu and limit is None and not offset:
+            hidden = _WeightedSwiGLU.apply(hidden, probs)
+        else:
+            gate, linear = hidden.chunk(2, dim=-1)
+            if limit is not None:
+                gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
+            hidden = (config.activation_func(gate) * (linear + offset) * probs).to(hidden.dtype)
         out = _GroupedLinear.apply(hidden, counts, None, *[layer.weight for layer in fc2])
         if config.add_bias_linear:  # weighted like the output; Megatron refuses it with expert tensor parallelism
             biases = torch.stack([layer.bias for layer in fc2])
@@ -78,6 +81,36 @@ class _GroupedLinear(torch.autograd.Function):
             if ctx.biased:
                 grad_biases[expert] = grad[rows].sum(0)
         return grad_x, None, grad_biases, *grad_weights
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """silu(gate) * linear * p for `[N, 2 F]` = (gate, linear) and router weights p `[N, 1]` -> `[N, F]`.
+
+    Keeps its inputs alone and computes the rest again in the backward: on a CPU, and for most of the memory of a layer,
+    what counts is how many `[N, F]` tensors are written.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, probs):
+        ctx.save_for_backward(hidden, probs)
+        gate, linear = hidden.chunk(2, dim=-1)
+        return F.silu(gate).mul_(linear).mul_(probs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, probs = ctx.saved_tensors
+        gate, linear = hidden.chunk(2, dim=-1)
+        grad_hidden = torch.empty_like(hidden)
+        grad_gate, grad_linear = grad_hidden.chunk(2, dim=-1)
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        grad_probs = (grad * silu).mul_(linear).sum(-1, keepdim=True, dtype=probs.dtype)
+        grad = grad * probs.to(grad.dtype)
+        torch.mul(grad, silu, out=grad_linear)
+        # silu' = sigmoid + silu (1 - sigmoid)
+        silu.addcmul_(silu, sigmoid, value=-1).add_(sigmoid)
+        torch.mul(grad, linear, out=grad_gate).mul_(silu)
+        return grad_hidden, grad_probs
 
 
 def _rows(counts: list[int]):

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import DTYPES, Model, load
+from megatron_rl.models.dist_write import write
 from megatron_rl.models.hf_folder import check_weight_files
 from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, one_line, read_hf_config
 
@@ -58,7 +59,7 @@ def hf_to_megatron(hf_dir: str | Path, out_dir: str | Path, parallel: ParallelCo
         for _ in _progress(model.iter_load(chunks), f"reading {hf_dir}", total):
             pass
         with _finished_folder(out) as partial:
-            dist_checkpointing.save(_sharded_state(chunks), str(partial), async_strategy="mcore", verify_integrity=True)
+            write(_sharded_state(chunks), partial)
             if dist.get_rank() == 0:
                 model.save_hf_metadata(partial / "hf")
     return out
@@ -156,8 +157,8 @@ def _finished_folder(out: Path) -> Iterator[Path]:
     _raise_together(problem)
     try:
         yield partial
-    except (OSError, CheckpointingException, RuntimeError) as error:
-        problem = f"checkpoint {out}: could not be written ({one_line(error)})"
+    except OSError as error:
+        problem = f"checkpoint {out}: {error.strerror or error}"
     _raise_together(problem)
     if dist.get_rank() == 0:
         partial.rename(out)

@@ -8,7 +8,6 @@ while saving never harms an older one. Files that do not match the manifest are 
 from __future__ import annotations
 
 import os
-import queue
 import random
 import re
 import shutil
@@ -19,9 +18,9 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.dist_write import write
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 
@@ -95,13 +94,10 @@ def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[st
         "scheduler": trainer.scheduler.state_dict(),
         "extra": extra,
     }
-    # The write is synchronous, so its results stay in this process. Megatron would start a second one to hold its queue:
-    # 0.6 GB each rank, and left behind when the trainer is killed.
-    filesystem_async._results_queue = queue.Queue()
     try:
-        dist_checkpointing.save(state, str(temporary), async_strategy="mcore", verify_integrity=True)
-    except (OSError, CheckpointingException, RuntimeError) as error:
-        problem = f"checkpoint {final}: could not be written ({_one_line(error)}); older checkpoints are intact"
+        write(state, temporary)
+    except OSError as error:
+        problem = f"checkpoint {final}: {error.strerror}; older checkpoints are intact"
     _raise_together(ranks, problem, partial=temporary)
     if ranks.rank == 0:
         try:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megatron_rl import __version__
 from megatron_rl.errors import UserError
-from megatron_rl.platform import allocator
 
 CONFIG_COMMANDS = {
     "train": "reinforcement learning from a config; goes on from the run's newest checkpoint",
@@ -59,11 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, or 2 after a one-line error for the user."""
-    is_program = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     args, rest = make_parser().parse_known_args(arguments)
-    if is_program and args.command in CONFIG_COMMANDS:
-        allocator.restart_program()  # before anything large is imported
     logging.basicConfig(level=logging.WARNING, format="megatron-rl: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its start-up notes drown ours
     try:

@@ -28,7 +28,9 @@ from megatron_rl.trainer.trainer import Trainer
 TIED_IN_SGLANG = ("DeepseekV3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
 """Architectures for which SGLang 0.5.23 heeds tie_word_embeddings."""
 RESTARTS = 3
-"""Times that a dead server is started again for one batch of requests."""
+"""Times that a dead server is started again for one batch of requests, or for one push."""
+DEATH_S = 3.0
+"""Seconds after a failed push in which a server that was killed is gone: its parts do not end at the same moment."""
 
 
 @dataclass
@@ -57,9 +59,11 @@ class Engine:
 
     def __enter__(self) -> Engine:
         hf_config, *_ = preflight(self.config, self.kind)  # what the trainer would refuse should not start a server first
-        _check_served(hf_config)
         rollout = self.config.rollout
-        if not rollout.addresses and not rollout.replay and int(os.environ.get("RANK", 0)) == 0:
+        if rollout.replay:
+            return self
+        _check_served(hf_config)
+        if not rollout.addresses and int(os.environ.get("RANK", 0)) == 0:
             self._server = RolloutServer(
                 self.config.model.path,
                 rollout.server,
@@ -112,11 +116,21 @@ class Engine:
         if self.config.rollout.replay:
             return
         self._revive()
-        self.stats.sync_bytes = self._sync.push(trainer.export_weights(), str(version)).bytes
+        self._push()
 
-    def _revive(self) -> bool:
-        """Restart the child server if it is dead. Returns whether it was (on every process)."""
-        dead = self._server is not None and not self._server.alive()
+    def _push(self) -> None:
+        """Push the current weights; once more, to a new server, where the server died meanwhile."""
+        for attempt in range(RESTARTS + 1):
+            try:
+                self.stats.sync_bytes = self._sync.push(self._trainer.export_weights(), str(self._version)).bytes
+                return
+            except UserError:  # the same on every process
+                if attempt == RESTARTS or not self._revive(DEATH_S):
+                    raise
+
+    def _revive(self, patience_s: float = 0.0) -> bool:
+        """Restart the child server if it is dead, or dies within the time. Returns whether it was (on every process)."""
+        dead = self._server is not None and self._server.dead(patience_s)
         if not self.run.ranks.maximum(int(dead)):
             return False
         self._together(self._server.restart if self._server else None)
@@ -186,7 +200,7 @@ class Engine:
             fatal = [p for p in problems if not isinstance(p, EngineLost)]
             if fatal or attempts > RESTARTS or not self._revive():
                 raise (fatal or problems)[0]
-            self._sync.push(self._trainer.export_weights(), str(self._version))
+            self._push()
         self.stats.retries += sum(ranks.gather(collection.stats.retries))
         trajectories = collection.trajectories(first_group=ranks.data_rank * len(prompts)) if ranks.is_leader else None
         return ranks.from_leader(self._with_rewards(prompts, trajectories))
@@ -208,7 +222,7 @@ class Engine:
 def _check_served(hf_config: PreTrainedConfig) -> None:
     """Errors: UserError for a model that SGLang would serve with a head of its own, which no file has weights for."""
     name = architecture(hf_config)
-    if hf_config.tie_word_embeddings and name not in TIED_IN_SGLANG:
+    if getattr(hf_config, "tie_word_embeddings", False) and name not in TIED_IN_SGLANG:
         raise UserError(
             f"model: SGLang serves {name} without tied embeddings: write the embedding as lm_head.weight too, and set"
             " tie_word_embeddings to false in config.json"

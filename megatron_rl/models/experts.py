@@ -60,10 +60,9 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx, x, counts, biases, *weights):
         out = x.new_empty((x.shape[0], weights[0].shape[0]))
         for expert, rows in _rows(counts):
-            if biases is None:
-                torch.mm(x[rows], weights[expert].t(), out=out[rows])
-            else:
-                torch.addmm(biases[expert], x[rows], weights[expert].t(), out=out[rows])
+            out[rows] = torch.mm(x[rows], weights[expert].t())
+            if biases is not None:
+                out[rows] += biases[expert]
         ctx.save_for_backward(x, *weights)
         ctx.counts, ctx.biased = counts, biases is not None
         return out
@@ -76,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weights = [None if count else torch.zeros_like(w) for count, w in zip(ctx.counts, weights, strict=True)]
         grad_biases = grad.new_zeros((len(weights), grad.shape[1])) if ctx.biased else None
         for expert, rows in _rows(ctx.counts):
-            torch.mm(grad[rows], weights[expert], out=grad_x[rows])
+            grad_x[rows] = torch.mm(grad[rows], weights[expert])
             grad_weights[expert] = torch.mm(grad[rows].t(), x[rows])
             if ctx.biased:
                 grad_biases[expert] = grad[rows].sum(0)

@@ -18,6 +18,7 @@ def activate() -> bool:
 
     if torch.cuda.is_available():
         return False
+    from megatron_rl.platform import matmul
     from megatron_rl.platform.megatron import loader, quiet
 
     if any(isinstance(finder, loader.CpuFinder) for finder in sys.meta_path):
@@ -28,6 +29,7 @@ def activate() -> bool:
             f"{early[0]} was imported before megatron_rl.platform.activate(): call activate() first, "
             "else Megatron looks for a GPU that does not exist"
         )
+    matmul.install()
     quiet.silence()
     loader.install()
     return True

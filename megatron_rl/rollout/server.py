@@ -194,6 +194,15 @@ class RolloutServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def dead(self, patience_s: float = 0.0) -> bool:
+        """Whether the server has ended, or does so within the time."""
+        deadline = time.monotonic() + patience_s
+        while self.alive():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
     def stop(self) -> None:
         """End the whole process tree: SIGTERM, then SIGKILL. Returns when it is gone; harmless when called again."""
         if self._process is None:

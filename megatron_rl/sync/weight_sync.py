@@ -144,9 +144,9 @@ class WeightSync:
         self._buffer = None  # a transport sends no buffer but its own
         self._engines.attempt("/end_weight_update")  # left open by a trainer that died
         self._parameters = self._checksums()[0]
+        self._check_dtype()
         shapes = {name: parameter.shape for name, parameter in self._parameters[0].items()}
         self._slot_of = cache(partial(locate, parameters=shapes))  # asked for every tensor of every push
-        self._check_dtype()
         ranks = len(self._parameters)
         if self.config.transport == "distributed":
             self._transport = DistributedTransport(self._engines, ranks)
@@ -157,9 +157,14 @@ class WeightSync:
         self._transport.connect()
 
     def _reconnect(self) -> None:
-        """Where the connection no longer holds."""
-        if not self._still_served():
-            self._transport.connect()
+        """Where the connection no longer holds. Errors: WeightSyncError for a server that came back as another one."""
+        if self._still_served():
+            return
+        if _layout(self._checksums()[0]) != _layout(self._parameters):
+            raise WeightSyncError(
+                f"weight sync: the server at {self.addresses[0]} was replaced by one of another model, dtype or parallelism"
+            )
+        self._transport.connect()
 
     def _still_served(self) -> bool:
         """Whether the servers have what was pushed last: one that was restarted has another version."""

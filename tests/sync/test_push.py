@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config import ServerConfig, SyncConfig
+from megatron_rl.config import ServerConfig, SyncConfig, build_config
+from megatron_rl.engine import Engine
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.run import Run
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import WeightSyncError
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.trainer import parallel
 
 TRANSPORTS = ["distributed", "tensor", "disk"]
 PROMPT = list(range(5, 29))
@@ -248,23 +252,57 @@ def test_a_server_that_forgot_the_last_push(model, server, connect):
     assert generate(server, 1)["meta_info"]["weight_version"] == "mine again"
 
 
-def test_server_killed_in_a_push_and_restarted(model, server, connect):
-    """kill -9 between two buckets: an error in time; after a restart the same object pushes again."""
-    sync = connect()
-    weights = random_weights(model, 9)
-    sync.push(iter(weights.items()), version="alive")
+def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
+    """kill -9 between two buckets of Engine.push: a new server, and the same weights again."""
+    weights = random_weights(model, 11)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "answer": "b"}\n')
+    config = build_config(
+        {
+            "name": "pushed",
+            "runs_dir": str(tmp_path),
+            "model": {"path": str(model)},
+            "data": {"task": "file", "path": str(data), "verifier": "exact"},
+            "eval": {"prompts": 0},
+            "precision": {"train": "fp32", "rollout": "fp32"},
+            "rollout": {"context_length": 512, "max_new_tokens": 8, "server": {"threads": 1, "max_total_tokens": 2048}},
+            "sync": {"bucket_mb": BUCKET_MB, "timeout_s": 60.0},
+        }
+    )
+    exports = []
 
-    def and_then_kill() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, item in enumerate(weights.items()):
-            if index == len(weights) // 2:
-                kill_scheduler(server)
-            yield item
+    class Exporter:
+        """A trainer of given weights, whose first export ends the server half-way."""
 
-    with pytest.raises(WeightSyncError, match="weight sync: http://127.0.0.1"):
-        sync.push(and_then_kill(), version="killed")
-    server.restart()
-    sync.push(iter(weights.items()), version="again")
-    assert generate(server, 1)["meta_info"]["weight_version"] == "again"
+        def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+            exports.append(0)
+            for index, item in enumerate(weights.items()):
+                if len(exports) == 1 and index == len(weights) // 2:
+                    kill_scheduler(engine._server)
+                yield item
+
+    try:
+        with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
+            engine.join(run)
+            engine.push(Exporter(), version=3)
+            assert engine.stats.restarts == 1 and len(exports) == 2
+            assert generate(engine._server, 1)["meta_info"]["weight_version"] == "3"
+    finally:
+        parallel.shutdown()
+
+
+def test_a_server_that_came_back_as_another_one(model, server, connect):
+    """Another version, and another dtype than it had: one line, not a wall of tensor errors."""
+    sync = connect("tensor")
+    weights = random_weights(model, 12)
+    sync.push(iter(weights.items()), version="first")
+    httpx.post(
+        f"{server.address}/update_weight_version", json={"new_version": "default"}, timeout=30
+    ).raise_for_status()
+    sync._parameters = [{name: replace(p, dtype=torch.bfloat16) for name, p in sync._parameters[0].items()}]
+    with pytest.raises(WeightSyncError, match="was replaced by one of another model, dtype or parallelism$"):
+        sync.push(iter(weights.items()), version="second")
+    sync.push(iter(weights.items()), version="third")
 
 
 def kill_scheduler(server: RolloutServer) -> None:

@@ -15,6 +15,10 @@ REPLACED = {
         "loads libcuda at import; the stand-in has the names that SGLang imports everywhere, and none of its operators,"
         " so that SGLang takes its torch-native paths"
     ),
+    "aten::mm on CPU tensors": (
+        "MKL is slow on some processors, above all for the few rows of a decode; oneDNN takes large fp32 weights"
+        " (megatron_rl/platform/matmul.py)"
+    ),
     "sglang.srt.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS['cpu']": (
         "the capture of routed experts pins its host buffer with cudaHostRegister; here it is plain memory"
     ),

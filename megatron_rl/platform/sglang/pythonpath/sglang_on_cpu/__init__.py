@@ -6,8 +6,13 @@ lists every place with its reason.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from functools import partial
+from pathlib import Path
+
+MATMUL = Path(__file__).parents[3] / "matmul.py"
+"""Of the trainer's package, which is not on this process's path."""
 
 
 def install() -> None:
@@ -36,6 +41,10 @@ def _install_in_scheduler() -> None:
     from sglang_on_cpu.attention import BatchedTorchAttention
     from sglang_on_cpu.moe import moe_forward
 
+    spec = importlib.util.spec_from_file_location("sglang_on_cpu.matmul", MATMUL)
+    matmul = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(matmul)
+    matmul.install()
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_unpinned
     register_attention_backend("torch_native")(BatchedTorchAttention)
     fused_moe_native.moe_forward_native = partial(moe_forward, fused_moe_native.moe_forward_native)

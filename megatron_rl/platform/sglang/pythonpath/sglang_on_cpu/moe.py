@@ -37,7 +37,7 @@ def _grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) ->
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            torch.mm(x[start : start + count], weight[expert].t(), out=out[start : start + count])
+            out[start : start + count] = torch.mm(x[start : start + count], weight[expert].t())
         start += count
     return out
 

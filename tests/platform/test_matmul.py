@@ -1,0 +1,70 @@
+"""The oneDNN product behind torch.mm: against fp64 for all layouts and sizes, gradients included; installed by activate()."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.platform import matmul
+
+WEIGHTS = [(600, 1000), (1000, 600), (40, 30)]
+"""[K, N]: large enough for oneDNN, and not."""
+
+
+def operands(rows: int, shape: tuple[int, int], *, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    k, n = shape
+    b = torch.randn(n, k).t() if transposed else torch.randn(k, n)
+    return torch.randn(rows, k), b
+
+
+@pytest.mark.parametrize("rows", [0, 1, matmul.FEW_ROWS, matmul.FEW_ROWS + 1, 200])
+@pytest.mark.parametrize("shape", WEIGHTS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_equals_fp64(rows, shape, transposed):
+    a, b = operands(rows, shape, transposed=transposed)
+    for left in (a, a.t().contiguous().t(), torch.randn(rows, shape[0] + 3)[:, :-3]):
+        out = matmul.mm(left, b)
+        expected = left.double() @ b.double()
+        assert out.shape == expected.shape and out.is_contiguous() and out.dtype == torch.float32
+        # Sums of K products of normal numbers: the rounding error of each grows with the square root of K.
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-7 * shape[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_are_torchs_own(dtype):
+    a, b = (x.to(dtype) for x in operands(64, WEIGHTS[0], transposed=True))
+    own = torch.mm(a, b, out=a.new_empty(0))  # the kernel that nobody replaces
+    assert torch.equal(matmul.mm(a, b), own)
+
+
+def test_installed_it_serves_products_and_their_gradients():
+    """In a process of its own, with the calls to oneDNN counted: linear layers, gradients, torch's errors."""
+    source = """
+import torch
+from megatron_rl.platform import activate, matmul
+activate()
+calls, linear = [], matmul._linear
+matmul._linear = lambda x, weight: calls.append(x.shape[0]) or linear(x, weight)
+x, w = torch.randn(2, 50, 600, requires_grad=True), torch.randn(1000, 600, requires_grad=True)
+torch.nn.functional.linear(x, w).square().sum().backward()
+assert calls == [100, 100], calls  # forward and the gradient of x; the gradient of w is torch's
+x64, w64 = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+(x64 @ w64.t()).square().sum().backward()
+for ours, exact in ((x.grad, x64.grad), (w.grad, w64.grad)):
+    assert (ours - exact).abs().max() < 3e-6 * exact.abs().max()
+for a, b in ((torch.ones(2, 3), torch.ones(4, 5)), (torch.ones(2, 3), torch.ones(3)), (torch.ones(3), torch.ones(3, 3)),
+             (torch.ones(2, 600), torch.ones(601, 1000))):
+    try:
+        torch.mm(a, b)
+    except RuntimeError as error:
+        assert "mat" in str(error)
+    else:
+        raise AssertionError("no error")
+"""
+    repository = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", source], cwd=repository, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr

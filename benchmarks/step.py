@@ -189,7 +189,7 @@ def main() -> None:
         result: dict = {
             "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
             "settings": {k: v for k, v in vars(args).items() if k not in ("json", "timeout", "model")},
-            "model": Path(args.model).name,
+            "model": "/".join(Path(args.model).parts[-2:]),
             "date": time.strftime("%Y-%m-%d"),
             "ours": run_ours(args, folder, prompts),
         }

@@ -24,6 +24,12 @@ from tools.make_tiny_model import make_tiny_model
 CPU_SERVER = ServerConfig(threads=1, memory_fraction=0.2, max_total_tokens=32768, start_timeout_s=540)
 
 
+@dataclass
+class Question:
+    prompt_id: str
+    tokens: list[int]
+
+
 def client_of(server: RolloutServer, **options) -> SGLangClient:
     return SGLangClient([server.address], lost=lambda: not server.alive(), timeout_s=120, **options)
 

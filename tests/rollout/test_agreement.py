@@ -1,16 +1,19 @@
-"""The two sides of one model: the trainer's log-probs of given tokens against those of SGLang's prefill."""
+"""The two sides of one model: the trainer's log-probs against those of SGLang's prefill, and of its sampling."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from tests.ranks import run_ranks
-from tests.rollout.conftest import CPU_SERVER, client_of, prefill_log_probs
+from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect, prefill_log_probs
 
 
-def trainer_log_probs(model: str, precision: str, sequences: list[list[int]]) -> list[np.ndarray]:
+def trainer_log_probs(
+    model: str, precision: str, sequences: list[list[int]], temperature: float = 1.0
+) -> list[np.ndarray]:
     """Per sequence [n - 1], from the trainer's scoring pass over packed micro-batches. Runs in a process of its own."""
     from megatron_rl.config import build_config
     from megatron_rl.trainer import parallel
@@ -21,7 +24,7 @@ def trainer_log_probs(model: str, precision: str, sequences: list[list[int]]) ->
         {"model": {"path": model}, "batch": {"tokens_per_micro_batch": 256}, "precision": {"train": precision}}
     )
     ranks = parallel.initialize(config.parallel, config.seed)
-    trainer = build_trainer(config, ranks, total_updates=1, temperature=1.0)
+    trainer = build_trainer(config, ranks, total_updates=1, temperature=temperature)
     batches = trainer.pack([Sample.demonstration(sequence[:1], sequence[1:]) for sequence in sequences])
     trainer.score(batches, "scored")
     found = {}
@@ -50,3 +53,17 @@ def test_trainer_agrees_with_prefill(dtype, median, almost_all, reference, reque
     # Where two experts nearly tie, a token may go to either.
     assert np.median(differences) <= median and np.quantile(differences, 0.99) <= almost_all
     assert np.std(np.concatenate(served)) > 0.05, "log-probs too alike for a comparison"
+
+
+def test_trainer_agrees_with_what_was_sampled_at_a_temperature(server, reference):
+    """Log-probs under the tempered distribution, which is the one that the tokens came from."""
+    rng = np.random.default_rng(np.random.SeedSequence().entropy)
+    prompts = [Question(str(i), rng.integers(3, 512, int(rng.integers(4, 30))).tolist()) for i in range(12)]
+    trajectories, _ = collect(
+        client_of(server), prompts, SamplingSupport(temperature=0.6), samples_per_prompt=2, max_new_tokens=24
+    )
+    sequences = [t.tokens.tolist() for t in trajectories]
+    [trained] = run_ranks(1, f"{__name__}:trainer_log_probs", (str(reference.folder), "fp32", sequences, 0.6))
+    ours = np.concatenate([one[t.prompt_length - 1 :] for one, t in zip(trained, trajectories, strict=True)])
+    differences = np.abs(ours - np.concatenate([t.log_probs for t in trajectories]))
+    assert np.median(differences) <= 1e-5 and np.quantile(differences, 0.99) <= 1e-4

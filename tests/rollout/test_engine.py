@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,8 @@ from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, free_port
-from tests.rollout.conftest import CPU_SERVER, Reference, client_of, collect, prefill_log_probs
+from tests.rollout.conftest import CPU_SERVER, Question, Reference, client_of, collect, prefill_log_probs
 from tools.make_tiny_model import Sizes, make_tiny_model
-
-
-@dataclass
-class Question:
-    prompt_id: str
-    tokens: list[int]
 
 
 def questions(count: int, vocab: int = 512, shortest: int = 3, longest: int = 40) -> list[Question]:

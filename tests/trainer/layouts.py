@@ -8,13 +8,14 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_rl.config import Config, build_config
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
+
+from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 TEMPERATURE = 0.7
 

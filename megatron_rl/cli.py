@@ -104,7 +104,10 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
             return _torchrun(args.nproc, arguments)
         from megatron_rl.models.convert import convert
 
-        return convert(Path(args.source), Path(args.out), parallel)
+        out = convert(Path(args.source), Path(args.out), parallel)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"wrote {out}")
+        return None
 
     from megatron_rl.config import load_config
 

@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -49,6 +50,7 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
 def _random_states() -> dict[str, Any]:
     return {
         "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (a verifier or a task may use it)
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
@@ -57,6 +59,7 @@ def _random_states() -> dict[str, Any]:
 
 def _set_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available() and states["device"] is not None:
         torch.cuda.set_rng_state(states["device"])
@@ -64,6 +67,7 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+    _allocate_adam(trainer)
     state = _model_state(trainer)
     state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
@@ -120,7 +124,6 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     """
     common = read_common(path, ranks)
     same_size = common["world_size"] == ranks.world_size
-    _allocate_adam(trainer)
     loaded = _load(_state(trainer, ranks, loading=True, with_random=same_size), path)
     _load_model(trainer, loaded)
     trainer.scheduler.load_state_dict(common["scheduler"])
@@ -154,7 +157,7 @@ def _torch_adams(trainer: Trainer) -> list[torch.optim.Adam]:
 
 
 def _allocate_adam(trainer: Trainer) -> None:
-    """Give torch's Adam its state: Megatron asks a fresh one for its step when it loads, which only a used one has."""
+    """Give torch's Adam its state: Megatron asks for its step, which only an Adam that was used has."""
     for optimizer in _torch_adams(trainer):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if not optimizer.state[parameter]:

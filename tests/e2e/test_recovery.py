@@ -5,6 +5,7 @@ The trainer's side runs from recorded rollouts here (rollout.replay), so that tw
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
 from megatron_rl.rollout.trajectory import Trajectory
@@ -174,6 +176,27 @@ def test_resume_on_another_layout(folder, undisturbed):
         if key.startswith(("decoder", "embedding", "output_layer")):
             assert (tensors[key] - value).abs().mean() < 1e-5, key
     assert steps_logged(folder, "layout") == list(range(1, STEPS + 1))
+
+
+def test_a_trained_checkpoint_becomes_a_hugging_face_folder(folder, undisturbed, tmp_path):
+    """`megatron-rl convert` of a checkpoint with optimizer state: the trained weights, bit for bit, and nothing said."""
+    checkpoint = folder / "runs" / "undisturbed" / "checkpoints" / f"step_{STEPS:06d}"
+    out = tmp_path / "hf"
+    command = [sys.executable, "-m", "megatron_rl.cli", "convert", str(checkpoint), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
+    exported = load_file(out / "model.safetensors")
+    model = json.loads((folder / "config.yaml").read_text())["model"]["path"]
+    before = load_file(Path(model) / "model.safetensors")
+    assert exported.keys() == before.keys() and (out / "tokenizer.json").is_file()
+    trained = undisturbed["decoder.layers.self_attention.linear_proj.weight"]
+    for layer, weight in enumerate(trained):
+        assert torch.equal(exported[f"model.layers.{layer}.self_attn.o_proj.weight"], weight)
+    experts = undisturbed["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
+    for layer, expert in itertools.product(range(experts.shape[0]), range(experts.shape[1])):
+        name = f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+        assert torch.equal(exported[name], experts[layer, expert])
+    assert all(not torch.equal(exported[name], before[name]) for name in before if "norm" not in name)
 
 
 def test_truncated_checkpoint_is_one_clear_error(folder, undisturbed):

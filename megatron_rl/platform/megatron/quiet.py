@@ -14,6 +14,9 @@ WARNINGS = (
     r"MimoModelConfig is experimental",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
     r"`torch\.distributed\.\w+` is deprecated",
+    r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
+    r"The argument order of load has been changed",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
 LOG_LINES = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",

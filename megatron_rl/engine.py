@@ -62,7 +62,7 @@ class Engine:
         rollout = self.config.rollout
         if rollout.replay:
             return self
-        _check_served(hf_config)
+        _check_served(self.config.model.path, hf_config)
         if not rollout.addresses and int(os.environ.get("RANK", 0)) == 0:
             self._server = RolloutServer(
                 self.config.model.path,
@@ -219,11 +219,17 @@ class Engine:
         return trajectories
 
 
-def _check_served(hf_config: PreTrainedConfig) -> None:
-    """Errors: UserError for a model that SGLang would serve with a head of its own, which no file has weights for."""
+def _check_served(path: str, hf_config: PreTrainedConfig) -> None:
+    """Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them."""
     name = architecture(hf_config)
     if getattr(hf_config, "tie_word_embeddings", False) and name not in TIED_IN_SGLANG:
         raise UserError(
             f"model: SGLang serves {name} without tied embeddings: write the embedding as lm_head.weight too, and set"
             " tie_word_embeddings to false in config.json"
+        )
+    if quantized := getattr(hf_config, "quantization_config", None):
+        raise UserError(
+            f"model {path}: SGLang would hold its weights as {quantized['quant_method']} (quantization_config in config.json),"
+            f" which a push does not fill; write plain ones: megatron-rl convert {path} CHECKPOINT, then"
+            " megatron-rl convert CHECKPOINT FOLDER"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,54 @@ def test_logits_and_weights(family, folders):
     stored = load_file(folder / "model.safetensors")
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+
+def mxfp4(folder: Path, out: Path) -> None:
+    """Write the gpt-oss folder twice more: experts as MXFP4 (as released) in `out`, and their exact values in `folder`.
+
+    A block is 32 values along the input, two 4-bit floats a byte (the first in the low half), and one power of two.
+    """
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    tensors = load_file(folder / "model.safetensors")
+    packed = dict(tensors)
+    for name, weight in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, inputs, outputs = weight.shape
+        codes = torch.randint(0, 16, (experts, outputs, inputs // 32, 32))
+        exponents = torch.randint(-8, -4, (experts, outputs, inputs // 32))
+        exact = values[codes] * 2.0 ** exponents[..., None]
+        tensors[name] = exact.view(experts, outputs, inputs).transpose(1, 2).contiguous()
+        del packed[name]
+        packed[f"{name}_blocks"] = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        packed[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+    shutil.copytree(folder, out)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(packed, out / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("hidden", [64, 96])
+@torch.no_grad()
+def test_mxfp4_experts_are_loaded_exactly(hidden, tmp_path):
+    """As gpt-oss is released; 64: the square shape of the released sizes, whose orientation nothing but the format tells."""
+    plain, quantized, out = (tmp_path / name for name in ("plain", "quantized", "out"))
+    make_tiny_model("gpt_oss", plain, seed=5, sizes=Sizes(hidden=hidden, expert_intermediate=64))
+    mxfp4(plain, quantized)
+    reference = AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager", dtype=torch.float32)
+    batch = torch.randint(0, 512, (2, 40))
+    with _parallel_state(quantized, ALONE):
+        model = load(quantized, parallel=ALONE, precision="fp32")
+        chunks = model.make_chunks()
+        logits = chunks[0].eval()(batch, torch.arange(40).expand(2, -1), None)
+        model.save_hf(chunks, out)
+    torch.testing.assert_close(logits, reference(batch).logits, atol=2e-6, rtol=1e-5)
+    saved, stored = load_file(out / "model.safetensors"), load_file(plain / "model.safetensors")
+    assert saved.keys() == stored.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
 def test_freeze_router_and_other_weights(folders, tmp_path):

@@ -100,12 +100,19 @@ def test_a_folder_without_a_model_is_named(tmp_path):
         RolloutServer(tmp_path, ServerConfig(), log_path=tmp_path / "log").start()
 
 
-def test_a_tied_head_that_sglang_would_leave_empty_is_refused(tmp_path):
-    folder = make_tiny_model("mixtral", tmp_path / "model")
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("mixtral", {"tie_word_embeddings": True}, r"MixtralForCausalLM without tied embeddings.*tie_word_embeddings"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"as mxfp4.*megatron-rl convert"),
+    ],
+)
+def test_weights_that_a_push_does_not_fill_are_refused(family, change, message, tmp_path):
+    folder = make_tiny_model(family, tmp_path / "model")
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
     config = build_config({"model": {"path": str(folder)}, "rollout": {"context_length": 64}})
-    with pytest.raises(UserError, match=r"MixtralForCausalLM without tied embeddings.*tie_word_embeddings"):
+    with pytest.raises(UserError, match=message):
         Engine(config, "ask").__enter__()
 
 

@@ -17,8 +17,10 @@ FEW_ROWS = 32
 
 
 @cache
-def install() -> torch.library.Library:
-    """Replace aten::mm on CPU tensors, for this process. The result keeps the replacement alive."""
+def install() -> torch.library.Library | None:
+    """Replace aten::mm on CPU tensors, for this process. The result keeps the replacement alive; None without oneDNN."""
+    if not torch.backends.mkldnn.is_available():
+        return None
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", mm, "CPU")
     return library

@@ -60,10 +60,10 @@ class Engine:
     def __enter__(self) -> Engine:
         hf_config, *_ = preflight(self.config, self.kind)  # what the trainer would refuse should not start a server first
         rollout = self.config.rollout
-        if rollout.replay:
+        if rollout.replay or rollout.addresses:
             return self
         _check_served(self.config.model.path, hf_config)
-        if not rollout.addresses and int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("RANK", 0)) == 0:
             self._server = RolloutServer(
                 self.config.model.path,
                 rollout.server,
@@ -119,7 +119,7 @@ class Engine:
         self._push()
 
     def _push(self) -> None:
-        """Push the current weights; once more, to a new server, where the server died meanwhile."""
+        """Push the current weights; again, to a new server, where the server died meanwhile."""
         for attempt in range(RESTARTS + 1):
             try:
                 self.stats.sync_bytes = self._sync.push(self._trainer.export_weights(), str(self._version)).bytes

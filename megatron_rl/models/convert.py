@@ -159,7 +159,12 @@ def _finished_folder(out: Path) -> Iterator[Path]:
         yield partial
     except OSError as error:
         problem = f"checkpoint {out}: {error.strerror or error}"
-    _raise_together(problem)
+    try:
+        _raise_together(problem)
+    except UserError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # the disk may be full of it
+        raise
     if dist.get_rank() == 0:
         partial.rename(out)
     dist.barrier()

@@ -1,7 +1,6 @@
 """Products with large fp32 weight matrices on the CPU: by oneDNN, which torch holds anyway, where torch would ask MKL.
 
-Measured with 2 threads on an AMD EPYC (Zen 4), weights of 0.5 to 28 M elements: 1.1 to 1.4 times as fast for hundreds
-of rows, 1.5 to 2.5 times for the few rows of a decode. Standard library and torch alone: SGLang's plugin loads this file too.
+benchmarks/matmul.py measures both (docs/results.md). Standard library and torch alone: SGLang's plugin loads this file too.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.dtype is b.dtype is torch.float32 and b.numel() >= LARGE and a.stride(1) == 1 and a.shape[1] == b.shape[0]:
         if a.shape[0] > FEW_ROWS:
             return _linear(a, b.t())
-        if a.shape[0]:
+        if a.shape[0] and b.stride(0) == 1:  # a row-major b, as for input gradients, would have to be turned round
             return _linear(b.t(), a).t().contiguous()
     return torch.mm(a, b, out=a.new_empty(0))  # the kernel of mm.out is not replaced, and sizes an empty result itself
 

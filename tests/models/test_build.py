@@ -67,7 +67,7 @@ def test_logits_and_weights(family, folders):
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
 def mxfp4(folder: Path, out: Path) -> None:
-    """Write the gpt-oss folder twice more: experts as MXFP4 (as released) in `out`, and their exact values in `folder`.
+    """Give the gpt-oss folder experts that MXFP4 holds exactly, and write it to `out` with them as MXFP4 (as released).
 
     A block is 32 values along the input, two 4-bit floats a byte (the first in the low half), and one power of two.
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,15 @@ def test_float16_is_refused(tmp_path):
     source = make_tiny_model("llama", tmp_path / "hf", sizes=Sizes(layers=1), dtype=torch.float16)
     with pytest.raises(UserError, match="float16 cannot be converted"):
         convert(source, tmp_path / "checkpoint", ALONE)
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path):
+    """Under a limit of 40 KiB a file: one line, and neither the folder nor a part of it."""
+    folder, out = make_tiny_model("qwen3_moe", tmp_path / "model"), tmp_path / "out"
+    command = f"ulimit -f 40; exec {sys.executable} -m megatron_rl.cli convert {folder} {out}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl: error:")]
+    assert len(errors) == 1 and str(out) in errors[0] and "could not be written" in errors[0], done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}

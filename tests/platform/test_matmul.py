@@ -41,6 +41,24 @@ def test_other_dtypes_are_torchs_own(dtype):
     assert torch.equal(matmul.mm(a, b), own)
 
 
+@pytest.mark.parametrize(
+    ("rows", "shape", "transposed", "by_onednn"),
+    [
+        (matmul.FEW_ROWS, WEIGHTS[0], True, True),
+        (matmul.FEW_ROWS, WEIGHTS[0], False, False),  # slower than torch's own: benchmarks/matmul.py
+        (200, WEIGHTS[0], True, True),
+        (200, WEIGHTS[0], False, True),
+        (200, WEIGHTS[2], True, False),
+    ],
+)
+def test_only_what_onednn_does_faster_goes_to_it(rows, shape, transposed, by_onednn, monkeypatch):
+    calls, linear = [], matmul._linear
+    monkeypatch.setattr(matmul, "_linear", lambda x, weight: calls.append(0) or linear(x, weight))
+    a, b = operands(rows, shape, transposed=transposed)
+    matmul.mm(a, b)
+    assert bool(calls) == by_onednn
+
+
 def test_installed_it_serves_products_and_their_gradients():
     """In a process of its own, with the calls to oneDNN counted: linear layers, gradients, torch's errors."""
     source = """

@@ -1,5 +1,92 @@
-"""Build of the package. Metadata is in pyproject.toml; the C++ and CUDA extensions of csrc/ are declared here."""
+"""Build of the package. Metadata is in pyproject.toml; the two C++/CUDA extensions of csrc/ are declared here.
 
+The CPU part is always built. The CUDA part joins where nvcc and a CUDA build of torch of the same major version are there; no GPU
+is needed to build it. ptxas's report on registers and spills is kept beside each extension (*.ptxas.txt).
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import torch
 from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-setup()
+NAMES = ("masked_log_softmax", "sink_attention")
+ARCHITECTURES = ("80", "90a")
+CXX_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized", "-g0"]
+
+
+def find_nvcc() -> str | None:
+    """nvcc of CUDA_HOME or PATH whose major version is torch's; None where there is none, or torch is for the CPU."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    if nvcc is None or torch.version.cuda is None:
+        return None
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.", text)
+    if release is None or release[1] != torch.version.cuda.split(".")[0]:
+        print(f"megatron_rl: {nvcc} is not of CUDA {torch.version.cuda}, which torch is built for: CPU part alone")
+        return None
+    return nvcc
+
+
+def nvidia_folders(kind: str) -> list[str]:
+    """`include` or `lib` of CUDA's packages in site-packages: the toolkit beside nvcc may hold the compiler alone."""
+    return [str(p) for p in sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob(f"*/{kind}")) if p.is_dir()]
+
+
+def include_folders(nvcc: str) -> list[str]:
+    """The headers that nvcc itself uses, then those of the packages."""
+    text = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True).stderr
+    return re.findall(r'INCLUDES="-I([^"]+)"', text) + nvidia_folders("include")
+
+
+class Build(BuildExtension):
+    """Compiles the .cu files, which know nothing of torch, and hands their objects to the linker."""
+
+    def build_extensions(self) -> None:
+        nvcc = find_nvcc()
+        for extension in self.extensions:
+            if nvcc:
+                self.add_cuda(nvcc, extension)
+        super().build_extensions()
+
+    def add_cuda(self, nvcc: str, extension) -> None:
+        source = Path("csrc", extension.name.rsplit("._")[-1], "cuda.cu")
+        target = Path(self.build_temp, extension.name + ".cuda.o").resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        includes = include_folders(nvcc)
+        command = [nvcc, "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-lineinfo", "-Icsrc"]
+        command += ["-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "2"]
+        command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+        command += [f"-I{folder}" for folder in includes]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"megatron_rl: {' '.join(command)}\n{done.stdout}{done.stderr}")
+        library = Path(self.get_ext_fullpath(extension.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.with_name(library.name.split(".")[0] + ".ptxas.txt").write_text(done.stderr)
+        extension.extra_objects.append(str(target))
+        extension.define_macros.append(("WITH_CUDA", None))
+        extension.include_dirs += includes
+        extension.library_dirs += nvidia_folders("lib")
+        extension.libraries += ["torch_cuda", "c10_cuda"]
+        extension.extra_link_args.append("-l:libcudart.so." + torch.version.cuda.split(".")[0])
+
+
+def declare(name: str) -> CppExtension:
+    return CppExtension(
+        f"megatron_rl.ops._{name}",
+        [f"csrc/{name}/binding.cpp", f"csrc/{name}/cpu.cpp"],
+        include_dirs=[str(Path("csrc").resolve())],
+        extra_compile_args=list(CXX_FLAGS),
+        extra_link_args=["-fopenmp"],
+        depends=[str(path) for path in Path("csrc").rglob("*.h")],
+    )
+
+
+setup(ext_modules=[declare(name) for name in NAMES if Path("csrc", name, "binding.cpp").is_file()], cmdclass={"build_ext": Build})

@@ -1,0 +1,46 @@
+// Row kernels on the CPU. Rows are contiguous, `columns` logits each (this rank's share of the vocabulary).
+#pragma once
+
+#include "isa.h"
+
+namespace masked_log_softmax {
+
+struct Logits {
+    const void* data;
+    bool bf16;  // else fp32
+    int64_t rows, columns;
+};
+
+struct Targets {
+    const int64_t* ids;     // [T], of the whole vocabulary
+    int64_t first_column;  // the id of this rank's first column
+};
+
+// What all rows of a call have in common.
+struct Options {
+    float log_rho;  // -inf: the whole vocabulary
+    float temperature;
+    bool with_entropy;
+};
+
+struct Range {
+    int64_t begin, end;
+};
+
+// extremes [2, T]: the row's largest logit, +inf where it has a NaN; its target's logit, -inf where the target is not here.
+void extremes(Isa isa, Logits logits, Targets targets, float* extremes, Range rows);
+
+// sums [3, T], with d = (x - maximum) / temperature, maximum [T] over the whole vocabulary: e^d over the safe set, e^d over
+// all, d e^d over the safe set (0 without entropy).
+void sums(Isa isa, Logits logits, const float* maximum, Options options, float* sums, Range rows);
+
+// Both of a row while it is in the cache, for a vocabulary that is whole. Rows without a finite maximum get sums of 0.
+void extremes_and_sums(Isa isa, Logits logits, Targets targets, Options options, float* extremes, float* sums, Range rows);
+
+// gradient = (factor + slope d) e^d inside the safe set, 0 outside, at_target added at the target. factors [3, T] holds
+// factor, slope and at_target; a row whose three are zero gets zeros. `gradient` has the logits' type and may be the
+// logits themselves.
+void gradient(Isa isa, Logits logits, Targets targets, const float* maximum, const float* factors, Options options,
+              void* gradient, Range rows);
+
+}  // namespace masked_log_softmax

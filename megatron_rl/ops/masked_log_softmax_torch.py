@@ -1,0 +1,114 @@
+"""masked_log_softmax in plain torch: its definition, and the row kernels for what the compiled ones do not serve.
+
+That is fp64, and CUDA tensors where csrc's CUDA part is not built. The four kernels have the signatures of csrc's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+LOWEST = -1e4
+"""Stands for a log-ratio of -inf: its exp is 0 in fp32 and fp64 too, and 0 times it is 0."""
+
+
+def log_softmax_by_definition(
+    logits: torch.Tensor, targets: torch.Tensor, *, log_rho: float | None, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log_probs, in_support, coverage, entropy), each [T], of logits [T, V] and targets [T] in the vocabulary.
+
+    Differentiable, in the precision of `logits` (at least fp32); the safe set is taken in that precision.
+    """
+    z = logits.to(working_dtype(logits)) / temperature
+    safe = z > -torch.inf
+    if log_rho is not None:
+        safe &= z >= z.max(-1, keepdim=True).values + log_rho
+    log_p = torch.where(safe, z, -torch.inf).log_softmax(-1)
+    finite = torch.where(safe, log_p, 0.0)
+    entropy = -torch.where(safe, finite.exp() * finite, 0.0).sum(-1)
+    coverage = torch.where(safe, z.softmax(-1), 0.0).sum(-1).detach()
+    return log_p.gather(1, targets[:, None])[:, 0], safe.gather(1, targets[:, None])[:, 0], coverage, entropy
+
+
+def working_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def extremes(logits: torch.Tensor, targets: torch.Tensor, first_column: int) -> torch.Tensor:
+    """[2, T]: the row's largest logit, +inf where it has a NaN; the target's logit, -inf where it is not here."""
+    rows, columns = logits.shape
+    work = working_dtype(logits)
+    most = torch.cat([logits[b].amax(-1) for b in _slices(logits)]).to(work) if rows else logits.new_zeros(0, dtype=work)
+    most.masked_fill_(most.isnan(), torch.inf)
+    local = targets - first_column
+    at_target = logits.gather(1, local.clamp(0, columns - 1)[:, None])[:, 0].to(work)
+    return torch.stack([most, torch.where((local >= 0) & (local < columns), at_target, -torch.inf)])
+
+
+def sums(
+    logits: torch.Tensor, maximum: torch.Tensor, log_rho: float | None, temperature: float, with_entropy: bool
+) -> torch.Tensor:
+    """[3, T], with d = (x - maximum) / temperature: e^d over the safe set, e^d over all, d e^d over the safe set."""
+    out = maximum.new_zeros(3, len(maximum))
+    for b, d, safe in _blocks(logits, maximum, log_rho, temperature):
+        e = d.exp()
+        kept = e * safe
+        out[0, b], out[1, b] = kept.sum(-1), e.sum(-1)
+        if with_entropy:
+            out[2, b] = kept.mul_(d).sum(-1)
+    if log_rho is None:
+        out[1] = out[0]
+    return out
+
+
+def extremes_and_sums(
+    logits: torch.Tensor, targets: torch.Tensor, log_rho: float | None, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both, for a vocabulary that is whole."""
+    first = extremes(logits, targets, 0)
+    return first, sums(logits, first[0], log_rho, temperature, with_entropy)
+
+
+def gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    first_column: int,
+    maximum: torch.Tensor,
+    factors: torch.Tensor,
+    log_rho: float | None,
+    temperature: float,
+    out: torch.Tensor,
+) -> None:
+    """out = (factor + slope d) e^d inside the safe set, 0 outside, at_target added at the target.
+
+    factors [3, T] holds factor, slope and at_target. `out` may be the logits.
+    """
+    local = targets - first_column
+    owned = (local >= 0) & (local < logits.shape[1])
+    index = local.clamp(0, logits.shape[1] - 1)[:, None]
+    factor, slope, at_target = factors.unsqueeze(-1)
+    at_target = torch.where(owned[:, None], at_target, 0.0)
+    for b, d, safe in _blocks(logits, maximum, log_rho, temperature):
+        grad = d.mul(slope[b]).add_(factor[b]).mul_(d.exp_()).mul_(safe)
+        out[b] = grad.scatter_add_(1, index[b], at_target[b])
+    out[(factors == 0).all(0)] = 0.0  # whatever such a row holds
+
+
+def _slices(logits: torch.Tensor) -> list[slice]:
+    """Blocks of rows that fit a CPU core's cache, or are large enough to fill a GPU."""
+    rows, columns = logits.shape
+    per_block = max(1, ((1 << 24) if logits.is_cuda else (1 << 18)) // max(1, columns))
+    return [slice(start, min(start + per_block, rows)) for start in range(0, rows, per_block)]
+
+
+def _blocks(
+    logits: torch.Tensor, maximum: torch.Tensor, log_rho: float | None, temperature: float
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """(rows, d, 1.0 inside the safe set and 0.0 outside), in working precision; both may be overwritten."""
+    divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
+    for b in _slices(logits):
+        z = logits[b].to(maximum.dtype) / divisor
+        most = (maximum[b] / divisor)[:, None]
+        safe = z > -torch.inf if log_rho is None else (z >= most + log_rho) & (z > -torch.inf)
+        yield b, z.sub_(most).clamp_(min=LOWEST), safe.to(z.dtype)

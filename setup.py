@@ -49,11 +49,23 @@ class Build(BuildExtension):
     """Compiles the .cu files, which know nothing of torch, and hands their objects to the linker."""
 
     def build_extensions(self) -> None:
+        self.reports: dict[str, str] = {}
         nvcc = find_nvcc()
         for extension in self.extensions:
             if nvcc:
                 self.add_cuda(nvcc, extension)
         super().build_extensions()
+        for name, report in self.reports.items():
+            self.report_path(name).write_text(report)
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        package = self.get_finalized_command("build_py").get_package_dir("megatron_rl.ops")
+        for name in self.reports:
+            shutil.copy(self.report_path(name), package)
+
+    def report_path(self, name: str) -> Path:
+        return Path(self.build_lib, *name.split(".")).with_suffix(".ptxas.txt")
 
     def add_cuda(self, nvcc: str, extension) -> None:
         source = Path("csrc", extension.name.rsplit("._")[-1], "cuda.cu")
@@ -67,9 +79,7 @@ class Build(BuildExtension):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"megatron_rl: {' '.join(command)}\n{done.stdout}{done.stderr}")
-        library = Path(self.get_ext_fullpath(extension.name))
-        library.parent.mkdir(parents=True, exist_ok=True)
-        library.with_name(library.name.split(".")[0] + ".ptxas.txt").write_text(done.stderr)
+        self.reports[extension.name] = done.stderr
         extension.extra_objects.append(str(target))
         extension.define_macros.append(("WITH_CUDA", None))
         extension.include_dirs += includes

@@ -8,9 +8,10 @@ using Int = int32_t __attribute__((vector_size(LANES * 4)));
 using UInt = uint32_t __attribute__((vector_size(LANES * 4)));
 using Half = uint16_t __attribute__((vector_size(LANES * 2)));
 
+#undef INLINE
 #define INLINE inline __attribute__((always_inline))
 
-INLINE Float splat(float x) { return Float{} + x; }
+INLINE Float splat(float x) { return x - Float{}; }  // not 0 + x, which turns -0 into 0 and so is no plain broadcast
 INLINE Float select(Int mask, Float yes, Float no) { return mask ? yes : no; }
 
 // a > b ? a : b, so b where one is a NaN.
@@ -123,5 +124,3 @@ INLINE Float exp2(Float x) {
     return select(below < -126.0f, Float{}, (Float)((Int)p + ((Int)shifted << 23)));
 #endif
 }
-
-#undef INLINE

@@ -103,7 +103,8 @@ def _check(logits, targets, log_rho, temperature, inplace_backward) -> None:
     require(logits.device.type in ("cpu", "cuda"), f"logits are on {logits.device}, must be on a CPU or a CUDA GPU")
     require(0 < temperature < float("inf"), f"temperature {temperature} must be above 0")
     require(
-        log_rho is None or log_rho <= 0, f"log_rho {log_rho} must be at most 0 (rho is a share of the largest probability)"
+        log_rho is None or log_rho <= 0,
+        f"log_rho {log_rho} must be at most 0 (rho is a share of the largest probability)",
     )
     require(
         not (inplace_backward and logits.requires_grad and logits.is_leaf),
@@ -170,7 +171,12 @@ class _MaskedLogSoftmax(torch.autograd.Function):
         entropy = torch.where(counts, log_sum - weighted / safe_sum, 0.0) if with_entropy else None
 
         ctx.save_for_backward(logits, targets, in_support, maximum, safe_sum, entropy)
-        ctx.first_column, ctx.log_rho, ctx.temperature, ctx.inplace = first_column, log_rho, temperature, inplace_backward
+        ctx.first_column, ctx.log_rho, ctx.temperature, ctx.inplace = (
+            first_column,
+            log_rho,
+            temperature,
+            inplace_backward,
+        )
         ctx.mark_non_differentiable(in_support, coverage)
         ctx.set_materialize_grads(False)
         return log_probs, entropy, in_support, coverage

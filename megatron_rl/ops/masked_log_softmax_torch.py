@@ -39,7 +39,9 @@ def extremes(logits: torch.Tensor, targets: torch.Tensor, first_column: int) -> 
     """[2, T]: the row's largest logit, +inf where it has a NaN; the target's logit, -inf where it is not here."""
     rows, columns = logits.shape
     work = working_dtype(logits)
-    most = torch.cat([logits[b].amax(-1) for b in _slices(logits)]).to(work) if rows else logits.new_zeros(0, dtype=work)
+    most = (
+        torch.cat([logits[b].amax(-1) for b in _slices(logits)]).to(work) if rows else logits.new_zeros(0, dtype=work)
+    )
     most.masked_fill_(most.isnan(), torch.inf)
     local = targets - first_column
     at_target = logits.gather(1, local.clamp(0, columns - 1)[:, None])[:, 0].to(work)

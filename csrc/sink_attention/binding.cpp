@@ -1,0 +1,142 @@
+// Python module megatron_rl.ops._sink_attention. The caller (megatron_rl/ops/sink_attention.py) has checked the arguments,
+// what is checked here keeps memory safe.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+
+#include "parallel.h"
+#include "sink_attention/cpu.h"
+
+namespace sink = sink_attention;
+using at::Tensor;
+
+namespace {
+
+void check(const Tensor& x, const char* name, at::IntArrayRef shape, const Tensor& like, at::ScalarType type) {
+    TORCH_CHECK_VALUE(x.sizes() == shape && x.is_contiguous() && x.scalar_type() == type && x.device() == like.device(), name,
+                      " must be ", type, " ", shape, ", contiguous, on ", like.device());
+}
+
+// A pack's borders: int64 [S + 1] on the CPU, rising from 0 to the number of tokens.
+const int64_t* borders(const Tensor& cu_seqlens, const char* name, int64_t tokens) {
+    TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0 && cu_seqlens.is_contiguous() &&
+                          cu_seqlens.is_cpu() && cu_seqlens.scalar_type() == at::kLong,
+                      name, " must be int64 [S + 1] on the CPU");
+    const int64_t* const p = cu_seqlens.const_data_ptr<int64_t>();
+    for (int64_t s = 1; s < cu_seqlens.numel(); ++s) TORCH_CHECK_VALUE(p[s - 1] <= p[s], name, " must not fall");
+    TORCH_CHECK_VALUE(p[0] == 0 && p[cu_seqlens.numel() - 1] == tokens, name, " must run from 0 to ", tokens);
+    return p;
+}
+
+struct Call {
+    sink::Problem problem;
+    const int64_t *cu_q, *cu_k;
+    int64_t sequences;
+};
+
+Call prepare(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& sinks, const Tensor& cu_q,
+             const Tensor& cu_k, int64_t window, double scale) {
+    const auto type = q.scalar_type();
+    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16, "q must be fp32 or bf16, not ", type);
+    TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && v.dim() == 3, "q, k and v must be [T, H, D]");
+    TORCH_CHECK_VALUE(q.is_cpu(), "q is on ", q.device(), ", for which this kernel is not built");
+    TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0, "heads of q must be a multiple of those of k");
+    check(q, "q", q.sizes(), q, type);
+    check(k, "k", {k.size(0), k.size(1), q.size(2)}, q, type);
+    check(v, "v", {k.size(0), k.size(1), v.size(2)}, q, type);
+    if (sinks) check(*sinks, "sinks", {q.size(1)}, q, at::kFloat);
+    TORCH_CHECK_VALUE(cu_q.numel() == cu_k.numel(), "cu_seqlens of queries and keys differ in length");
+    const Call call{{q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr(),
+                     sinks ? sinks->const_data_ptr<float>() : nullptr, type == at::kBFloat16, q.size(0), q.size(1), k.size(1),
+                     q.size(2), v.size(2), static_cast<float>(scale), window},
+                    borders(cu_q, "cu_seqlens", q.size(0)),
+                    borders(cu_k, "cu_seqlens of the keys", k.size(0)),
+                    cu_q.numel() - 1};
+    for (int64_t s = 0; s < call.sequences; ++s)
+        TORCH_CHECK_VALUE(call.cu_q[s + 1] - call.cu_q[s] <= call.cu_k[s + 1] - call.cu_k[s], "sequence ", s,
+                          " has more queries than keys");
+    return call;
+}
+
+// Calls task(i, scratch) for i in [0, count) on all threads; each takes the next task when it is done with one.
+template <typename Task>
+void run(int64_t count, int64_t scratch_floats, Task task) {
+    if (count == 0) return;
+    std::atomic<int64_t> next{0};
+    at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t begin, int64_t end) {
+        for (; begin < end; ++begin) {  // more than once only where there are fewer threads than asked for
+            const size_t bytes = (scratch_floats * sizeof(float) + 63) / 64 * 64;
+            const std::unique_ptr<float, decltype(&std::free)> scratch(static_cast<float*>(std::aligned_alloc(64, bytes)),
+                                                                       &std::free);
+            if (!scratch) throw std::bad_alloc();
+            for (int64_t i = next++; i < count; i = next++) task(i, scratch.get());
+        }
+    });
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& sinks,
+                                   const Tensor& cu_q, const Tensor& cu_k, int64_t window, double scale) {
+    const Call call = prepare(q, k, v, sinks, cu_q, cu_k, window, scale);
+    const sink::Problem& problem = call.problem;
+    Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
+    Tensor lse = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
+    pybind11::gil_scoped_release release;
+    const auto blocks = sink::query_blocks(problem, call.cu_q, call.cu_k, call.sequences);
+    void* const out_data = out.mutable_data_ptr();
+    float* const lse_data = lse.mutable_data_ptr<float>();
+    run(blocks.size(), sink::scratch_floats(problem), [&](int64_t i, float* scratch) {
+        sink::forward(torch_isa(), problem, blocks[i], out_data, lse_data, scratch);
+    });
+    return {out, lse};
+}
+
+// (grad_q, grad_k, grad_v) of q's type and grad_sinks fp32, None without sinks.
+std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                                   const Tensor& v, const std::optional<Tensor>& sinks,
+                                                                   const Tensor& out, const Tensor& lse, const Tensor& cu_q,
+                                                                   const Tensor& cu_k, int64_t window, double scale) {
+    const Call call = prepare(q, k, v, sinks, cu_q, cu_k, window, scale);
+    const sink::Problem& problem = call.problem;
+    check(out, "out", {q.size(0), q.size(1), v.size(2)}, q, q.scalar_type());
+    check(grad, "grad", out.sizes(), q, q.scalar_type());
+    check(lse, "lse", {q.size(1), q.size(0)}, q, at::kFloat);
+    const auto floats = q.options().dtype(at::kFloat);
+    Tensor delta = at::empty(lse.sizes(), floats);
+    Tensor grad_q = at::zeros(q.sizes(), floats), grad_k = at::zeros(k.sizes(), floats), grad_v = at::zeros(v.sizes(), floats);
+    std::optional<Tensor> grad_sinks;
+    {
+        pybind11::gil_scoped_release release;
+        const int64_t tokens = q.size(0), step = 64;
+        float *const dq = grad_q.mutable_data_ptr<float>(), *const dk = grad_k.mutable_data_ptr<float>();
+        float *const dv = grad_v.mutable_data_ptr<float>(), *const d = delta.mutable_data_ptr<float>();
+        const void *const g = grad.const_data_ptr(), *const o = out.const_data_ptr();
+        const float* const l = lse.const_data_ptr<float>();
+        at::parallel_for(0, tokens, step, [&](int64_t begin, int64_t end) {
+            sink::delta(torch_isa(), problem, g, o, d, begin, end);
+        });
+        for (const auto& round : sink::backward_rounds(problem, call.cu_q, call.cu_k, call.sequences))
+            run(round.size(), sink::scratch_floats(problem), [&](int64_t i, float* scratch) {
+                for (const sink::Tile& tile : round[i])
+                    sink::backward(torch_isa(), problem, tile, g, l, d, dq, dk, dv, scratch);
+            });
+        if (sinks) grad_sinks = (lse.neg().add_(sinks->unsqueeze(1)).exp_().mul_(delta)).sum(1).neg_();
+    }
+    const auto type = q.scalar_type();
+    return {grad_q.to(type), grad_k.to(type), grad_v.to(type), grad_sinks};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+    using namespace pybind11::literals;
+    module.attr("cuda") = false;
+    module.def("forward", &forward, "q"_a, "k"_a, "v"_a, "sinks"_a, "cu_q"_a, "cu_k"_a, "window"_a, "scale"_a);
+    module.def("backward", &backward, "grad"_a, "q"_a, "k"_a, "v"_a, "sinks"_a, "out"_a, "lse"_a, "cu_q"_a, "cu_k"_a,
+               "window"_a, "scale"_a);
+}

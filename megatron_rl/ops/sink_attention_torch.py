@@ -1,0 +1,119 @@
+"""sink_attention in plain torch: its definition, and the tiled computation for what the compiled kernels do not serve.
+
+That is fp64, and on CUDA also fp32 and whatever a flash attention does not take. `forward` and `backward` have the
+signatures of csrc's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+_BLOCK = 256
+"""Sequences longer than this are cut into blocks of so many queries."""
+_TILE_SCORES = 1 << 22
+"""Scores (heads x queries x keys) of one tile at most: what bounds the memory."""
+
+
+def attention_by_definition(q, k, v, sinks, *, cu_seqlens, cu_seqlens_k=None, window=None, scale=None) -> torch.Tensor:
+    """One sequence at a time, in the inputs' own precision. Arguments as in `ops.sink_attention`; differentiable."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    heads, groups = q.shape[1], q.shape[1] // k.shape[1]
+    borders = [c.tolist() for c in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)]
+    outputs = []
+    for start, end, k_start, k_end in zip(borders[0], borders[0][1:], borders[1], borders[1][1:], strict=False):
+        keys, values = (x[k_start:k_end].repeat_interleave(groups, dim=1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q[start:end], keys) * scale
+        hidden = _mask(k_end - k_start - (end - start), k_end - k_start, 0, k_end - k_start, window)
+        scores = scores.masked_fill(hidden.to(q.device), -math.inf)
+        if sinks is not None:
+            sink = sinks.to(scores.dtype)[:, None, None].expand(heads, end - start, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : k_end - k_start]
+        outputs.append(torch.einsum("hij,jhd->ihd", weights, values))
+    return torch.cat(outputs) if outputs else q.new_zeros((0, heads, v.shape[-1]))
+
+
+def forward(q, k, v, sinks, cu_q, cu_k, window: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [Tq, H, Dv] of q's type, lse [H, Tq]: log of the softmax's denominator, the sink included).
+
+    cu_q, cu_k: int64 borders on the CPU; window 0: none. Softmax in fp32 (fp64 for fp64).
+    """
+    work = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
+    lse = torch.zeros(q.shape[1], q.shape[0], dtype=work, device=q.device)
+    for tile in _tiles(cu_q, cu_k, window, q.shape[1]):
+        scores, _, _ = _scores(q, k, tile, window, scale, work)
+        log_sum = torch.logsumexp(scores, dim=-1)  # [Hkv, G, Lq]
+        if sinks is not None:
+            log_sum = torch.logaddexp(log_sum, sinks.to(work).view(*scores.shape[:2], 1))
+        weights = scores.sub_(log_sum.unsqueeze(-1)).exp_()
+        values = v[tile.keys].to(work).transpose(0, 1).unsqueeze(1)  # [Hkv, 1, Lk, Dv]
+        out[tile.queries] = (weights @ values).flatten(0, 1).transpose(0, 1).to(out.dtype)
+        lse[:, tile.queries] = log_sum.flatten(0, 1)
+    return out, lse
+
+
+def backward(grad, q, k, v, sinks, out, lse, cu_q, cu_k, window: int, scale: float):
+    """(grad_q, grad_k, grad_v of q's type, grad_sinks or None). Each tile's weights are computed again from lse."""
+    work = lse.dtype
+    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=work) for x in (q, k, v))
+    delta = (grad.to(work) * out.to(work)).sum(-1).t()  # [H, Tq]
+    for tile in _tiles(cu_q, cu_k, window, q.shape[1]):
+        scores, queries, keys = _scores(q, k, tile, window, scale, work)
+        heads = scores.shape[:2]
+        weights = scores.sub_(lse[:, tile.queries].unflatten(0, heads).unsqueeze(-1)).exp_()
+        values = v[tile.keys].to(work).transpose(0, 1).unsqueeze(1)
+        grads = grad[tile.queries].to(work).transpose(0, 1).unflatten(0, heads)  # [Hkv, G, Lq, Dv]
+        grad_v[tile.keys] += (weights.transpose(-1, -2) @ grads).sum(1).transpose(0, 1)
+        means = delta[:, tile.queries].unflatten(0, heads).unsqueeze(-1)
+        grad_scores = (grads @ values.transpose(-1, -2)).sub_(means).mul_(weights).mul_(scale)
+        grad_q[tile.queries] = (grad_scores @ keys).flatten(0, 1).transpose(0, 1)
+        grad_k[tile.keys] += (grad_scores.transpose(-1, -2) @ queries).sum(1).transpose(0, 1)
+    grad_sinks = None if sinks is None else -(torch.exp(sinks.to(work)[:, None] - lse) * delta).sum(1)
+    return *(x.to(q.dtype) for x in (grad_q, grad_k, grad_v)), grad_sinks
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Queries of one sequence and the keys that they may see. Positions are those of the sequence's keys."""
+
+    queries: slice
+    keys: slice
+    first_query: int
+    first_key: int
+
+
+def _tiles(cu_q: torch.Tensor, cu_k: torch.Tensor, window: int, heads: int) -> list[_Tile]:
+    tiles = []
+    for start, end, k_start, k_end in zip(
+        cu_q.tolist(), cu_q[1:].tolist(), cu_k.tolist(), cu_k[1:].tolist(), strict=False
+    ):
+        before = k_end - k_start - (end - start)
+        block = max(16, min(_BLOCK, _TILE_SCORES // (heads * max(1, k_end - k_start))))
+        for first in range(start, end, block):
+            last = min(first + block, end)
+            position = before + first - start
+            oldest = max(0, position - window + 1) if window else 0
+            keys = slice(k_start + oldest, k_start + before + last - start)
+            tiles.append(_Tile(slice(first, last), keys, position, oldest))
+    return tiles
+
+
+def _mask(q_first: int, q_last: int, k_first: int, k_last: int, window: int | None) -> torch.Tensor:
+    """[Lq, Lk] bool, True where a query may not look."""
+    i, j = torch.arange(q_first, q_last)[:, None], torch.arange(k_first, k_last)[None]
+    return (j > i) | (j <= i - window) if window else j > i
+
+
+def _scores(q, k, tile: _Tile, window: int, scale: float, work: torch.dtype):
+    """([Hkv, G, Lq, Lk] scaled scores, -inf where hidden; queries [Hkv, G, Lq, D]; keys [Hkv, 1, Lk, D])."""
+    kv_heads = k.shape[1]
+    queries = q[tile.queries].to(work).transpose(0, 1).unflatten(0, (kv_heads, -1))
+    keys = k[tile.keys].to(work).transpose(0, 1).unsqueeze(1)
+    scores = (queries * scale) @ keys.transpose(-1, -2)
+    ends = tile.first_query + scores.shape[-2], tile.first_key + scores.shape[-1]
+    hidden = _mask(tile.first_query, ends[0], tile.first_key, ends[1], window)
+    return scores.masked_fill_(hidden.to(q.device), -math.inf), queries, keys

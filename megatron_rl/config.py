@@ -132,6 +132,9 @@ class ParallelConfig:
     expert_tensor: Positive | None = None
     """Tensor parallelism inside an expert; by default that of the rest of the model when expert = 1, else 1."""
     context: Positive = 1
+    cp_comm_type: Literal["a2a", "all_gather"] = "a2a"
+    """How attention meets the tokens of other context-parallel ranks: a2a exchanges heads for tokens (less traffic; the
+    ranks must divide the heads), all_gather gathers keys and values (any number of heads)."""
     distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
     timeout_s: PositiveFloat = 600.0

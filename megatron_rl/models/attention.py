@@ -10,7 +10,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -39,9 +43,10 @@ class CoreAttention(MegatronModule):
     parameter `softmax_offset` [heads / tp] (softmax_type "learnable") has the name that Megatron-Bridge maps
     gpt-oss's sinks to.
 
-    Context parallelism exchanges heads for tokens (arXiv 2309.14509): each rank gets whole sequences for its share of
-    the heads, and of the sinks; grouped keys and values are repeated when they are fewer than the ranks.
-    Errors: UserError for dropout, a mask that is not causal, or heads that the ranks cannot share.
+    Context parallelism, by Megatron's cp_comm_type: "a2a" (or None) exchanges heads for tokens (arXiv 2309.14509), so that each
+    rank gets whole sequences for its share of the heads, and of the sinks; grouped keys and values are repeated when
+    they are fewer than the ranks. "all_gather" gathers keys and values, and each rank's queries stay where they are.
+    Errors: UserError for dropout, a mask that is not causal, another cp_comm_type, or heads that the ranks cannot share.
     """
 
     def __init__(
@@ -65,6 +70,9 @@ class CoreAttention(MegatronModule):
             raise UserError("model: attention dropout is not supported; set attention_dropout to 0")
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp
+        if cp_comm_type not in (None, "a2a", "all_gather"):
+            raise UserError(f"parallel.cp_comm_type: '{cp_comm_type}' is not supported; a2a and all_gather are")
+        self.gathers_keys = cp_comm_type == "all_gather"
         self.softmax_scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed and config.window_size[0] >= 0 else None
@@ -110,26 +118,34 @@ class CoreAttention(MegatronModule):
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         sinks = getattr(self, "zero_sinks", self.softmax_offset)
-        options = {"cu_seqlens": layout.cu_seqlens, "window": self.window, "scale": self.softmax_scale}
-        context, rank = self.cp_group.size(), self.cp_group.rank()
-        if context == 1:
-            return sink_attention(q, k, v, sinks, **options)
+        if self.cp_group.size() == 1:
+            return self._sink_attention(q, k, v, sinks, cu_seqlens=layout.sequences)
+        if self.gathers_keys:
+            # The gradients are summed over the ranks whose queries saw the key.
+            keys, values = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (k, v))
+            rows = layout.place[layout.own.rows]
+            borders = {"cu_seqlens": layout.own.queries, "cu_seqlens_k": layout.own.keys}
+            return self._sink_attention(q, keys.index_select(0, rows), values.index_select(0, rows), sinks, **borders)
+        return self._attend_by_heads(q, k, v, sinks, layout)
 
-        heads = q.shape[1]
+    def _attend_by_heads(self, q, k, v, sinks: torch.Tensor | None, layout: PackedLayout) -> torch.Tensor:
+        context, heads = self.cp_group.size(), q.shape[1]
         repeat = context // math.gcd(k.shape[1], context)
         if heads % context or heads % (k.shape[1] * repeat):
             raise UserError(
                 f"parallel.context = {context}: a tensor-parallel rank's {heads} heads in {k.shape[1]} groups"
-                " cannot be shared"
+                " cannot be shared; parallel.cp_comm_type: all_gather needs no sharing"
             )
         k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-        back = torch.empty_like(layout.order).view(-1)  # token of the whole micro-batch -> its place behind all_to_all
-        back[layout.order.view(-1)] = torch.arange(len(back), device=back.device)
-        q, k, v = (_heads_for_tokens(x, self.cp_group).index_select(0, back) for x in (q, k, v))
+        q, k, v = (_heads_for_tokens(x, self.cp_group).index_select(0, layout.place) for x in (q, k, v))
         if sinks is not None:
-            sinks = sinks.view(context, -1)[rank]
-        out = sink_attention(q, k, v, sinks, **options)
+            sinks = sinks.view(context, -1)[self.cp_group.rank()]
+        out = self._sink_attention(q, k, v, sinks, cu_seqlens=layout.sequences)
         return _tokens_for_heads(out.index_select(0, layout.order.view(-1)), self.cp_group)
+
+    def _sink_attention(self, q, k, v, sinks, **borders) -> torch.Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        return sink_attention(q, k, v, sinks, window=self.window, scale=self.softmax_scale, **borders)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

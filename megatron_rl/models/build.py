@@ -197,6 +197,7 @@ def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
     config.pipeline_model_parallel_size = parallel.pipeline
     config.virtual_pipeline_model_parallel_size = parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
     config.context_parallel_size = parallel.context
+    config.cp_comm_type = parallel.cp_comm_type
     config.expert_model_parallel_size = parallel.expert
     config.expert_tensor_parallel_size = expert_tensor_size(parallel)
     if parallel.virtual_pipeline > 1:  # batched p2p mixes up the interleaved schedule's messages on gloo

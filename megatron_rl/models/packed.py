@@ -11,6 +11,20 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_rl.ops.sink_attention import PackedSequences
+
+
+@dataclass(frozen=True)
+class OwnQueries:
+    """This rank's queries and the keys that they may see, when keys and values of all ranks are at hand."""
+
+    queries: PackedSequences
+    """Of this rank's T tokens: each chunk of a sequence is a sequence of its own."""
+    keys: PackedSequences
+    """Of `rows`: the keys of a chunk are those of its sequence up to the chunk's end."""
+    rows: torch.Tensor
+    """[n] int64: tokens of the whole micro-batch, a sequence's first ones twice (once for each of its two chunks)."""
+
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -22,6 +36,12 @@ class PackedLayout:
     """[c, T] int64: token of the whole micro-batch that rank r holds at place t."""
     positions: torch.Tensor
     """[T] int64: position of each token of this rank in its own sequence."""
+    sequences: PackedSequences
+    """The whole (padded) sequences again, as attention wants them."""
+    place: torch.Tensor
+    """[c * T] int64: where a token of the whole micro-batch lies when the ranks' tokens are joined, the inverse of order."""
+    own: OwnQueries | None
+    """None without context parallelism."""
 
     @classmethod
     def build(cls, cu_seqlens: torch.Tensor, tokens: int, context: int = 1, rank: int = 0) -> PackedLayout:
@@ -40,12 +60,34 @@ class PackedLayout:
             raise ValueError(f"context parallelism of {context} needs sequences padded to multiples of {2 * context}")
         whole = torch.arange(tokens * context, device=starts.device)
         position = whole - starts[:-1].repeat_interleave(lengths)
+        sequences = PackedSequences.of(starts, starts.device)
         if context == 1:
-            return cls(starts, whole[None], position)
+            return cls(starts, whole[None], position, sequences, whole, None)
         chunk = position // (lengths // (2 * context)).clamp(min=1).repeat_interleave(lengths)
         owner = torch.minimum(chunk, 2 * context - 1 - chunk)
         order = owner.argsort(stable=True).view(context, tokens)
-        return cls(starts, order, position[order[rank]])
+        place = torch.empty_like(whole)
+        place[order.view(-1)] = whole
+        own = _own_queries(sequences, context, rank, starts.device)
+        return cls(starts, order, position[order[rank]], sequences, place, own)
+
+
+def _own_queries(sequences: PackedSequences, context: int, rank: int, device: torch.device) -> OwnQueries:
+    """The two chunks of each sequence that this rank holds, in the order in which it holds them."""
+    starts, chunks = sequences.borders[:-1], sequences.borders.diff() // (2 * context)
+    which = chunks.new_tensor([rank + 1, 2 * context - rank])
+    keys = (chunks[:, None] * which).view(-1)  # as many keys as the sequence has up to the chunk's end
+    queries = chunks.repeat_interleave(2)
+    key_borders = _borders(keys)
+    first = starts.repeat_interleave(2) - key_borders[:-1]
+    rows = torch.arange(int(key_borders[-1])) + first.repeat_interleave(keys)
+    return OwnQueries(
+        PackedSequences.of(_borders(queries), device), PackedSequences.of(key_borders, device), rows.to(device)
+    )
+
+
+def _borders(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def packed_layout(params: PackedSeqParams, tokens: int, cp_group: torch.distributed.ProcessGroup) -> PackedLayout:

@@ -66,6 +66,8 @@ def test_off_by_one_is_a_sink_of_zero():
 def test_what_is_not_supported_is_refused():
     with pytest.raises(UserError, match="attention_dropout to 0"):
         core(layer_config(attention_dropout=0.1))
+    with pytest.raises(UserError, match=r"cp_comm_type: 'p2p' is not supported; a2a and all_gather are"):
+        core(layer_config(), cp_comm_type="p2p")
     with pytest.raises(UserError, match="causal alone"):
         CoreAttention(layer_config(), 1, AttnMaskType.no_mask, "self")
     with pytest.raises(UserError, match="bias"):
@@ -136,13 +138,18 @@ def test_rotation_of_a_pack_is_bitwise_megatrons(kind, interleaved, mla_interlea
 LENGTHS = [8, 24, 16, 8]
 
 
-def attention_pass(family: str, context: int) -> dict:
+def attention_pass(family: str, context: int, cp_comm_type: str | None = None) -> dict:
     """Output and gradients of one attention layer on this context-parallel rank's part of a pack."""
     config = layer_config(family, context_parallel_size=context)
     attention = layer_spec(config).layer_specs[0].submodules.self_attention
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = attention.module(
-        config, attention.submodules, layer_number=1, attn_mask_type=AttnMaskType.causal, pg_collection=groups
+        config,
+        attention.submodules,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        cp_comm_type=cp_comm_type,
+        pg_collection=groups,
     )
     fill(module)
     packed, whole = packed_params(LENGTHS), sum(LENGTHS)
@@ -160,10 +167,11 @@ def attention_pass(family: str, context: int) -> dict:
     return {"order": order, "out": out.detach(), "hidden": mine.grad, "parameters": parameters}
 
 
-def refusal() -> str:
+def refusal(cp_comm_type: str) -> str:
     x = torch.zeros(4, 2, 16)
     try:
-        core(layer_config(num_attention_heads=2))(x, x, x, packed_seq_params=packed_params([16]))
+        module = core(layer_config(num_attention_heads=2), cp_comm_type=cp_comm_type)
+        module(x, x, x, packed_seq_params=packed_params([16]))
     except UserError as error:
         return str(error)
     return "accepted"
@@ -196,9 +204,11 @@ def on_four_ranks() -> dict:
         for context in (2, 4):
             with parallel_world(context=context):
                 for family in ("dense", "gpt_oss", "deepseek"):
-                    results[family, context] = attention_pass(family, context)
+                    for comm in ("a2a", "all_gather"):
+                        results[family, context, comm] = attention_pass(family, context, comm)
                 if context == 4:
-                    results["refusal"] = refusal()
+                    results["refusal"] = refusal("a2a")
+                    results["no refusal"] = refusal("all_gather")
         with parallel_world(tensor=2):
             results["norms"] = heads_norm_pass(2)
     return results
@@ -211,10 +221,11 @@ def four_ranks():
 
 @pytest.mark.parametrize("family", ["dense", "gpt_oss", "deepseek"])
 @pytest.mark.parametrize("context", [2, 4])
-def test_context_parallelism_equals_one_process(four_ranks, family, context):
-    """With 4 ranks the 2 key-value heads are repeated."""
+@pytest.mark.parametrize("cp_comm_type", ["a2a", "all_gather"])
+def test_context_parallelism_equals_one_process(four_ranks, family, context, cp_comm_type):
+    """With 4 ranks a2a repeats the 2 key-value heads."""
     one = attention_pass(family, 1)
-    many = [rank[family, context] for rank in four_ranks[:context]]
+    many = [rank[family, context, cp_comm_type] for rank in four_ranks[:context]]
     order = torch.cat([part["order"] for part in many])
     for key in ("out", "hidden"):
         torch.testing.assert_close(torch.cat([p[key] for p in many]), one[key][order], atol=1e-5, rtol=1e-5)
@@ -226,6 +237,7 @@ def test_context_parallelism_equals_one_process(four_ranks, family, context):
 
 def test_heads_that_the_ranks_cannot_share_are_refused(four_ranks):
     assert four_ranks[0]["refusal"].startswith("parallel.context = 4: a tensor-parallel rank's 2 heads in 2 groups")
+    assert four_ranks[0]["no refusal"] == "accepted"
 
 
 def test_norm_over_all_heads_under_tensor_parallelism(four_ranks):

@@ -11,7 +11,7 @@ from megatron_rl.ops import sink_attention_torch
 from megatron_rl.ops.sink_attention import PackedSequences, sink_attention, sink_attention_reference
 
 # Largest difference from fp64, relative to the largest entry.
-OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 6e-3}
+OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1.5e-6, torch.bfloat16: 6e-3}
 GRAD_TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1.5e-2}  # of sums that cancel
 
 
@@ -58,7 +58,7 @@ def compare(tensors, cu_seqlens, cu_seqlens_k=None, **options):
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1)]),
     sinks=st.booleans(),
     widths=st.sampled_from([(8, 8), (64, 64), (24, 40), (128, 128), (20, 12)]),
-    scale=st.none() | st.just(0.3),
+    scale=st.none() | st.just(0.05),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     seed=st.integers(0, 2**31),
 )

@@ -15,6 +15,7 @@ TWO_RANKS = {
     "pp2": {"parallel": {"pipeline": 2}},
     "pp2_interleaved": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
     "cp2": {"parallel": {"context": 2}},
+    "cp2_all_gather": {"parallel": {"context": 2, "cp_comm_type": "all_gather"}},
     "dp2_distributed_optimizer": {"parallel": {"distributed_optimizer": True}},
     "dp2_replicated_optimizer": {"parallel": {"distributed_optimizer": False}},
 }

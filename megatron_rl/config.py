@@ -34,6 +34,8 @@ class ModelConfig:
     """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation (Megatron's recompute_granularity; full recomputes every layer)."""
+    head_chunk_tokens: Positive = 2048
+    """Tokens whose logits exist at a time: the head's memory is this times the vocabulary."""
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens reach their experts; flex needs DeepEP."""
     moe_aux_loss: NonNegativeFloat = 0.0

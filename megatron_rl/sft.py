@@ -27,7 +27,7 @@ def sft(config: Config) -> None:
                     for prompt, text in zip(prompts, texts, strict=True)
                 ]
                 batches = trainer.pack(run.share(samples))
-                metrics = trainer.update(batches, sft_objective)
+                metrics = trainer.update(batches, sft_objective, pointwise=True)
             run.step += 1
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):

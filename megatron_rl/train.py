@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from megatron_rl.algorithms import advantages as adv
+from megatron_rl.algorithms.losses import POINTWISE
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.engine import Engine
 from megatron_rl.evaluate import evaluate
@@ -49,7 +50,7 @@ def train(config: Config) -> None:
                 for batches in updates:
                     scale = trainer.scale(batches)
                     objective = partial(policy_objective, config.algorithm, scale, all_reduce=trainer.context_sum)
-                    metrics.append(trainer.update(batches, objective))
+                    metrics.append(trainer.update(batches, objective, pointwise=config.algorithm.loss in POINTWISE))
             run.step += 1
 
             with clock("sync"):

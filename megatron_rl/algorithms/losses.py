@@ -16,6 +16,9 @@ from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
+POINTWISE = ("clipped", "reinforce")
+"""Losses of `policy_terms` whose terms look at one token's log-prob each."""
+
 
 @dataclass(frozen=True)
 class SurrogateLoss:

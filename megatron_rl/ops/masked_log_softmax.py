@@ -58,7 +58,8 @@ def masked_log_softmax(
     Errors: ValueError naming the argument, before anything is computed. ValueError naming the row, on every rank alike,
     where a row that counts has NaN or +inf or nothing above -inf.
     """
-    _check(logits, targets, log_rho, temperature, inplace_backward)
+    _check(logits, targets, inplace_backward)
+    check_options(log_rho, temperature)
     log_probs, entropy, in_support, coverage = _MaskedLogSoftmax.apply(
         logits, targets, log_rho, temperature, tp_group, with_entropy, inplace_backward
     )
@@ -86,30 +87,33 @@ def masked_log_softmax_reference(
     )
 
 
-def _check(logits, targets, log_rho, temperature, inplace_backward) -> None:
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{_OP}: {message}")
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f"{_OP}: {message}")
 
-    require(
+
+def _check(logits: torch.Tensor, targets: torch.Tensor, inplace_backward: bool) -> None:
+    _require(
         logits.ndim == 2 and targets.shape == logits.shape[:1],
         f"logits {list(logits.shape)} must be [T, V], targets {list(targets.shape)} [T]",
     )
     floating = (torch.float32, torch.bfloat16, torch.float64)
-    require(logits.dtype in floating, f"logits are {logits.dtype}, must be fp32, bf16 or fp64")
-    require(targets.dtype == torch.int64, f"targets are {targets.dtype}, must be int64")
-    require(logits.is_contiguous(), "logits are not contiguous: call .contiguous() first")
-    require(targets.device == logits.device, f"targets are on {targets.device}, logits on {logits.device}")
-    require(logits.device.type in ("cpu", "cuda"), f"logits are on {logits.device}, must be on a CPU or a CUDA GPU")
-    require(0 < temperature < float("inf"), f"temperature {temperature} must be above 0")
-    require(
-        log_rho is None or log_rho <= 0,
-        f"log_rho {log_rho} must be at most 0 (rho is a share of the largest probability)",
-    )
-    require(
+    _require(logits.dtype in floating, f"logits are {logits.dtype}, must be fp32, bf16 or fp64")
+    _require(targets.dtype == torch.int64, f"targets are {targets.dtype}, must be int64")
+    _require(logits.is_contiguous(), "logits are not contiguous: call .contiguous() first")
+    _require(targets.device == logits.device, f"targets are on {targets.device}, logits on {logits.device}")
+    _require(logits.device.type in ("cpu", "cuda"), f"logits are on {logits.device}, must be on a CPU or a CUDA GPU")
+    _require(
         not (inplace_backward and logits.requires_grad and logits.is_leaf),
         "inplace_backward would overwrite logits that no operation has made (a leaf)",
     )
+
+
+def check_options(log_rho: float | None, temperature: float) -> None:
+    """Errors: ValueError."""
+    _require(0 < temperature < float("inf"), f"temperature {temperature} must be above 0")
+    share = "(rho is a share of the largest probability)"
+    _require(log_rho is None or log_rho <= 0, f"log_rho {log_rho} must be at most 0 {share}")
 
 
 def _check_targets(targets: torch.Tensor, vocabulary: int) -> None:
@@ -137,67 +141,108 @@ def _kernels(logits: torch.Tensor) -> ModuleType:
     return compiled if served else plain
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What the backward needs besides the logits: a few numbers a row."""
+
+    targets: torch.Tensor
+    in_support: torch.Tensor
+    maximum: torch.Tensor
+    """Of the logits, over the whole vocabulary."""
+    safe_sum: torch.Tensor
+    """Of exp((logit - maximum) / temperature) over the safe set."""
+    entropy: torch.Tensor | None
+    first_column: int
+    log_rho: float | None
+    temperature: float
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """For ctx.save_for_backward; the other fields are numbers."""
+        return self.targets, self.in_support, self.maximum, self.safe_sum, self.entropy
+
+
+def evaluate(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    log_rho: float | None,
+    temperature: float,
+    tp_group: dist.ProcessGroup | None,
+    with_entropy: bool,
+) -> tuple[MaskedLogSoftmax, Rows]:
+    """The values, without a graph, and what `write_gradient` needs. Arguments and errors as `masked_log_softmax`."""
+    parallel = tp_group is not None and tp_group.size() > 1
+    first_column = tp_group.rank() * logits.shape[1] if parallel else 0
+    targets = targets.contiguous()
+    _check_targets(targets, logits.shape[1] * (tp_group.size() if parallel else 1))
+    counts = targets != IGNORE
+    kernels = _kernels(logits)
+
+    if parallel:
+        extremes = kernels.extremes(logits, targets, first_column)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=tp_group)
+        maximum, at_target = extremes
+        sums = kernels.sums(logits, maximum, log_rho, temperature, with_entropy)
+        dist.all_reduce(sums, group=tp_group)
+    else:
+        (maximum, at_target), sums = kernels.extremes_and_sums(logits, targets, log_rho, temperature, with_entropy)
+    safe_sum, full_sum, weighted = sums
+
+    divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
+    most = maximum / divisor
+    _check_rows(counts & ~most.isfinite(), targets)
+    # An ignored row may hold anything: it is worked on as a row of whatever it holds and cleared here.
+    in_support = counts & (at_target > -torch.inf)
+    if log_rho is not None:
+        in_support &= at_target / divisor >= most + log_rho
+    log_sum = safe_sum.log()
+    log_probs = torch.where(in_support, (at_target - maximum) / temperature - log_sum, -torch.inf)
+    log_probs = torch.where(counts, log_probs, 0.0)
+    coverage = torch.where(counts, safe_sum / full_sum, 1.0)
+    entropy = torch.where(counts, log_sum - weighted / safe_sum, 0.0) if with_entropy else None
+    values = MaskedLogSoftmax(log_probs, in_support, coverage, entropy)
+    return values, Rows(targets, in_support, maximum, safe_sum, entropy, first_column, log_rho, temperature)
+
+
+def write_gradient(
+    rows: Rows,
+    logits: torch.Tensor,
+    grad_log_probs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out = the logits' gradient; out may be the logits.
+
+    dz_j = g (1[j = target] - p_j) - g_H p_j (log p_j + H), j in the safe set; every rank holds what it needs.
+    """
+    factor = slope = at_target = torch.zeros_like(rows.maximum)
+    if grad_log_probs is not None:
+        at_target = torch.where(rows.in_support, grad_log_probs / rows.temperature, 0.0)
+        factor = torch.where(rows.in_support, -at_target / rows.safe_sum, 0.0)
+    if grad_entropy is not None:
+        scaled = torch.where(rows.targets != IGNORE, grad_entropy / rows.safe_sum / rows.temperature, 0.0)
+        slope = -scaled
+        factor = factor + torch.where(scaled != 0, scaled * (rows.safe_sum.log() - rows.entropy), 0.0)
+    factors = torch.stack([factor, slope, at_target])
+    options = (rows.log_rho, rows.temperature)
+    _kernels(logits).gradient(logits, rows.targets, rows.first_column, rows.maximum, factors, *options, out)
+
+
 class _MaskedLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, log_rho, temperature, tp_group, with_entropy, inplace_backward):
-        parallel = tp_group is not None and tp_group.size() > 1
-        first_column = tp_group.rank() * logits.shape[1] if parallel else 0
-        targets = targets.contiguous()
-        _check_targets(targets, logits.shape[1] * (tp_group.size() if parallel else 1))
-        counts = targets != IGNORE
-        kernels = _kernels(logits)
-
-        if parallel:
-            extremes = kernels.extremes(logits, targets, first_column)
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=tp_group)
-            maximum, at_target = extremes
-            sums = kernels.sums(logits, maximum, log_rho, temperature, with_entropy)
-            dist.all_reduce(sums, group=tp_group)
-        else:
-            (maximum, at_target), sums = kernels.extremes_and_sums(logits, targets, log_rho, temperature, with_entropy)
-        safe_sum, full_sum, weighted = sums
-
-        divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
-        most = maximum / divisor
-        _check_rows(counts & ~most.isfinite(), targets)
-        # An ignored row may hold anything: it is worked on as a row of whatever it holds and cleared here.
-        in_support = counts & (at_target > -torch.inf)
-        if log_rho is not None:
-            in_support &= at_target / divisor >= most + log_rho
-        log_sum = safe_sum.log()
-        log_probs = torch.where(in_support, (at_target - maximum) / temperature - log_sum, -torch.inf)
-        log_probs = torch.where(counts, log_probs, 0.0)
-        coverage = torch.where(counts, safe_sum / full_sum, 1.0)
-        entropy = torch.where(counts, log_sum - weighted / safe_sum, 0.0) if with_entropy else None
-
-        ctx.save_for_backward(logits, targets, in_support, maximum, safe_sum, entropy)
-        ctx.first_column, ctx.log_rho, ctx.temperature, ctx.inplace = (
-            first_column,
-            log_rho,
-            temperature,
-            inplace_backward,
-        )
-        ctx.mark_non_differentiable(in_support, coverage)
+        values, rows = evaluate(logits, targets, log_rho, temperature, tp_group, with_entropy)
+        ctx.save_for_backward(logits, *rows.tensors())
+        ctx.numbers, ctx.inplace = (rows.first_column, log_rho, temperature), inplace_backward
+        ctx.mark_non_differentiable(values.in_support, values.coverage)
         ctx.set_materialize_grads(False)
-        return log_probs, entropy, in_support, coverage
+        return values.log_probs, values.entropy, values.in_support, values.coverage
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy, *_):
-        """dz_j = g (1[j = target] - p_j) - g_H p_j (log p_j + H), j in the safe set; every rank holds what it needs."""
-        logits, targets, in_support, maximum, safe_sum, entropy = ctx.saved_tensors
-        factor = slope = at_target = torch.zeros_like(maximum)
-        if grad_log_probs is not None:
-            at_target = torch.where(in_support, grad_log_probs / ctx.temperature, 0.0)
-            factor = torch.where(in_support, -at_target / safe_sum, 0.0)
-        if grad_entropy is not None:
-            scaled = torch.where(targets != IGNORE, grad_entropy / safe_sum / ctx.temperature, 0.0)
-            slope = -scaled
-            factor = factor + torch.where(scaled != 0, scaled * (safe_sum.log() - entropy), 0.0)
-        factors = torch.stack([factor, slope, at_target])
-        grad_logits = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        options = (ctx.log_rho, ctx.temperature)
-        _kernels(logits).gradient(logits, targets, ctx.first_column, maximum, factors, *options, grad_logits)
+        logits, *tensors = ctx.saved_tensors
+        out = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        write_gradient(Rows(*tensors, *ctx.numbers), logits, grad_log_probs, grad_entropy, out)
         if ctx.inplace:
             increment_version(logits)  # a second backward through them is an error, not a wrong number
-        return grad_logits, None, None, None, None, None, None
+        return out, None, None, None, None, None, None

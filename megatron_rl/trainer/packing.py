@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -102,6 +102,13 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return Batch(**{**vars(self), **moved})
+
+    def take(self, rows: torch.Tensor) -> Batch:
+        """Some tokens of it [n], for losses that look at each token alone; what belongs to sequences stays."""
+        names = ("labels", "mask", "rollout_log_probs", "advantages", "sequence_ids")
+        taken = {name: getattr(self, name)[rows] for name in names}
+        taken |= {name: getattr(self, name)[:, rows] for name in ("tokens", "position_ids")}
+        return replace(self, **taken, scored={name: values[rows] for name, values in self.scored.items()})
 
 
 def micro_batch_count(lengths: list[int], budget: int) -> int:

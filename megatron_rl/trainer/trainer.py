@@ -82,23 +82,27 @@ class Trainer:
             batch.scored[name] = values[0]
             return values.sum(), {}
 
-        self._run(chunks or self.chunks, batches, objective, forward_only=True, with_entropy=False)
+        options = {"with_entropy": False, "pointwise": False}
+        self._run(chunks or self.chunks, batches, objective, forward_only=True, **options)
 
     def score_reference(self, batches: list[Batch]) -> None:
         """Log-probs of the frozen reference, as batch.scored['reference']."""
         if self.reference is not None:
             self.score(batches, "reference", self.reference)
 
-    def update(self, batches: list[Batch], objective: Objective, *, with_entropy: bool = True) -> dict[str, float]:
+    def update(
+        self, batches: list[Batch], objective: Objective, *, pointwise: bool, with_entropy: bool = True
+    ) -> dict[str, float]:
         """Forward, backward, gradient reduction, clipping, one optimizer step. Returns metric sums over all ranks.
 
-        A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
+        pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves). A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
         """
         for ddp in self.ddp:
             ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._run(self.ddp, batches, objective, forward_only=False, with_entropy=with_entropy)
+        options = {"with_entropy": with_entropy, "pointwise": pointwise}
+        sums = self._run(self.ddp, batches, objective, forward_only=False, **options)
         metrics = self._total(sums)
         metrics["update/lr"] = self.optimizer.param_groups[0]["lr"]
         done, norm = self._step()
@@ -129,11 +133,13 @@ class Trainer:
             dist.all_reduce(tensor, group=parallel_state.get_context_parallel_group())
         return tensor
 
-    def _run(self, chunks, batches, objective, *, forward_only: bool, with_entropy: bool) -> list[Sums]:
+    def _run(
+        self, chunks, batches, objective, *, forward_only: bool, with_entropy: bool, pointwise: bool
+    ) -> list[Sums]:
         if forward_only:
             for chunk in chunks:
                 chunk.eval()
-        step = partial(self._forward_step, objective=objective, with_entropy=with_entropy)
+        step = partial(self._forward_step, objective=objective, with_entropy=with_entropy, pointwise=pointwise)
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
@@ -144,8 +150,15 @@ class Trainer:
             forward_only=forward_only,
         )
 
-    def _forward_step(self, iterator: Iterator[Batch], chunk, *, objective: Objective, with_entropy: bool):
+    def _forward_step(
+        self, iterator: Iterator[Batch], chunk, *, objective: Objective, with_entropy: bool, pointwise: bool
+    ):
         batch = next(iterator)
+
+        def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+            entropy = torch.zeros_like(log_probs) if entropy is None else entropy
+            return objective(batch.take(rows), torch.stack([log_probs, entropy]))[0]
+
         borders = batch.cu_seqlens
         packed = PackedSeqParams(
             qkv_format="thd",
@@ -163,7 +176,12 @@ class Trainer:
             packed_seq_params=packed,
             output_processor=log_prob_head,
             output_processor_context=HeadRequest(
-                batch.labels, self.temperature, with_entropy, self.model.hf_config.vocab_size
+                batch.labels,
+                self.temperature,
+                with_entropy,
+                self.model.hf_config.vocab_size,
+                self.config.model.head_chunk_tokens,
+                token_loss if pointwise else None,
             ),
         )
 

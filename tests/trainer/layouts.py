@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, build_config
 from megatron_rl.trainer import parallel
+from megatron_rl.algorithms.losses import POINTWISE
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
@@ -105,7 +106,7 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
                 captured.update(grads=whole_gradients(trainer)),
                 step(),
             )[1]
-        metrics = trainer.update(batches, objective)
+        metrics = trainer.update(batches, objective, pointwise=config.algorithm.loss in POINTWISE)
         trainer._step = step
         if update == 0:
             result |= {"metrics": metrics, "grads": captured["grads"], "micro_batches": len(batches)}

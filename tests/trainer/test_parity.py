@@ -29,6 +29,7 @@ ONE_RANK = {
     "full_recompute": {"model": {"recompute": "full"}},
     "selective_recompute": {"model": {"recompute": "selective"}},
     "one_sequence_per_micro_batch": {"batch": {"tokens_per_micro_batch": 39}},
+    "head_in_chunks": {"model": {"head_chunk_tokens": 5}},
     "all_in_one": {"batch": {"tokens_per_micro_batch": 4096}},
 }
 ALGORITHMS = {
@@ -84,8 +85,8 @@ def compare(name: str, reference: dict, result: dict) -> None:
 @pytest.fixture(scope="module")
 def reference(model, samples):
     results = run(model, samples, 1, ONE_RANK, "grpo")
-    results["gspo"] = run(model, samples, 1, {"gspo": {}}, "gspo")["gspo"]
-    return results
+    chunks = {"gspo": {}, "gspo_head_in_chunks": {"model": {"head_chunk_tokens": 5}}}
+    return results | run(model, samples, 1, chunks, "gspo")
 
 
 def test_micro_batches_and_recompute_do_not_change_the_update(reference):
@@ -105,7 +106,8 @@ def test_four_ranks(model, samples, reference):
 
 
 def test_sequence_ratios_over_split_sequences(model, samples, reference):
-    """GSPO needs sums over whole sequences, which context parallelism cuts."""
+    """GSPO needs sums over whole sequences, which context parallelism and the head's chunks cut."""
+    compare("gspo_head_in_chunks", reference["gspo"], reference["gspo_head_in_chunks"])
     layouts = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
     for name, result in run(model, samples, 2, layouts, "gspo").items():
         compare(name, reference["gspo"], result)

@@ -1,0 +1,215 @@
+"""From hidden states and head weight to log-probs, chunk by chunk: the logits of more than one chunk never exist.
+
+The gradients of hidden states and weight are accumulated in a loop over chunks. Where all logits fit into one chunk they are kept
+for the backward. Otherwise the backward computes each chunk's logits again (four products of the head's size in all), unless
+`token_loss` tells how the loss depends on each token: then the forward computes the gradients on the way, and three
+products are enough (as in Liger Kernel's fused linear losses, arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.ops.masked_log_softmax import (
+    IGNORE,
+    MaskedLogSoftmax,
+    Rows,
+    check_options,
+    evaluate,
+    write_gradient,
+)
+
+TokenLoss = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""(log_probs [n], entropy [n] or None, rows [n]: which of the T tokens) -> these tokens' part of the loss, a scalar."""
+
+_OP = "linear_log_probs"
+
+
+def linear_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    log_rho: float | None,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    vocab_size: int | None = None,
+    chunk_tokens: int = 2048,
+    token_loss: TokenLoss | None = None,
+) -> MaskedLogSoftmax:
+    """`masked_log_softmax` of hidden @ weight^T, whose logits exist for `chunk_tokens` tokens at a time.
+
+    hidden [T, H] and weight [V / tp, H] of one type; targets [T] int64, -100: ignored, such rows never meet the head.
+    vocab_size: the model's own; columns beyond it (Megatron's padding) belong to no softmax. With tp_group each rank
+    holds an equal share of the rows of weight, and the gradient of hidden is this rank's part: their sum is the
+    caller's, as with Megatron's column-parallel layers.
+
+    token_loss: only for a loss that is a sum of terms of one token each, with a normaliser that is known beforehand
+    (PPO/GRPO clipping, REINFORCE, cross entropy), and not for one whose terms look at other tokens' log-probs (GSPO's ratio of a
+    whole sequence). The caller computes the same loss from the values that come back, and what its backward sends must be
+    token_loss's gradient times one number.
+
+    Errors: ValueError as masked_log_softmax. RuntimeError in the backward where the loss is not token_loss's.
+    """
+    _check(hidden, weight, targets, vocab_size, chunk_tokens)
+    check_options(log_rho, temperature)
+    rows = (targets != IGNORE).nonzero(as_tuple=True)[0]
+    settings = _Settings(log_rho, temperature, tp_group, with_entropy, vocab_size, chunk_tokens, token_loss)
+    found = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
+    empty = (0.0, 0.0, False, 1.0)
+    log_probs, entropy, in_support, coverage = (
+        None if x is None else x.new_full((len(targets),), value).index_copy(0, rows, x)
+        for x, value in zip(found, empty, strict=True)
+    )
+    return MaskedLogSoftmax(log_probs, in_support, coverage, entropy)
+
+
+def _check(hidden, weight, targets, vocab_size, chunk_tokens) -> None:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"{_OP}: {message}")
+
+    shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
+    require(hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1], f"{shapes} must be [T, H], [V, H], [T]")
+    require(targets.shape == hidden.shape[:1], f"{shapes} must be [T, H], [V, H], [T]")
+    require(hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}: must be alike")
+    require(targets.dtype == torch.int64, f"targets are {targets.dtype}, must be int64")
+    require(
+        hidden.device == weight.device == targets.device,
+        f"hidden is on {hidden.device}, weight on {weight.device}, targets on {targets.device}",
+    )
+    require(vocab_size is None or vocab_size >= 1, f"vocab_size {vocab_size} must be at least 1")
+    require(chunk_tokens >= 1, f"chunk_tokens {chunk_tokens} must be at least 1")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    log_rho: float | None
+    temperature: float
+    tp_group: dist.ProcessGroup | None
+    with_entropy: bool
+    vocab_size: int | None
+    chunk_tokens: int
+    token_loss: TokenLoss | None
+
+    def chunks(self, tokens: int) -> list[slice]:
+        size = self.chunk_tokens
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        logits = hidden @ weight.t()
+        if self.vocab_size is not None:
+            first = self.tp_group.rank() * weight.shape[0] if self.tp_group is not None else 0
+            logits[:, max(0, self.vocab_size - first) :] = -torch.inf
+        return logits
+
+    def evaluate(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[MaskedLogSoftmax, Rows]:
+        return evaluate(logits, targets, self.log_rho, self.temperature, self.tp_group, self.with_entropy)
+
+
+class _Gradients:
+    """Of hidden and weight, chunk by chunk."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunks: int) -> None:
+        self.hidden = torch.empty_like(hidden)
+        # Summed over chunks in fp32 at least.
+        self.weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if chunks > 1 else None
+
+    def add(self, chunk: slice, hidden: torch.Tensor, weight: torch.Tensor, grad_logits: torch.Tensor) -> None:
+        self.hidden[chunk] = grad_logits @ weight
+        if self.weight is None:
+            self.weight = grad_logits.t() @ hidden
+        elif self.weight.dtype == grad_logits.dtype:
+            self.weight.addmm_(grad_logits.t(), hidden)
+        else:
+            self.weight += grad_logits.t() @ hidden
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, rows, settings: _Settings):
+        chunks = settings.chunks(len(hidden))
+        fused = settings.token_loss is not None and len(chunks) > 1 and any(ctx.needs_input_grad[:2])
+        gradients = _Gradients(hidden, weight, len(chunks)) if fused else None
+        values, states, sent = [], [], []
+        logits = weight.new_empty(0)
+        for chunk in chunks:
+            logits = settings.logits(hidden[chunk], weight)
+            value, state = settings.evaluate(logits, targets[chunk])
+            values.append(value), states.append(state)
+            if fused:
+                grads = _token_gradients(settings.token_loss, value, rows[chunk])
+                write_gradient(state, logits, *grads, logits)
+                gradients.add(chunk, hidden[chunk], weight, logits)
+                sent.append(torch.stack([g if g is not None else torch.zeros_like(value.log_probs) for g in grads]))
+
+        ctx.settings, ctx.fused = settings, fused
+        ctx.set_materialize_grads(False)
+        if fused:
+            ctx.save_for_backward(gradients.hidden, gradients.weight, torch.cat(sent, 1))
+            ctx.weight_dtype = weight.dtype
+        else:
+            ctx.numbers = [(s.first_column, s.log_rho, s.temperature) for s in states]
+            ctx.kept = logits if len(chunks) == 1 else None  # made here and seen by nobody else: the backward may overwrite them
+            ctx.save_for_backward(hidden, weight, *(t for state in states for t in state.tensors()))
+        if not values:
+            nothing = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            values = [MaskedLogSoftmax(nothing, nothing > 0, nothing, nothing if settings.with_entropy else None)]
+        joined = [torch.cat([getattr(v, name) for v in values]) for name in ("log_probs", "in_support", "coverage")]
+        entropy = torch.cat([v.entropy for v in values]) if settings.with_entropy else None
+        ctx.mark_non_differentiable(*joined[1:])
+        return joined[0], entropy, *joined[1:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy, *_):
+        if ctx.fused:
+            hidden, weight, sent = ctx.saved_tensors
+            factor = _factor(sent, grad_log_probs, grad_entropy)
+            return hidden * factor, (weight * factor).to(ctx.weight_dtype), None, None, None
+        hidden, weight, *tensors = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None  # another backward through the same graph computes them again
+        states = [Rows(*tensors[5 * i : 5 * i + 5], *numbers) for i, numbers in enumerate(ctx.numbers)]
+        chunks = ctx.settings.chunks(len(hidden))
+        gradients = _Gradients(hidden, weight, len(chunks))
+        for chunk, state in zip(chunks, states, strict=True):
+            logits = ctx.settings.logits(hidden[chunk], weight) if kept is None else kept
+            parts = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
+            write_gradient(state, logits, *parts, logits)
+            gradients.add(chunk, hidden[chunk], weight, logits)
+        if gradients.weight is None:
+            gradients.weight = torch.zeros_like(weight)
+        return gradients.hidden, gradients.weight.to(weight.dtype), None, None, None
+
+
+def _token_gradients(
+    token_loss: TokenLoss, value: MaskedLogSoftmax, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    leaves = [None if x is None else x.detach().requires_grad_() for x in (value.log_probs, value.entropy)]
+    with torch.enable_grad():
+        loss = token_loss(*leaves, rows)
+    given = [x for x in leaves if x is not None]
+    grads = torch.autograd.grad(loss, given, allow_unused=True) if loss.requires_grad else [None] * len(given)
+    return grads[0] if grads[0] is not None else torch.zeros_like(value.log_probs), grads[1] if len(grads) > 1 else None
+
+
+def _factor(sent: torch.Tensor, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> torch.Tensor:
+    """The one number by which the gradients that came back [T] differ from token_loss's [2, T]. Errors: RuntimeError."""
+    came = torch.stack([torch.zeros_like(sent[0]) if g is None else g for g in (grad_log_probs, grad_entropy)])
+    flat, came = sent.flatten(), came.flatten()
+    largest = flat.abs().argmax() if flat.numel() else 0
+    factor = torch.where(flat[largest] == 0, 1.0, came[largest] / flat[largest]) if flat.numel() else flat.new_ones(())
+    wrong = (came - factor * flat).abs() > 1e-4 * (factor * flat).abs().amax().clamp(min=1e-30) if flat.numel() else came > 0
+    if bool(wrong.any()):
+        raise RuntimeError(
+            f"{_OP}: the gradient that came back is not token_loss's times one number: either token_loss is another loss, or"
+            " the loss is no sum over tokens with a normaliser known beforehand (GSPO is none); leave token_loss out,"
+            " and the logits are computed twice instead"
+        )
+    return factor

@@ -1,0 +1,199 @@
+"""linear_log_probs against the whole head in fp64: any loss by recomputation, sums over tokens on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, run_ranks
+
+from megatron_rl.ops import linear_log_probs, masked_log_softmax
+from megatron_rl.ops.masked_log_softmax import masked_log_softmax_reference
+
+
+def head(seed: int, tokens=37, width=24, vocabulary=90, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, vocabulary - 3, (tokens,), generator=generator)
+    targets[::5] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def clipped(old, advantages):
+    """GRPO's terms with an entropy bonus, divided by a number known beforehand."""
+
+    def loss(log_probs, entropy, rows):
+        ratio = torch.exp(log_probs - old[rows])
+        terms = -torch.minimum(ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows])
+        return (terms - 0.1 * entropy).sum() / len(old)
+
+    return loss
+
+
+def whole_head(hidden, weight, targets, log_rho, vocab_size=None):
+    logits = (hidden.double() @ weight.double().t())[:, :vocab_size]
+    return masked_log_softmax_reference(logits, targets, log_rho=log_rho, temperature=0.7, with_entropy=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("log_rho", [None, -20.0])
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 64])
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_values_and_gradients(dtype, log_rho, chunk_tokens, on_the_way):
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    hidden, weight, targets = head(seed, dtype=dtype)
+    rows, everything = targets != -100, torch.arange(len(targets))
+    expected = whole_head(hidden, weight, targets, log_rho)
+    if dtype == torch.bfloat16:  # what rounded logits give
+        logits = hidden @ weight.t()
+        expected = masked_log_softmax(logits, targets, log_rho=log_rho, temperature=0.7, with_entropy=True)
+    old = torch.where(expected.in_support, expected.log_probs.detach() + 0.3 * torch.randn(37), 0.0)
+    loss = clipped(old, torch.where(expected.in_support, torch.randn(37, dtype=torch.float64), 0.0))
+    options = {"log_rho": log_rho, "temperature": 0.7, "with_entropy": True, "chunk_tokens": chunk_tokens}
+    out = linear_log_probs(hidden, weight, targets, **options, token_loss=loss if on_the_way else None)
+    close = {"atol": 1e-10, "rtol": 1e-10} if dtype == torch.float64 else {"atol": 2e-5, "rtol": 1e-5}
+    assert torch.equal(out.in_support, expected.in_support)
+    for name in ("log_probs", "entropy", "coverage"):
+        ours, theirs = (getattr(x, name)[expected.in_support & out.in_support] for x in (out, expected))
+        torch.testing.assert_close(ours.double(), theirs.double(), **close)
+    assert not out.log_probs[~rows].any() and not out.in_support[~rows].any()
+
+    def total(x):
+        return 7.0 * loss(torch.where(x.in_support, x.log_probs, 0.0), x.entropy, everything)
+
+    found = torch.autograd.grad(total(out), (hidden, weight))
+    right = torch.autograd.grad(total(expected), (hidden, weight))
+    for ours, theirs in zip(found, right, strict=True):
+        assert ours.dtype == dtype
+        error = (ours.double() - theirs.double()).norm() / theirs.norm()
+        assert error < {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+
+
+def test_both_ways_give_the_same_bits_where_the_loss_is_the_same():
+    hidden, weight, targets = head(3)
+    loss = lambda log_probs, entropy, rows: -log_probs.sum() / 50  # noqa: E731
+    grads = []
+    for token_loss in (None, loss):
+        out = linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=8, token_loss=token_loss)
+        grads.append(torch.autograd.grad(loss(out.log_probs, None, None), (hidden, weight)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_the_logits_of_more_than_one_chunk_never_exist(monkeypatch):
+    seen = []
+    product = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: (seen.append(tuple(product(a, b).shape)), product(a, b))[1])
+    hidden, weight, targets = head(0, tokens=40)
+    out = linear_log_probs(hidden, weight, targets, log_rho=-13.0, chunk_tokens=6)
+    out.log_probs.clamp(min=-50).sum().backward()
+    heads = [shape for shape in seen if shape[1] == 90]
+    assert len(heads) == 2 * 6 and max(rows for rows, _ in heads) == 6  # 32 tokens count, twice
+
+
+def test_padding_columns_belong_to_no_softmax():
+    hidden, weight, targets = head(1, vocabulary=90)
+    with torch.no_grad():
+        weight[87:] = 100.0
+    out = linear_log_probs(hidden, weight, targets, log_rho=None, temperature=0.7, with_entropy=True, vocab_size=87)
+    expected = whole_head(hidden, weight, targets, None, vocab_size=87)
+    torch.testing.assert_close(out.log_probs.double(), expected.log_probs, atol=2e-5, rtol=1e-5)
+    (grad,) = torch.autograd.grad(out.log_probs.sum(), weight)
+    assert not grad[87:].any() and grad[:87].any()
+
+
+def test_a_loss_that_is_no_sum_over_tokens_is_named():
+    """GSPO: each token's gradient depends on the log-probs of its whole sequence."""
+    hidden, weight, targets = head(2)
+
+    def gspo(log_probs, entropy, rows):
+        return torch.exp(log_probs.mean())
+
+    out = linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=8, token_loss=gspo)
+    with pytest.raises(RuntimeError, match="not token_loss's times one number.*leave token_loss out"):
+        gspo(out.log_probs[targets != -100], None, None).backward()
+    out = linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=8)
+    gspo(out.log_probs[targets != -100], None, None).backward()
+
+
+def test_backward_twice_through_the_same_graph():
+    for chunk_tokens in (8, 64):
+        hidden, weight, targets = head(4)
+        out = linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=chunk_tokens)
+        first, second = (torch.autograd.grad(out.log_probs.sum(), weight, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+
+
+def test_nothing_to_do():
+    hidden, weight, targets = head(5)
+    out = linear_log_probs(hidden, weight, torch.full_like(targets, -100), log_rho=None, with_entropy=True)
+    assert not out.log_probs.any() and out.coverage.eq(1).all()
+    out.log_probs.sum().backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(37, 23)}, r"hidden \[37, 23\], weight \[90, 24\]"),
+        ({"hidden": torch.zeros(37, 24, dtype=torch.bfloat16)}, "hidden is torch.bfloat16, weight torch.float32"),
+        ({"targets": torch.zeros(36, dtype=torch.int64)}, r"targets \[36\]"),
+        ({"targets": torch.zeros(37, dtype=torch.int32)}, "targets are torch.int32"),
+        ({"targets": torch.full((37,), 90)}, "target 90 of row 0 is outside the vocabulary of 90"),
+        ({"weight": torch.zeros(90, 24, device="meta")}, "weight on meta"),
+        ({"chunk_tokens": 0}, "chunk_tokens 0"),
+        ({"vocab_size": 0}, "vocab_size 0"),
+        ({"temperature": 0.0}, "temperature 0.0"),
+        ({"log_rho": 0.5}, "log_rho 0.5"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    hidden, weight, targets = head(6)
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "log_rho": None} | change
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs(**arguments)
+
+
+def on_two_ranks(port: int, seed: int) -> list:
+    import os
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    results = []
+    for on_the_way in (False, True):
+        hidden, weight, targets = head(seed)
+        share = weight.detach().chunk(2)[rank].contiguous().requires_grad_()
+        loss = lambda log_probs, entropy, rows: (log_probs.clamp(min=-9.0) + 0.2 * entropy).sum() / 37  # noqa: E731
+        options = {"log_rho": -12.0, "with_entropy": True, "chunk_tokens": 8, "vocab_size": 88}
+        out = linear_log_probs(
+            hidden, share, targets, tp_group=dist.group.WORLD, token_loss=loss if on_the_way else None, **options
+        )
+        grads = torch.autograd.grad(loss(out.log_probs, out.entropy, None), (hidden, share))
+        dist.all_reduce(grads[0])
+        results.append([x.detach().numpy() for x in (out.log_probs, out.entropy, out.coverage, *grads)])
+    dist.destroy_process_group()
+    return results
+
+
+def test_two_tensor_parallel_ranks_equal_one():
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    ranks = run_ranks(2, "test_linear_log_probs:on_two_ranks", (free_port(), seed), timeout=120)
+    hidden, weight, targets = head(seed)
+    out = linear_log_probs(hidden, weight, targets, log_rho=-12.0, with_entropy=True, vocab_size=88)
+    loss = (out.log_probs.clamp(min=-9.0) + 0.2 * out.entropy).sum() / 37
+    right = [out.log_probs, out.entropy, out.coverage, *torch.autograd.grad(loss, (hidden, weight))]
+    for rank, results in enumerate(ranks):
+        for result in results:
+            for i, (ours, theirs) in enumerate(zip(result, right, strict=True)):
+                theirs = theirs.chunk(2)[rank] if i == 4 else theirs
+                torch.testing.assert_close(torch.tensor(ours), theirs.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_agrees_with_the_operator_on_whole_logits():
+    hidden, weight, targets = head(7)
+    whole = masked_log_softmax(hidden @ weight.t(), targets, log_rho=-15.0, with_entropy=True)
+    out = linear_log_probs(hidden, weight, targets, log_rho=-15.0, with_entropy=True, chunk_tokens=64)
+    for name in ("log_probs", "entropy", "coverage"):
+        torch.testing.assert_close(getattr(out, name), getattr(whole, name), atol=3e-6, rtol=2e-6)

@@ -13,6 +13,16 @@
 #include "parallel.h"
 #include "sink_attention/cpu.h"
 
+#ifdef WITH_CUDA
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "sink_attention/cuda.h"
+#endif
+
 namespace sink = sink_attention;
 using at::Tensor;
 
@@ -131,11 +141,102 @@ std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> backward(const Tensor&
     return {grad_q.to(type), grad_k.to(type), grad_v.to(type), grad_sinks};
 }
 
+#ifdef WITH_CUDA
+// On CUDA the work is torch's flash attention (or what torch.nn.attention.activate_flash_attention_impl has put in its place),
+// which knows nothing of sinks; sink_attention/cuda.h says what is added to it. Borders here are int32 [S + 1] on the device.
+
+struct Flash {
+    sink::cuda::Shape shape;
+    std::optional<int64_t> left, right;  // of the window
+    int64_t padding;                     // columns that v lacks: the kernel wants q's width
+};
+
+Flash prepare_flash(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& sinks, const Tensor& cu_q,
+                    const Tensor& cu_k, int64_t window) {
+    const auto type = q.scalar_type();
+    TORCH_CHECK_VALUE(q.is_cuda() && (type == at::kBFloat16 || type == at::kHalf), "q must be bf16 or fp16 on a GPU");
+    TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && v.dim() == 3, "q, k and v must be [T, H, D]");
+    TORCH_CHECK_VALUE(v.size(2) <= q.size(2) && q.size(2) % 8 == 0, "widths of q and v are not those of a flash attention");
+    check(q, "q", q.sizes(), q, type);
+    check(k, "k", {k.size(0), k.size(1), q.size(2)}, q, type);
+    check(v, "v", {k.size(0), k.size(1), v.size(2)}, q, type);
+    if (sinks) check(*sinks, "sinks", {q.size(1)}, q, at::kFloat);
+    check(cu_q, "cu_seqlens", {cu_q.numel()}, q, at::kInt);
+    check(cu_k, "cu_seqlens of the keys", {cu_q.numel()}, q, at::kInt);
+    const auto kind = type == at::kHalf ? sink::cuda::Type::fp16 : sink::cuda::Type::bf16;
+    return {{kind, q.size(0), q.size(1), q.size(2), q.size(0)},
+            window ? std::optional<int64_t>(window - 1) : std::nullopt,
+            window ? std::optional<int64_t>(0) : std::nullopt,
+            q.size(2) - v.size(2)};
+}
+
+Tensor pad(const Tensor& x, int64_t columns) { return columns ? at::constant_pad_nd(x, {0, columns}) : x; }
+
+// (out, lse [H, Tq], and two tensors that the backward wants)
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                         const std::optional<Tensor>& sinks, const Tensor& cu_q,
+                                                         const Tensor& cu_k, int64_t max_q, int64_t max_k, int64_t window,
+                                                         double scale) {
+    Flash flash = prepare_flash(q, k, v, sinks, cu_q, cu_k, window);
+    const pybind11::gil_scoped_release release;
+    const c10::cuda::CUDAGuard guard(q.device());
+    auto [out, lse, rng_state, unused, debug] =
+        at::_flash_attention_forward(q, k, pad(v, flash.padding), cu_q, cu_k, max_q, max_k, /*dropout_p=*/0.0,
+                                     /*is_causal=*/true, /*return_debug_mask=*/false, scale, flash.left, flash.right);
+    TORCH_CHECK(lse.dim() == 2 && lse.size(0) == q.size(1) && lse.size(1) >= q.size(0) && lse.stride(1) == 1,
+                "this flash attention's lse has shape ", lse.sizes(), ", expected [H, T]");
+    if (sinks && q.size(0)) {
+        out = out.contiguous();
+        flash.shape.lse_stride = lse.stride(0);
+        sink::cuda::apply_sink(out.mutable_data_ptr(), lse.mutable_data_ptr<float>(), sinks->const_data_ptr<float>(),
+                               flash.shape, c10::cuda::getCurrentCUDAStream().stream());
+    }
+    if (flash.padding) out = out.narrow(2, 0, v.size(2)).contiguous();
+    return {out, lse, rng_state, unused};
+}
+
+std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> flash_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& sinks,
+    const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k, int64_t max_q, int64_t max_k,
+    int64_t window, double scale, const Tensor& rng_state, const Tensor& unused) {
+    Flash flash = prepare_flash(q, k, v, sinks, cu_q, cu_k, window);
+    check(out, "out", {q.size(0), q.size(1), v.size(2)}, q, q.scalar_type());
+    check(grad, "grad", out.sizes(), q, q.scalar_type());
+    const pybind11::gil_scoped_release release;
+    const c10::cuda::CUDAGuard guard(q.device());
+    auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(
+        pad(grad, flash.padding), q, k, pad(v, flash.padding), pad(out, flash.padding), lse, cu_q, cu_k, max_q, max_k,
+        /*dropout_p=*/0.0, /*is_causal=*/true, rng_state, unused, scale, flash.left, flash.right);
+    std::optional<Tensor> grad_sinks;
+    if (sinks) {
+        grad_sinks = at::zeros(sinks->sizes(), sinks->options());
+        if (q.size(0)) {
+            flash.shape.width = v.size(2);
+            flash.shape.lse_stride = lse.stride(0);
+            const Tensor workspace = at::empty({sink::cuda::gradient_blocks(q.size(0)), q.size(1)}, sinks->options());
+            sink::cuda::sink_gradient(grad.const_data_ptr(), out.const_data_ptr(), lse.const_data_ptr<float>(),
+                                      sinks->const_data_ptr<float>(), flash.shape, workspace.mutable_data_ptr<float>(),
+                                      grad_sinks->mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream().stream());
+        }
+    }
+    if (flash.padding) grad_v = grad_v.narrow(2, 0, v.size(2)).contiguous();
+    return {grad_q, grad_k, grad_v, grad_sinks};
+}
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using namespace pybind11::literals;
+#ifdef WITH_CUDA
+    module.attr("cuda") = true;
+    module.def("flash_forward", &flash_forward, "q"_a, "k"_a, "v"_a, "sinks"_a, "cu_q"_a, "cu_k"_a, "max_q"_a, "max_k"_a,
+               "window"_a, "scale"_a);
+    module.def("flash_backward", &flash_backward, "grad"_a, "q"_a, "k"_a, "v"_a, "sinks"_a, "out"_a, "lse"_a, "cu_q"_a,
+               "cu_k"_a, "max_q"_a, "max_k"_a, "window"_a, "scale"_a, "rng_state"_a, "unused"_a);
+#else
     module.attr("cuda") = false;
+#endif
     module.def("forward", &forward, "q"_a, "k"_a, "v"_a, "sinks"_a, "cu_q"_a, "cu_k"_a, "window"_a, "scale"_a);
     module.def("backward", &backward, "grad"_a, "q"_a, "k"_a, "v"_a, "sinks"_a, "out"_a, "lse"_a, "cu_q"_a, "cu_k"_a,
                "window"_a, "scale"_a);

@@ -1,14 +1,14 @@
 """From hidden states and head weight to log-probs, chunk by chunk: the logits of more than one chunk never exist.
 
-The gradients of hidden states and weight are accumulated in a loop over chunks. Where all logits fit into one chunk they are kept
-for the backward. Otherwise the backward computes each chunk's logits again (four products of the head's size in all), unless
-`token_loss` tells how the loss depends on each token: then the forward computes the gradients on the way, and three
-products are enough (as in Liger Kernel's fused linear losses, arXiv 2410.10989).
+The gradients of hidden states and weight are accumulated in a loop over chunks. Where all logits fit into one chunk
+they are kept for the backward. Otherwise the backward computes each chunk's logits again (four products of the head's
+size in all), unless `token_loss` tells how the loss depends on each token: then the forward computes the gradients on
+the way, and three products are enough (as in Liger Kernel's fused linear losses, arXiv 2410.10989).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +51,9 @@ def linear_log_probs(
     caller's, as with Megatron's column-parallel layers.
 
     token_loss: only for a loss that is a sum of terms of one token each, with a normaliser that is known beforehand
-    (PPO/GRPO clipping, REINFORCE, cross entropy), and not for one whose terms look at other tokens' log-probs (GSPO's ratio of a
-    whole sequence). The caller computes the same loss from the values that come back, and what its backward sends must be
-    token_loss's gradient times one number.
+    (PPO/GRPO clipping, REINFORCE, cross entropy), and not for one whose terms look at other tokens' log-probs (GSPO's
+    ratio of a whole sequence). The caller computes the same loss from the values that come back, and what its backward
+    sends must be token_loss's gradient times one number.
 
     Errors: ValueError as masked_log_softmax. RuntimeError in the backward where the loss is not token_loss's.
     """
@@ -76,7 +76,9 @@ def _check(hidden, weight, targets, vocab_size, chunk_tokens) -> None:
             raise ValueError(f"{_OP}: {message}")
 
     shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
-    require(hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1], f"{shapes} must be [T, H], [V, H], [T]")
+    require(
+        hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1], f"{shapes} must be [T, H], [V, H], [T]"
+    )
     require(targets.shape == hidden.shape[:1], f"{shapes} must be [T, H], [V, H], [T]")
     require(hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}: must be alike")
     require(targets.dtype == torch.int64, f"targets are {targets.dtype}, must be int64")
@@ -119,7 +121,9 @@ class _Gradients:
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunks: int) -> None:
         self.hidden = torch.empty_like(hidden)
         # Summed over chunks in fp32 at least.
-        self.weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if chunks > 1 else None
+        self.weight = (
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if chunks > 1 else None
+        )
 
     def add(self, chunk: slice, hidden: torch.Tensor, weight: torch.Tensor, grad_logits: torch.Tensor) -> None:
         self.hidden[chunk] = grad_logits @ weight
@@ -156,7 +160,8 @@ class _LinearLogProbs(torch.autograd.Function):
             ctx.weight_dtype = weight.dtype
         else:
             ctx.numbers = [(s.first_column, s.log_rho, s.temperature) for s in states]
-            ctx.kept = logits if len(chunks) == 1 else None  # made here and seen by nobody else: the backward may overwrite them
+            # Made here and seen by nobody else, so that the backward may overwrite them.
+            ctx.kept = logits if len(chunks) == 1 else None
             ctx.save_for_backward(hidden, weight, *(t for state in states for t in state.tensors()))
         if not values:
             nothing = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -202,10 +207,10 @@ def _token_gradients(
 def _factor(sent: torch.Tensor, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> torch.Tensor:
     """The one number by which the gradients that came back [T] differ from token_loss's [2, T]. Errors: RuntimeError."""
     came = torch.stack([torch.zeros_like(sent[0]) if g is None else g for g in (grad_log_probs, grad_entropy)])
-    flat, came = sent.flatten(), came.flatten()
-    largest = flat.abs().argmax() if flat.numel() else 0
-    factor = torch.where(flat[largest] == 0, 1.0, came[largest] / flat[largest]) if flat.numel() else flat.new_ones(())
-    wrong = (came - factor * flat).abs() > 1e-4 * (factor * flat).abs().amax().clamp(min=1e-30) if flat.numel() else came > 0
+    sent, came = sent.flatten(), came.flatten()
+    largest = sent.abs().argmax()
+    factor = torch.where(sent[largest] == 0, 1.0, came[largest] / sent[largest])
+    wrong = (came - factor * sent).abs() > 1e-4 * (factor * sent[largest]).abs()
     if bool(wrong.any()):
         raise RuntimeError(
             f"{_OP}: the gradient that came back is not token_loss's times one number: either token_loss is another loss, or"

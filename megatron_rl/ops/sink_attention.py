@@ -14,7 +14,6 @@ The kernels are csrc/sink_attention/.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
@@ -140,23 +139,37 @@ def _check_borders(q, k, sequences: PackedSequences, key_sequences: PackedSequen
         _require(not bool(more.any()), f"sequence {int(more.byte().argmax())} has more queries than keys")
 
 
-def _kernels(q: torch.Tensor) -> ModuleType:
-    return plain if q.dtype == torch.float64 or q.is_cuda else compiled
+def _flash_serves(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch's flash attention on CUDA takes them."""
+    if not (q.is_cuda and compiled.cuda and q.dtype == torch.bfloat16):
+        return False
+    width = q.shape[2]
+    return width % 8 == 0 and v.shape[2] <= width <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _kernels(q: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, key_sequences: PackedSequences):
+    """(forward, backward, the borders as they take them)"""
+    if _flash_serves(q, v):
+        lengths = sequences.max_length, key_sequences.max_length
+        return compiled.flash_forward, compiled.flash_backward, (sequences.on_device, key_sequences.on_device, *lengths)
+    kernels = plain if q.dtype == torch.float64 or q.is_cuda else compiled
+    return kernels.forward, kernels.backward, (sequences.borders, key_sequences.borders)
 
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, sequences, key_sequences, window, scale):
         fp32_sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
-        options = (sequences.borders, key_sequences.borders, window, scale)
-        out, lse = _kernels(q).forward(q, k, v, fp32_sinks, *options)
-        ctx.save_for_backward(q, k, v, sinks, fp32_sinks, out, lse)
-        ctx.options = options
+        forward, ctx.kernel, borders = _kernels(q, v, sequences, key_sequences)
+        ctx.options = (*borders, window, scale)
+        out, lse, *more = forward(q, k, v, fp32_sinks, *ctx.options)
+        ctx.save_for_backward(q, k, v, fp32_sinks, out, lse, *more)
+        ctx.sinks_dtype = None if sinks is None else sinks.dtype
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        q, k, v, sinks, fp32_sinks, out, lse = ctx.saved_tensors
-        *grads, grad_sinks = _kernels(q).backward(grad.contiguous(), q, k, v, fp32_sinks, out, lse, *ctx.options)
-        return *grads, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None, None
+        q, k, v, sinks, out, lse, *more = ctx.saved_tensors
+        *grads, grad_sinks = ctx.kernel(grad.contiguous(), q, k, v, sinks, out, lse, *ctx.options, *more)
+        return *grads, None if sinks is None else grad_sinks.to(ctx.sinks_dtype), None, None, None, None

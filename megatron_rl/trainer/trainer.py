@@ -95,7 +95,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Forward, backward, gradient reduction, clipping, one optimizer step. Returns metric sums over all ranks.
 
-        pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves). A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
+        pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves). A
+        step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
         """
         for ddp in self.ddp:
             ddp.train()

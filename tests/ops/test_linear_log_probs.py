@@ -84,7 +84,9 @@ def test_both_ways_give_the_same_bits_where_the_loss_is_the_same():
 def test_the_logits_of_more_than_one_chunk_never_exist(monkeypatch):
     seen = []
     product = torch.Tensor.__matmul__
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: (seen.append(tuple(product(a, b).shape)), product(a, b))[1])
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: (seen.append(tuple(product(a, b).shape)), product(a, b))[1]
+    )
     hidden, weight, targets = head(0, tokens=40)
     out = linear_log_probs(hidden, weight, targets, log_rho=-13.0, chunk_tokens=6)
     out.log_probs.clamp(min=-50).sum().backward()

@@ -171,7 +171,9 @@ def test_borders_can_be_looked_at_once():
     (q, k, v, sinks), cu, _ = problem([4, 0, 9])
     sequences = PackedSequences.of(cu, q.device)
     assert (sequences.borders.tolist(), sequences.max_length) == ([0, 4, 4, 13], 9)
-    assert torch.equal(sink_attention(q, k, v, sinks, cu_seqlens=sequences), sink_attention(q, k, v, sinks, cu_seqlens=cu))
+    assert torch.equal(
+        sink_attention(q, k, v, sinks, cu_seqlens=sequences), sink_attention(q, k, v, sinks, cu_seqlens=cu)
+    )
 
 
 BAD = {

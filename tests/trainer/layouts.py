@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithms.losses import POINTWISE
 from megatron_rl.config import Config, build_config
 from megatron_rl.trainer import parallel
-from megatron_rl.algorithms.losses import POINTWISE
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer

@@ -8,42 +8,46 @@ constexpr int ROWS = 4;                              // of C in registers
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;         // of C in registers, in vectors
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
 
-template <int M, int N>
+#define UNROLL _Pragma("GCC unroll 8")  // so that the sums stay in registers
+
+template <int M, int N, bool add>
 void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
-                  int64_t c_row, bool add) {
+                  int64_t c_row) {
     Float sum[M][N];
-    for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) sum[m][n] = add ? load(c + m * c_row + n * LANES) : Float{};
+    UNROLL for (int m = 0; m < M; ++m)
+        UNROLL for (int n = 0; n < N; ++n) sum[m][n] = add ? load(c + m * c_row + n * LANES) : Float{};
     for (int64_t i = 0; i < depth; ++i) {
         Float row[N];
-        for (int n = 0; n < N; ++n) row[n] = load(b + i * b_row + n * LANES);
-        for (int m = 0; m < M; ++m) {
+        UNROLL for (int n = 0; n < N; ++n) row[n] = load(b + i * b_row + n * LANES);
+        UNROLL for (int m = 0; m < M; ++m) {
             const Float x = splat(a[m * a_row + i * a_column]);
-            for (int n = 0; n < N; ++n) sum[m][n] += x * row[n];
+            UNROLL for (int n = 0; n < N; ++n) sum[m][n] += x * row[n];
         }
     }
-    for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) store(c + m * c_row + n * LANES, sum[m][n]);
+    UNROLL for (int m = 0; m < M; ++m)
+        UNROLL for (int n = 0; n < N; ++n) store(c + m * c_row + n * LANES, sum[m][n]);
 }
 
-template <int M, int N>
+#undef UNROLL
+
+template <int M, int N, bool add>
 void product_rows(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b,
-                  int64_t b_row, float* c, int64_t c_row, bool add) {
+                  int64_t b_row, float* c, int64_t c_row) {
     for (; rows >= M; rows -= M, a += M * a_row, c += M * c_row)
-        product_tile<M, N>(depth, a, a_row, a_column, b, b_row, c, c_row, add);
+        product_tile<M, N, add>(depth, a, a_row, a_column, b, b_row, c, c_row);
     if constexpr (M > 1)
-        if (rows) product_rows<M - 1, N>(rows, depth, a, a_row, a_column, b, b_row, c, c_row, add);
+        if (rows) product_rows<M - 1, N, add>(rows, depth, a, a_row, a_column, b, b_row, c, c_row);
 }
 
 // C [rows, columns] = (add ? C : 0) + A [rows, depth] B [depth, columns]; columns is a multiple of LANES.
-inline void product(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row, int64_t a_column,
-                    const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
-    constexpr int64_t WIDTH = COLUMNS * LANES;
+template <bool add, int N = COLUMNS>
+void product(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b,
+             int64_t b_row, float* c, int64_t c_row) {
+    constexpr int64_t WIDTH = N * LANES;
     for (; columns >= WIDTH; columns -= WIDTH, b += WIDTH, c += WIDTH)
-        product_rows<ROWS, COLUMNS>(rows, depth, a, a_row, a_column, b, b_row, c, c_row, add);
-    if (COLUMNS == 4 && columns == 3 * LANES) product_rows<ROWS, 3>(rows, depth, a, a_row, a_column, b, b_row, c, c_row, add);
-    if (COLUMNS == 4 && columns == 2 * LANES) product_rows<ROWS, 2>(rows, depth, a, a_row, a_column, b, b_row, c, c_row, add);
-    if (columns == LANES) product_rows<ROWS, 1>(rows, depth, a, a_row, a_column, b, b_row, c, c_row, add);
+        product_rows<ROWS, N, add>(rows, depth, a, a_row, a_column, b, b_row, c, c_row);
+    if constexpr (N > 1)
+        if (columns) product<add, N - 1>(rows, columns, depth, a, a_row, a_column, b, b_row, c, c_row);
 }
 
 // Keys or values as fp32 rows: in place, or converted into `scratch` [count, dim].
@@ -168,7 +172,7 @@ void forward(const Problem& p, const QueryBlock& block, void* out, float* lse, f
         const int64_t end = begin + KEY_BLOCK < last ? begin + KEY_BLOCK : last, count = end - begin;
         const Rows k = fp32_rows(keys + begin * key_stride, count, key_stride, p.dim, key_rows);
         const Rows v = fp32_rows(values + begin * value_stride, count, value_stride, p.value_dim, value_rows);
-        product(count, n, p.dim, k.data, k.stride, 1, queries, n, scores, n, false);
+        product<false>(count, n, p.dim, k.data, k.stride, 1, queries, n, scores, n);
         const bool masked = needs_mask(p, block, begin, end);
         for (int64_t lane = 0; lane < n; lane += LANES) {
             const Int position = load_positions(positions + lane);
@@ -198,7 +202,7 @@ void forward(const Problem& p, const QueryBlock& block, void* out, float* lse, f
         for (int64_t d = 0; d < p.value_dim; ++d)
             for (int64_t lane = 0; lane < n; lane += LANES)
                 store(sum_out + d * n + lane, load(sum_out + d * n + lane) * load(shrink + lane));
-        product(p.value_dim, n, count, v.data, 1, v.stride, scores, n, sum_out, n, true);
+        product<true>(p.value_dim, n, count, v.data, 1, v.stride, scores, n, sum_out, n);
     }
 
     for (int64_t lane = 0; lane < lanes.used; ++lane) {
@@ -237,10 +241,10 @@ void delta(const Problem& p, const void* grad, const void* out, float* delta, in
 inline void add_product(int64_t rows, int64_t dim, int64_t width, int64_t depth, const float* a, int64_t a_row,
                         const float* b, float* c, int64_t c_row, float* scratch) {
     if (width == dim) {
-        product(rows, dim, depth, a, a_row, 1, b, width, c, c_row, true);
+        product<true>(rows, dim, depth, a, a_row, 1, b, width, c, c_row);
         return;
     }
-    product(rows, width, depth, a, a_row, 1, b, width, scratch, width, false);
+    product<false>(rows, width, depth, a, a_row, 1, b, width, scratch, width);
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t d = 0; d < dim; ++d) c[i * c_row + d] += scratch[i * width + d];
 }
@@ -287,8 +291,8 @@ void backward(const Problem& p, const Tile& tile, const void* grad, const float*
         const int64_t end = begin + KEY_BLOCK < tile.key_end ? begin + KEY_BLOCK : tile.key_end, count = end - begin;
         const Rows k = fp32_rows(keys + begin * key_stride, count, key_stride, p.dim, key_rows);
         const Rows v = fp32_rows(values + begin * value_stride, count, value_stride, p.value_dim, value_rows);
-        product(count, n, p.dim, k.data, k.stride, 1, queries, n, weights, n, false);
-        product(count, n, p.value_dim, v.data, v.stride, 1, grads, n, grad_scores, n, false);
+        product<false>(count, n, p.dim, k.data, k.stride, 1, queries, n, weights, n);
+        product<false>(count, n, p.value_dim, v.data, v.stride, 1, grads, n, grad_scores, n);
         const bool masked = needs_mask(p, block, begin, end);
         for (int64_t lane = 0; lane < n; lane += LANES) {
             const Int position = load_positions(positions + lane);
@@ -301,7 +305,7 @@ void backward(const Problem& p, const Tile& tile, const void* grad, const float*
             }
         }
         const int64_t first = block.key + begin;
-        product(p.dim, n, count, k.data, 1, k.stride, grad_scores, n, sum_q, n, true);
+        product<true>(p.dim, n, count, k.data, 1, k.stride, grad_scores, n, sum_q, n);
         add_product(count, p.dim, width, n, grad_scores, n, query_rows,
                     grad_k + first * key_stride + block.kv_head * p.dim, key_stride, spare);
         add_product(count, p.value_dim, value_width, n, weights, n, grad_rows,

@@ -1,0 +1,97 @@
+#include "masked_log_softmax/cuda.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "launch.cuh"
+#include "masked_log_softmax/kernels.cuh"
+
+namespace masked_log_softmax::cuda {
+namespace {
+
+constexpr int64_t MOST_COLUMNS = int64_t{1} << 30;  // indices inside a row are 32-bit
+
+// Calls body(T{}, N) with the type of the logits and the size of the packs that they, and what is like them, allow.
+template <typename Body>
+void with_packs(const char* launcher, const Logits& logits, const void* like_logits, Body body) {
+    if (logits.columns > MOST_COLUMNS) throw std::runtime_error(std::string(launcher) + ": rows of more than 2^30 logits");
+    const auto addresses = reinterpret_cast<uintptr_t>(logits.data) | reinterpret_cast<uintptr_t>(like_logits);
+    const bool aligned = (addresses | logits.columns * (logits.bf16 ? 2 : 4)) % 16 == 0;
+    auto with_size = [&](auto type) {
+        if (aligned)
+            body(type, std::integral_constant<int, 16 / sizeof type>{});
+        else
+            body(type, std::integral_constant<int, 1>{});
+    };
+    logits.bf16 ? with_size(Bf16{}) : with_size(float{});
+}
+
+// Threads for so many packs, a group each as long as that makes a warp.
+int threads_for(int64_t packs) {
+    const int64_t warps = (packs + GROUP * WARP - 1) / (GROUP * WARP);
+    return WARP * std::clamp<int64_t>(warps, 1, THREADS / WARP);
+}
+
+Grid one_block_per_row(const Logits& logits, int pack_size) { return {logits.rows, 1, threads_for(logits.columns / pack_size)}; }
+
+struct Placement {
+    int cluster;
+    size_t bytes;  // per block, 0: the row does not fit
+};
+
+// Over how many blocks to spread a row: as few as let two blocks share a multiprocessor, one loading while the other
+// computes; else as few as hold it at all.
+Placement place(int64_t packs, size_t pack_bytes, const char* launcher) {
+    const size_t per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, launcher) - sizeof(Scratch);
+    const size_t per_processor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, launcher);
+    const size_t reserved = device_attribute(cudaDevAttrReservedSharedMemoryPerBlock, launcher) + sizeof(Scratch);
+    const int most_blocks = device_attribute(cudaDevAttrComputeCapabilityMajor, launcher) >= 9 ? 8 : 1;
+    for (const size_t resident : {2, 1})
+        for (int cluster = 1; cluster <= most_blocks; cluster *= 2) {
+            const size_t bytes = (packs + cluster - 1) / cluster * pack_bytes;
+            if (bytes <= per_block && resident * (bytes + reserved) <= per_processor) return {cluster, bytes};
+        }
+    return {1, 0};
+}
+
+}  // namespace
+
+void extremes(Logits logits, Targets targets, float* extremes, void* stream) {
+    with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
+        launch("extremes", one_block_per_row(logits, n()), stream, extremes_kernel<decltype(type), n()>, logits, targets, extremes);
+    });
+}
+
+void sums(Logits logits, const float* maximum, Options options, float* sums, void* stream) {
+    with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
+        launch("sums", one_block_per_row(logits, n()), stream, sums_kernel<decltype(type), n()>, logits, maximum, options, sums);
+    });
+}
+
+void extremes_and_sums(Logits logits, Targets targets, Options options, float* extremes, float* sums, void* stream) {
+    constexpr auto launcher = "extremes_and_sums";
+    with_packs(launcher, logits, nullptr, [&](auto type, auto n) {
+        using T = decltype(type);
+        const int64_t packs = logits.columns / n();
+        const auto [cluster, bytes] = place(packs, n() * sizeof(T), launcher);
+        const Grid grid{logits.rows * cluster, 1, threads_for((packs + cluster - 1) / cluster), cluster, bytes};
+        const auto kernel = bytes ? extremes_and_sums_kernel<T, n(), true> : extremes_and_sums_kernel<T, n(), false>;
+        if (bytes) {
+            const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, launcher) - sizeof(Scratch);
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), launcher);
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+                  launcher);
+        }
+        launch(launcher, grid, stream, kernel, logits, targets, options, cluster, extremes, sums);
+    });
+}
+
+void gradient(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient,
+              void* stream) {
+    with_packs(__func__, logits, gradient, [&](auto type, auto n) {
+        launch("gradient", one_block_per_row(logits, n()), stream, gradient_kernel<decltype(type), n()>, logits, targets, maximum,
+               factors, options, gradient);
+    });
+}
+
+}  // namespace masked_log_softmax::cuda

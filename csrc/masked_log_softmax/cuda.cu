@@ -26,13 +26,17 @@ void with_packs(const char* launcher, const Logits& logits, const void* like_log
     logits.bf16 ? with_size(Bf16{}) : with_size(float{});
 }
 
-// Threads for so many packs, a group each as long as that makes a warp.
+// Threads for a group of packs each, in whole warps.
+template <int N>
 int threads_for(int64_t packs) {
-    const int64_t warps = (packs + GROUP * WARP - 1) / (GROUP * WARP);
-    return WARP * std::clamp<int64_t>(warps, 1, THREADS / WARP);
+    constexpr int packs_per_warp = GROUP<N> * WARP;
+    return WARP * std::clamp<int64_t>((packs + packs_per_warp - 1) / packs_per_warp, 1, THREADS / WARP);
 }
 
-Grid one_block_per_row(const Logits& logits, int pack_size) { return {logits.rows, 1, threads_for(logits.columns / pack_size)}; }
+template <int N>
+Grid one_block_per_row(const Logits& logits) {
+    return {logits.rows, 1, threads_for<N>(logits.columns / N)};
+}
 
 struct Placement {
     int cluster;
@@ -58,13 +62,13 @@ Placement place(int64_t packs, size_t pack_bytes, const char* launcher) {
 
 void extremes(Logits logits, Targets targets, float* extremes, void* stream) {
     with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
-        launch("extremes", one_block_per_row(logits, n()), stream, extremes_kernel<decltype(type), n()>, logits, targets, extremes);
+        launch("extremes", one_block_per_row<n()>(logits), stream, extremes_kernel<decltype(type), n()>, logits, targets, extremes);
     });
 }
 
 void sums(Logits logits, const float* maximum, Options options, float* sums, void* stream) {
     with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
-        launch("sums", one_block_per_row(logits, n()), stream, sums_kernel<decltype(type), n()>, logits, maximum, options, sums);
+        launch("sums", one_block_per_row<n()>(logits), stream, sums_kernel<decltype(type), n()>, logits, maximum, options, sums);
     });
 }
 
@@ -74,7 +78,7 @@ void extremes_and_sums(Logits logits, Targets targets, Options options, float* e
         using T = decltype(type);
         const int64_t packs = logits.columns / n();
         const auto [cluster, bytes] = place(packs, n() * sizeof(T), launcher);
-        const Grid grid{logits.rows * cluster, 1, threads_for((packs + cluster - 1) / cluster), cluster, bytes};
+        const Grid grid{logits.rows * cluster, 1, threads_for<n()>((packs + cluster - 1) / cluster), cluster, bytes};
         const auto kernel = bytes ? extremes_and_sums_kernel<T, n(), true> : extremes_and_sums_kernel<T, n(), false>;
         if (bytes) {
             const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, launcher) - sizeof(Scratch);
@@ -89,7 +93,7 @@ void extremes_and_sums(Logits logits, Targets targets, Options options, float* e
 void gradient(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient,
               void* stream) {
     with_packs(__func__, logits, gradient, [&](auto type, auto n) {
-        launch("gradient", one_block_per_row(logits, n()), stream, gradient_kernel<decltype(type), n()>, logits, targets, maximum,
+        launch("gradient", one_block_per_row<n()>(logits), stream, gradient_kernel<decltype(type), n()>, logits, targets, maximum,
                factors, options, gradient);
     });
 }

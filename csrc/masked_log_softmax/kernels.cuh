@@ -11,7 +11,8 @@ namespace masked_log_softmax::cuda {
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
 constexpr float LOWEST = -150.0f;  // stands for d = -inf: 2^d is 0, and so is 0 * d
 constexpr int THREADS = 512;       // of a block at most; with more, fewer blocks would take turns in loading and computing
-constexpr int GROUP = 4;           // packs
+template <int N>
+constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N logits
 
 // Shared by the threads of a block; block_maximum and block_sums are read by the other blocks of the cluster too.
 struct Scratch {
@@ -41,7 +42,7 @@ __device__ float target_logit(const Targets& targets, const Logits& logits, int6
 template <typename T, int N, typename Visit>
 __device__ float maximum_of(const Pack<T, N>* packs, int count, Scratch& scratch, Visit visit) {
     float most[1] = {-INFINITY};
-    for_each_group<GROUP>(
+    for_each_group<GROUP<N>>(
         count, [&](int i) { return packs[i]; },
         [&](const Pack<T, N>& pack, int i) {
             visit(pack, i);
@@ -58,7 +59,7 @@ template <typename T, int N>
 __device__ void add_up(const Pack<T, N>* packs, int count, float scale, Scratch& scratch, float (&total)[3]) {
     const float most = scratch.maximum, threshold = scratch.threshold;
     float group[3] = {};
-    for_each_group<GROUP>(
+    for_each_group<GROUP<N>>(
         count, [&](int i) { return packs[i]; },
         [&](const Pack<T, N>& pack, int) {
 #pragma unroll
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     const float threshold = shared_threshold;
     const int target = column_of(targets, logits, row);
     const Pack<T, N>* const x = packs_of<T, N>(logits, row);
-    for_each_group<GROUP>(
+    for_each_group<GROUP<N>>(
         count, [&](int i) { return x[i]; },
         [&](const Pack<T, N>& pack, int i) {
             Pack<T, N> result{};

@@ -6,7 +6,8 @@
 namespace sink_attention::cuda {
 
 constexpr int THREADS = 256, TOKENS = 128;
-constexpr int GROUP = 4;  // packs
+template <int N>
+constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N numbers
 
 // The packs of a block's tokens, and whose token the i-th is.
 template <int N, typename T>
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(THREADS)
         factors.values[t] = 1.0f / (1.0f + expf(sink - plain));  // exp(lse - lse'), without the rounding of lse'
     }
     __syncthreads();
-    for_each_group<GROUP>(
+    for_each_group<GROUP<N>>(
         tile.count(), [&](int i) { return o[tile.position(i)]; },
         [&](Pack<T, N> pack, int i) {
             const float factor = factors.values[tile.token(i)];
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(THREADS)
         struct Pair {
             Pack<T, N> grad_o, o;
         };
-        for_each_group<GROUP>(
+        for_each_group<GROUP<N>>(
             tile.count(), [&](int i) { return Pair{grad_o[tile.position(i)], o[tile.position(i)]}; },
             [&](const Pair& pair, int i) {
                 float product = 0;

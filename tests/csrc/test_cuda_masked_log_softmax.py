@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from emulation import Emulated, Guarded, compile_emulated
+from emulation import Emulated, Guarded, compile_emulated, fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,3 +138,87 @@ def check(kernels: Emulated, case: Case) -> None:
 @given(seed=st.integers(0, 2**31))
 def test_kernels_match_the_definition(kernels, seed):
     check(kernels, Case(seed))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_results_do_not_depend_on_the_schedule(kernels, seed):
+    case = Case(seed)
+    first = run(kernels, case)
+    case.schedule += 1
+    for a, b in zip(first, run(kernels, case), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+A100 = {"capability": 8, "per_block": 163 << 10, "per_processor": 164 << 10}
+H100 = {"capability": 9, "per_block": 227 << 10, "per_processor": 228 << 10}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "columns", "cluster", "share"),  # share of the row in a block's shared memory; 0: two passes
+    [
+        (A100, torch.bfloat16, 32000, 1, 1),
+        (A100, torch.bfloat16, 201088, 1, 0),
+        (H100, torch.bfloat16, 50304, 1, 1),
+        (H100, torch.bfloat16, 50257, 1, 1),
+        (H100, torch.float32, 50304, 2, 1 / 2),
+        (H100, torch.bfloat16, 201088, 4, 1 / 4),
+        (H100, torch.float32, 262144, 8, 1 / 8),
+        (H100, torch.float32, 524288, 1, 0),
+    ],
+)
+def test_real_vocabularies_on_real_devices(kernels, device, dtype, columns, cluster, share):
+    kernels.set_device(**device, seed=columns)
+    logits = (torch.randn(1, columns) * 3).to(dtype)
+    targets, extremes, sums = torch.tensor([columns - 1]), torch.empty(2, 1), torch.empty(3, 1)
+    bf16 = dtype == torch.bfloat16
+    kernels.call("extremes_and_sums", logits, bf16, 1, columns, targets, -13.0, 1.0, True, extremes, sums)
+    assert kernels.library.last_cluster() == cluster
+    assert kernels.library.last_shared_bytes() == columns * logits.element_size() * share
+
+    assert extremes[:, 0].tolist() == [float(logits.max()), float(logits[0, -1])]
+    d = logits.double() - logits.double().max()
+    kept = torch.where(logits.float() >= logits.float().max() - 13.0, d.exp(), 0.0)
+    torch.testing.assert_close(sums[:, 0].double(), torch.stack([kept.sum(), d.exp().sum(), (kept * d).sum()]), atol=0, rtol=2e-6)
+
+
+def test_what_does_not_fit_a_launch_is_an_error(kernels):
+    nothing = torch.empty(0)
+    with pytest.raises(RuntimeError, match="extremes: more rows"):
+        kernels.call("extremes", nothing, False, 1 << 31, 8, nothing, 0, nothing)
+    with pytest.raises(RuntimeError, match="sums: rows of more than"):
+        kernels.call("sums", nothing, False, 1, (1 << 30) + 1, nothing, -1.0, 1.0, False, nothing)
+
+
+KERNELS, LAUNCHERS, SHARED = "masked_log_softmax/kernels.cuh", "masked_log_softmax/cuda.cu", "device.cuh"
+BUGS = {
+    "no barrier in a reduction": (SHARED, "    __syncthreads();\n    if (warp > 0) return;", "    if (warp > 0) return;"),
+    "a barrier that some never reach": (
+        SHARED,
+        "    __syncthreads();\n    if (warp > 0) return;",
+        "    if (warp > 0) return;\n    __syncthreads();",
+    ),
+    "no barrier behind the threshold": (KERNELS, "__syncthreads();\n\n    float total[3]", "\n\n    float total[3]"),
+    "no barrier of the cluster": (KERNELS, "if (cluster > 1) cluster_sync();", ""),
+    "blocks that end too early": (KERNELS, "cluster_sync();  // a block's", "// a block's"),
+    "a shuffle too few": (
+        SHARED,
+        "offset > 0; offset /= 2)\n            values[k] = combine(values[k], __shfl_xor_sync(0xffffffff, values[k], offset));\n        if",
+        "offset > 1; offset /= 2)\n            values[k] = combine(values[k], __shfl_xor_sync(0xffffffff, values[k], offset));\n        if",
+    ),
+    "no tail": (SHARED, "for (; i < count; i += step) each(load(i), i);", ""),
+    "a pack too many": (SHARED, "(GROUP - 1) * step < count", "(GROUP - 1) * step <= count"),
+    "packs that no block has": (KERNELS, "slice = (packs + cluster - 1) / cluster;", "slice = packs / cluster;"),
+    "a pack beyond shared memory": (KERNELS, "held[i] = pack;", "held[i + 1] = pack;"),
+    "ties outside the set": (KERNELS, "v >= threshold ? e", "v > threshold ? e"),
+    "ties without a gradient": (KERNELS, "v >= threshold ? value", "v > threshold ? value"),
+    "NaN not seen": (KERNELS, "maximum_or_nan(most[0], to_float", "fmaxf(most[0], to_float"),
+    "shared memory not asked for": (LAUNCHERS, "cudaFuncAttributeMaxDynamicSharedMemorySize, most", "cudaFuncAttributePreferredSharedMemoryCarveout, most"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug, tmp_path):
+    file, old, new = BUGS[bug]
+    broken = Emulated(compile_emulated("masked_log_softmax", tmp_path, {file: (old, new)}))
+    assert fails(lambda seed: check(broken, Case(seed)))

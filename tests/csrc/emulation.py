@@ -12,7 +12,7 @@ import torch
 
 TESTS = Path(__file__).resolve().parent
 CSRC = TESTS.parent.parent / "csrc"
-MARGIN = 64
+MARGIN = 1024
 """Elements around a guarded tensor; a multiple of 16 bytes."""
 
 

@@ -97,20 +97,21 @@ __device__ void for_each_group(int count, Load load, Each each, EndOfGroup end_o
 
 constexpr int WARP = 32, MOST_WARPS = 32;
 
+template <typename Combine>
+__device__ float warp_reduce(float x, Combine combine) {
+    for (int distance = WARP / 2; distance > 0; distance /= 2) x = combine(x, __shfl_xor_sync(0xffffffff, x, distance));
+    return x;
+}
+
 // Combines K numbers of each thread of the block; the result is thread 0's. `partials` is shared and used by no other call.
 template <int K, typename Combine>
 __device__ void block_reduce(float (&values)[K], float (&partials)[K][MOST_WARPS], float neutral, Combine combine) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     for (int k = 0; k < K; ++k) {
-        for (int offset = WARP / 2; offset > 0; offset /= 2)
-            values[k] = combine(values[k], __shfl_xor_sync(0xffffffff, values[k], offset));
+        values[k] = warp_reduce(values[k], combine);
         if (lane == 0) partials[k][warp] = values[k];
     }
     __syncthreads();
     if (warp > 0) return;
-    for (int k = 0; k < K; ++k) {
-        values[k] = lane < warps ? partials[k][lane] : neutral;
-        for (int offset = WARP / 2; offset > 0; offset /= 2)
-            values[k] = combine(values[k], __shfl_xor_sync(0xffffffff, values[k], offset));
-    }
+    for (int k = 0; k < K; ++k) values[k] = warp_reduce(lane < warps ? partials[k][lane] : neutral, combine);
 }

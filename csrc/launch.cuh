@@ -21,22 +21,22 @@ inline int device_attribute(cudaDeviceAttr attribute, const char* launcher) {
 }
 
 struct Grid {
-    int64_t x, y;  // blocks
-    int threads;
-    int cluster = 1;    // so many blocks along x are one
+    int64_t blocks;
+    int threads;        // of a block, whole warps
+    int cluster = 1;    // so many blocks in a row are one
     size_t shared = 0;  // bytes of dynamic shared memory per block
 };
 
 template <typename... Parameters, typename... Arguments>
 void launch(const char* launcher, const Grid& grid, void* stream, void (*kernel)(Parameters...), Arguments... arguments) {
-    if (grid.x > std::numeric_limits<int>::max() || grid.y > 65535)
-        throw std::runtime_error(std::string(launcher) + ": more rows or heads than a grid of blocks can have");
+    if (grid.blocks > std::numeric_limits<int>::max())
+        throw std::runtime_error(std::string(launcher) + ": more rows than a grid can have blocks");
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = grid.cluster;
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(grid.x, grid.y);
+    config.gridDim = dim3(grid.blocks);
     config.blockDim = dim3(grid.threads);
     config.dynamicSmemBytes = grid.shared;
     config.stream = static_cast<cudaStream_t>(stream);

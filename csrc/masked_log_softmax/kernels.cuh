@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             if (any) {
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
-                    const float v = to_float(pack.values[n]), d = (v - most) * scale;
+                    const float v = to_float(pack.values[n]), d = fmaxf((v - most) * scale, LOWEST);
                     const float value = exp2_approx(d) * (d * slope + factor) + (i * N + n == target ? at_target : 0.0f);
                     round_to(result.values[n], v >= threshold ? value : 0.0f);
                 }

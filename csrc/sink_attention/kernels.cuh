@@ -1,4 +1,5 @@
-// A block works on TOKENS tokens of one head: first on a number per token, then on the tokens' vectors in packs.
+// A block works on TOKENS tokens of one head: first on a number per token, then on the tokens' vectors in packs. Heads run
+// fastest over the blocks, so that what runs at the same time lies together in memory.
 #pragma once
 
 #include "device.cuh"
@@ -12,17 +13,17 @@ constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N numbers
 // The packs of a block's tokens, and whose token the i-th is.
 template <int N, typename T>
 struct Tile {
-    int64_t first_token;  // of the sequence
+    int64_t head, first_token;
     int tokens, packs_per_token;
-    int64_t stride;  // packs from token to token
-    int64_t begin;
+    int64_t stride, begin;  // in packs, the stride from token to token
 
     __device__ Tile(int64_t all_tokens, int64_t heads, int width)
-        : first_token(int64_t(blockIdx.x) * TOKENS),
+        : head(blockIdx.x % heads),
+          first_token(blockIdx.x / heads * TOKENS),
           tokens(int(all_tokens - first_token < TOKENS ? all_tokens - first_token : TOKENS)),
           packs_per_token(width / N),
           stride(heads * packs_per_token),
-          begin(first_token * stride + int64_t(blockIdx.y) * packs_per_token) {}
+          begin(first_token * stride + head * packs_per_token) {}
 
     __device__ int count() const { return tokens * packs_per_token; }
     __device__ int token(int i) const { return i / packs_per_token; }
@@ -38,10 +39,10 @@ __global__ void __launch_bounds__(THREADS)
     apply_sink_kernel(Pack<T, N>* o, float* lse, const float* sinks, int64_t tokens, int64_t heads, int width, int64_t lse_stride) {
     SHARED(PerToken, factors);
     const Tile<N, T> tile(tokens, heads, width);
-    const float sink = sinks[blockIdx.y];
+    const float sink = sinks[tile.head];
     if (sink == -INFINITY) return;
     for (int t = threadIdx.x; t < tile.tokens; t += blockDim.x) {
-        float& sum = lse[blockIdx.y * lse_stride + tile.first_token + t];
+        float& sum = lse[tile.head * lse_stride + tile.first_token + t];
         const float plain = sum;
         sum = fmaxf(plain, sink) + log1pf(expf(-fabsf(plain - sink)));
         factors.values[t] = 1.0f / (1.0f + expf(sink - plain));  // exp(lse - lse'), without the rounding of lse'
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(THREADS)
         [] {});
 }
 
-// workspace [gridDim.x, heads]: the sum over a block's tokens.
+// workspace [blocks, heads]: the sums over a block's tokens.
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
     partial_gradient_kernel(const Pack<T, N>* grad_o, const Pack<T, N>* o, const float* lse, const float* sinks, int64_t tokens,
@@ -68,11 +69,11 @@ __global__ void __launch_bounds__(THREADS)
     };
     SHARED(Scratch, scratch);
     const Tile<N, T> tile(tokens, heads, width);
-    const float sink = sinks[blockIdx.y];
+    const float sink = sinks[tile.head];
     float total[1] = {};
     if (sink != -INFINITY) {
         for (int t = threadIdx.x; t < tile.tokens; t += blockDim.x)
-            scratch.weights[t] = -expf(sink - lse[blockIdx.y * lse_stride + tile.first_token + t]);
+            scratch.weights[t] = -expf(sink - lse[tile.head * lse_stride + tile.first_token + t]);
         __syncthreads();
         struct Pair {
             Pack<T, N> grad_o, o;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(THREADS)
             [] {});
         block_reduce(total, scratch.partials, 0.0f, [](float a, float b) { return a + b; });
     }
-    if (threadIdx.x == 0) workspace[blockIdx.x * heads + blockIdx.y] = total[0];
+    if (threadIdx.x == 0) workspace[blockIdx.x] = total[0];
 }
 
 // A block per head.

@@ -15,7 +15,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -32,8 +31,14 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulation {
 
-constexpr int WARP_SIZE = 32, GUARD = 256;
+constexpr int WARP_SIZE = 32, GUARD = 256, VARIABLES = 1024, RESERVED = 64;  // of shared memory, bytes
 constexpr size_t STACK = 64 << 10;
+
+// Knuth's MMIX generator.
+struct Random {
+    uint64_t state;
+    unsigned operator()() { return (state = state * 6364136223846793005u + 1442695040888963407u) >> 33; }
+};
 
 struct Barrier {
     int arrived = 0, line = 0;
@@ -108,6 +113,7 @@ inline int threads() { return blockDim.x; }
 template <typename T>
 T* shared(int line) {
     auto& memory = state.self->block->variables[line];
+    static_assert(sizeof(T) <= VARIABLES);
     if (memory.empty()) memory.assign(sizeof(T), 0xff);
     return reinterpret_cast<T*>(memory.data());
 }
@@ -125,13 +131,13 @@ inline void run_fiber() {
     leave();
 }
 
-inline void run_cluster(int first_block, int y, int blocks, size_t shared_bytes, std::mt19937& random) {
+inline void run_cluster(int first_block, int blocks, size_t shared_bytes, Random& random) {
     state.blocks = std::vector<Block>(blocks);
     state.cluster_barrier = {};
     while (state.fibers.size() < size_t(blocks) * threads()) state.fibers.push_back(std::make_unique<Fiber>());
     for (int b = 0; b < blocks; ++b) {
         Block& block = state.blocks[b];
-        block.index = dim3(first_block + b, y);
+        block.index = dim3(first_block + b);
         block.running = threads();
         block.warps.resize(threads() / WARP_SIZE);
         block.dynamic.assign(shared_bytes + GUARD, 0xff);
@@ -293,15 +299,28 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     const auto& s = emulation::state;
-    const int values[] = {s.shared_per_block, s.shared_per_processor, 64, s.capability};
+    const int values[] = {s.shared_per_block, s.shared_per_processor, emulation::RESERVED, s.capability};
     *value = values[attribute];
+    return cudaSuccess;
+}
+
+struct cudaFuncAttributes {
+    size_t sharedSizeBytes;
+};
+
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+    attributes->sharedSizeBytes = emulation::VARIABLES;
     return cudaSuccess;
 }
 
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
-    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize)
-        emulation::state.shared_asked_for[reinterpret_cast<const void*>(kernel)] = value;
+    auto& state = emulation::state;
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+    state.error = "more shared memory than a block can have";
+    if (value + emulation::VARIABLES > state.shared_per_block) return cudaErrorInvalidValue;
+    state.shared_asked_for[reinterpret_cast<const void*>(kernel)] = value;
     return cudaSuccess;
 }
 
@@ -314,15 +333,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     gridDim = config->gridDim;
     blockDim = config->blockDim;
     state.error = "invalid launch";
-    if (gridDim.x == 0 || gridDim.y == 0 || gridDim.y > 65535 || blockDim.x % WARP_SIZE || blockDim.x == 0 || blockDim.x > 1024 ||
-        config->dynamicSmemBytes > allowed || int(allowed) > std::max(state.shared_per_block, state.shared_unasked) ||
+    if (gridDim.x == 0 || blockDim.x % WARP_SIZE || blockDim.x == 0 || blockDim.x > 1024 || config->dynamicSmemBytes > allowed ||
         gridDim.x % cluster || cluster > (state.capability >= 9 ? 8 : 1))
         return cudaErrorInvalidValue;
     state.error.clear();
     state.kernel = [=] { kernel(arguments...); };
-    std::mt19937 random(state.seed);
-    for (unsigned y = 0; y < gridDim.y; ++y)
-        for (unsigned x = 0; x < gridDim.x && state.error.empty(); x += cluster)
-            run_cluster(x, y, cluster, config->dynamicSmemBytes, random);
+    Random random{state.seed};
+    for (unsigned x = 0; x < gridDim.x && state.error.empty(); x += cluster)
+        run_cluster(x, cluster, config->dynamicSmemBytes, random);
     return state.error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }

@@ -31,7 +31,9 @@ void set_device(int capability, int shared_per_block, int shared_per_processor, 
     device.shared_asked_for.clear();
 }
 
-// How many blocks a row or a launch had that ran last.
+// Shared memory that a block uses besides what a launch asks for; blocks and bytes of the cluster that ran last.
+int reserved_bytes() { return emulation::RESERVED; }
+int variable_bytes() { return emulation::VARIABLES; }
 int last_cluster() { return emulation::state.blocks.size(); }
 size_t last_shared_bytes() { return emulation::state.blocks[0].dynamic.size() - emulation::GUARD; }
 }

@@ -1,4 +1,4 @@
-"""What ptxas said when the CUDA kernels were built: each is there for each architecture, and keeps its variables in registers."""
+"""What ptxas said when the CUDA kernels were built: each is there for each architecture and spills no registers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ def test_spills_are_read_from_a_report():
 
 
 @pytest.mark.skipif(
-    shutil.which("nvcc") is None or torch.version.cuda is None, reason="no nvcc, or torch is for the CPU: no CUDA part is built"
+    shutil.which("nvcc") is None or torch.version.cuda is None,
+    reason="no nvcc, or torch is for the CPU: no CUDA part is built",
 )
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in REPOSITORY.glob("csrc/*/binding.cpp")))
 def test_no_kernel_spills(name):
-    kernels = re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", (REPOSITORY / f"csrc/{name}/kernels.cuh").read_text())
-    assert kernels
+    source = (REPOSITORY / f"csrc/{name}/kernels.cuh").read_text()
+    kernels = re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", source)
+    assert kernels and len(kernels) == source.count("__global__")
     report = spills((REPOSITORY / f"megatron_rl/ops/_{name}.ptxas.txt").read_text())
     for kernel in kernels:
         for architecture in ARCHITECTURES:

@@ -32,7 +32,7 @@ void apply_sink(void* o, float* lse, const float* sinks, Shape shape, void* stre
     with_packs(shape, o, nullptr, [&](auto type, auto n) {
         using T = decltype(type);
         launch("apply_sink", {gradient_blocks(shape.tokens) * shape.heads, THREADS}, stream, apply_sink_kernel<T, n()>,
-               static_cast<Pack<T, n()>*>(o), lse, sinks, shape.tokens, shape.heads, int(shape.width), shape.lse_stride);
+               static_cast<Pack<T, n()>*>(o), lse, sinks, shape.tokens, int(shape.heads), int(shape.width), shape.lse_stride);
     });
 }
 
@@ -46,10 +46,10 @@ void sink_gradient(const void* grad_o, const void* o, const float* lse, const fl
         with_packs(shape, grad_o, o, [&](auto type, auto n) {
             using P = const Pack<decltype(type), n()>*;
             launch("sink_gradient", {blocks * shape.heads, THREADS}, stream, partial_gradient_kernel<decltype(type), n()>,
-                   static_cast<P>(grad_o), static_cast<P>(o), lse, sinks, shape.tokens, shape.heads, int(shape.width),
+                   static_cast<P>(grad_o), static_cast<P>(o), lse, sinks, shape.tokens, int(shape.heads), int(shape.width),
                    shape.lse_stride, workspace);
         });
-    launch("sink_gradient", {shape.heads, THREADS}, stream, total_gradient_kernel, workspace, int(blocks), shape.heads,
+    launch("sink_gradient", {shape.heads, THREADS}, stream, total_gradient_kernel, workspace, int(blocks), int(shape.heads),
            grad_sinks);
 }
 

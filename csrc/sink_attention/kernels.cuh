@@ -17,12 +17,12 @@ struct Tile {
     int tokens, packs_per_token;
     int64_t stride, begin;  // in packs, the stride from token to token
 
-    __device__ Tile(int64_t all_tokens, int64_t heads, int width)
+    __device__ Tile(int64_t all_tokens, int heads, int width)
         : head(blockIdx.x % heads),
-          first_token(blockIdx.x / heads * TOKENS),
+          first_token(int64_t(blockIdx.x / heads) * TOKENS),
           tokens(int(all_tokens - first_token < TOKENS ? all_tokens - first_token : TOKENS)),
           packs_per_token(width / N),
-          stride(heads * packs_per_token),
+          stride(int64_t(heads) * packs_per_token),
           begin(first_token * stride + head * packs_per_token) {}
 
     __device__ int count() const { return tokens * packs_per_token; }
@@ -36,7 +36,7 @@ struct PerToken {
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
-    apply_sink_kernel(Pack<T, N>* o, float* lse, const float* sinks, int64_t tokens, int64_t heads, int width, int64_t lse_stride) {
+    apply_sink_kernel(Pack<T, N>* o, float* lse, const float* sinks, int64_t tokens, int heads, int width, int64_t lse_stride) {
     SHARED(PerToken, factors);
     const Tile<N, T> tile(tokens, heads, width);
     const float sink = sinks[tile.head];
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS)
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
     partial_gradient_kernel(const Pack<T, N>* grad_o, const Pack<T, N>* o, const float* lse, const float* sinks, int64_t tokens,
-                            int64_t heads, int width, int64_t lse_stride, float* workspace) {
+                            int heads, int width, int64_t lse_stride, float* workspace) {
     struct Scratch {
         float weights[TOKENS], partials[1][MOST_WARPS];
     };
@@ -94,13 +94,13 @@ __global__ void __launch_bounds__(THREADS)
 
 // A block per head.
 __global__ void __launch_bounds__(THREADS)
-    total_gradient_kernel(const float* workspace, int blocks, int64_t heads, float* grad_sinks) {
+    total_gradient_kernel(const float* workspace, int blocks, int heads, float* grad_sinks) {
     struct Scratch {
         float partials[1][MOST_WARPS];
     };
     SHARED(Scratch, scratch);
     float total[1] = {};
-    for (int b = threadIdx.x; b < blocks; b += blockDim.x) total[0] += workspace[b * heads + blockIdx.x];
+    for (int b = threadIdx.x; b < blocks; b += blockDim.x) total[0] += workspace[int64_t(b) * heads + blockIdx.x];
     block_reduce(total, scratch.partials, 0.0f, [](float a, float b) { return a + b; });
     if (threadIdx.x == 0) grad_sinks[blockIdx.x] = total[0];
 }

@@ -96,6 +96,10 @@ inline void fail(const std::string& what) {
     leave();  // for ever
 }
 
+// What g++ calls with -fsanitize=alignment,bounds; the processor would let the first pass.
+extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(void*, void*) { fail("misaligned address"); }
+extern "C" inline __attribute__((used)) void __ubsan_handle_out_of_bounds(void*, void*) { fail("index beyond an array"); }
+
 inline void arrive(Barrier& barrier, int expected, int line) {
     if (barrier.arrived == 0) barrier.line = line;
     if (barrier.line != line) fail("threads wait at different barriers");

@@ -25,6 +25,7 @@ def compile_emulated(name: str, folder: Path, edits: dict[str, tuple[str, str]] 
         (sources / file).write_text(text.replace(old, new))
     library = folder / f"{name}.so"
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-variable"]
+    command += ["-fsanitize=alignment,bounds"]
     command += ["-x", "c++", str(TESTS / f"{name}_emulated.cpp"), f"-I{sources}", f"-I{TESTS}", "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

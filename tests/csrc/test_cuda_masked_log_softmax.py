@@ -210,7 +210,6 @@ BUGS = {
     "a mask's 0 * -inf": (KERNELS, "d = fmaxf((v - most) * scale, LOWEST);\n", "d = (v - most) * scale;\n"),
     "no tail": (SHARED, "for (; i < count; i += step) each(load(i), i);", ""),
     "a pack too many": (SHARED, "(GROUP - 1) * step < count", "(GROUP - 1) * step <= count"),
-    "packs that no block has": (KERNELS, "slice = (packs + cluster - 1) / cluster;", "slice = packs / cluster;"),
     "a pack beyond shared memory": (KERNELS, "held[i] = pack;", "held[i + 1] = pack;"),
     "ties outside the set": (KERNELS, "v >= threshold ? e", "v > threshold ? e"),
     "ties without a gradient": (KERNELS, "v >= threshold ? value", "v > threshold ? value"),
@@ -220,6 +219,8 @@ BUGS = {
         "cudaFuncAttributeMaxDynamicSharedMemorySize, most",
         "cudaFuncAttributePreferredSharedMemoryCarveout, most",
     ),
+    "packs at odd addresses": (LAUNCHERS, "const bool aligned = (addresses | ", "const bool aligned = ("),
+    "rows of odd length in packs": (LAUNCHERS, "(addresses | logits.columns * (logits.bf16 ? 2 : 4))", "addresses"),
     "a kernel's own shared memory forgotten": (LAUNCHERS, "launcher) - int(own.sharedSizeBytes)", "launcher)"),
 }
 

@@ -113,9 +113,7 @@ def test_what_does_not_fit_a_launch_is_an_error(kernels):
 
 BUGS = {
     "a missing barrier": ("    }\n    __syncthreads();\n    for_each_group", "    }\n    for_each_group"),
-    "a missing barrier before the products": ("        __syncthreads();\n        struct Pair", "        struct Pair"),
     "a token too many": ("all_tokens - first_token < TOKENS ? all", "all_tokens - first_token < TOKENS ? 1 + all"),
-    "the stride of another layout": ("stride(heads * packs_per_token)", "stride(packs_per_token)"),
     "padded log-sum-exps read as if they were not": (
         "expf(sink - lse[tile.head * lse_stride",
         "expf(sink - lse[tile.head * tokens",

@@ -7,13 +7,12 @@
 #include <limits>
 
 #include "masked_log_softmax/cpu.h"
+#include "masked_log_softmax/cuda.h"
 #include "parallel.h"
 
 #ifdef WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-
-#include "masked_log_softmax/cuda.h"
 #endif
 
 namespace msk = masked_log_softmax;
@@ -50,7 +49,8 @@ Tensor rows_of_floats(int64_t count, const Tensor& logits) {
     return at::empty({count, logits.size(0)}, logits.options().dtype(at::kFloat));
 }
 
-// Calls on_cpu(isa, rows) on all threads, or on_cuda(stream) on the logits' device.
+// Calls on_cpu(isa, rows) on all threads, or on_cuda(stream) on the logits' device. on_cuda is a template, so that a build
+// without CUDA needs nothing of what it calls.
 template <typename OnCpu, typename OnCuda>
 void launch(const Tensor& logits, OnCpu on_cpu, [[maybe_unused]] OnCuda on_cuda) {
     pybind11::gil_scoped_release release;
@@ -75,7 +75,7 @@ Tensor extremes(const Tensor& logits, const Tensor& targets, int64_t first_colum
     float* const p = out.mutable_data_ptr<float>();
     launch(
         logits, [&](Isa isa, msk::Range rows) { msk::extremes(isa, x, t, p, rows); },
-        [&](void* stream) { (void)stream; });
+        [&](auto stream) { msk::cuda::extremes(x, t, p, stream); });
     return out;
 }
 
@@ -88,7 +88,7 @@ Tensor sums(const Tensor& logits, const Tensor& maximum, std::optional<double> l
     float* const p = out.mutable_data_ptr<float>();
     launch(
         logits, [&](Isa isa, msk::Range rows) { msk::sums(isa, x, most, o, p, rows); },
-        [&](void* stream) { (void)stream; });
+        [&](auto stream) { msk::cuda::sums(x, most, o, p, stream); });
     return out;
 }
 
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor> extremes_and_sums(const Tensor& logits, const Tensor&
     float* const q = second.mutable_data_ptr<float>();
     launch(
         logits, [&](Isa isa, msk::Range rows) { msk::extremes_and_sums(isa, x, t, o, p, q, rows); },
-        [&](void* stream) { (void)stream; });
+        [&](auto stream) { msk::cuda::extremes_and_sums(x, t, o, p, q, stream); });
     return {first, second};
 }
 
@@ -119,7 +119,7 @@ void gradient(const Tensor& logits, const Tensor& targets, int64_t first_column,
     void* const p = out.mutable_data_ptr();
     launch(
         logits, [&](Isa isa, msk::Range rows) { msk::gradient(isa, x, t, most, f, o, p, rows); },
-        [&](void* stream) { (void)stream; });
+        [&](auto stream) { msk::cuda::gradient(x, t, most, f, o, p, stream); });
 }
 
 }  // namespace

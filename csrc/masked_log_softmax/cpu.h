@@ -1,27 +1,10 @@
-// Row kernels on the CPU. Rows are contiguous, `columns` logits each (this rank's share of the vocabulary).
+// Row kernels on the CPU.
 #pragma once
 
 #include "isa.h"
+#include "masked_log_softmax/types.h"
 
 namespace masked_log_softmax {
-
-struct Logits {
-    const void* data;
-    bool bf16;  // else fp32
-    int64_t rows, columns;
-};
-
-struct Targets {
-    const int64_t* ids;     // [T], of the whole vocabulary
-    int64_t first_column;  // the id of this rank's first column
-};
-
-// What all rows of a call have in common.
-struct Options {
-    float log_rho;  // -inf: the whole vocabulary
-    float temperature;
-    bool with_entropy;
-};
 
 struct Range {
     int64_t begin, end;

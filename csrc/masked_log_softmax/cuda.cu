@@ -1,0 +1,102 @@
+#include "masked_log_softmax/cuda.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "launch.cuh"
+#include "masked_log_softmax/kernels.cuh"
+
+namespace masked_log_softmax::cuda {
+namespace {
+
+constexpr int64_t MOST_COLUMNS = int64_t{1} << 30;  // indices inside a row are 32-bit
+
+// Calls body(T{}, N) with the type of the logits and the size of the packs that they, and what is like them, allow.
+template <typename Body>
+void with_packs(const char* launcher, const Logits& logits, const void* like_logits, Body body) {
+    if (logits.columns > MOST_COLUMNS) throw std::runtime_error(std::string(launcher) + ": rows of more than 2^30 logits");
+    const auto addresses = reinterpret_cast<uintptr_t>(logits.data) | reinterpret_cast<uintptr_t>(like_logits);
+    const bool aligned = (addresses | logits.columns * (logits.bf16 ? 2 : 4)) % 16 == 0;
+    auto with_size = [&](auto type) {
+        if (aligned)
+            body(type, std::integral_constant<int, 16 / sizeof type>{});
+        else
+            body(type, std::integral_constant<int, 1>{});
+    };
+    logits.bf16 ? with_size(Bf16{}) : with_size(float{});
+}
+
+// Threads for a group of packs each, in whole warps.
+template <int N>
+int threads_for(int64_t packs) {
+    constexpr int packs_per_warp = GROUP<N> * WARP;
+    return WARP * std::clamp<int64_t>((packs + packs_per_warp - 1) / packs_per_warp, 1, THREADS / WARP);
+}
+
+template <int N>
+Grid one_block_per_row(const Logits& logits) {
+    return {logits.rows, threads_for<N>(logits.columns / N)};
+}
+
+struct Placement {
+    int cluster;
+    size_t bytes;  // per block, 0: the row does not fit
+};
+
+// Over how many blocks to spread a row: as few as let two blocks share a multiprocessor, one loading while the other
+// computes; else as few as hold it at all. A block can have `per_block` bytes and uses others `besides`.
+Placement place(int64_t packs, size_t pack_bytes, size_t per_block, size_t besides, const char* launcher) {
+    const size_t per_processor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, launcher);
+    besides += device_attribute(cudaDevAttrReservedSharedMemoryPerBlock, launcher);
+    const int most_blocks = device_attribute(cudaDevAttrComputeCapabilityMajor, launcher) >= 9 ? 8 : 1;
+    for (const size_t resident : {2, 1})
+        for (int cluster = 1; cluster <= most_blocks; cluster *= 2) {
+            const size_t bytes = (packs + cluster - 1) / cluster * pack_bytes;
+            if (bytes <= per_block && resident * (bytes + besides) <= per_processor) return {cluster, bytes};
+        }
+    return {1, 0};
+}
+
+}  // namespace
+
+void extremes(Logits logits, Targets targets, float* extremes, void* stream) {
+    with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
+        launch("extremes", one_block_per_row<n()>(logits), stream, extremes_kernel<decltype(type), n()>, logits, targets, extremes);
+    });
+}
+
+void sums(Logits logits, const float* maximum, Options options, float* sums, void* stream) {
+    with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
+        launch("sums", one_block_per_row<n()>(logits), stream, sums_kernel<decltype(type), n()>, logits, maximum, options, sums);
+    });
+}
+
+void extremes_and_sums(Logits logits, Targets targets, Options options, float* extremes, float* sums, void* stream) {
+    constexpr auto launcher = "extremes_and_sums";
+    with_packs(launcher, logits, nullptr, [&](auto type, auto n) {
+        using T = decltype(type);
+        const auto on_chip = extremes_and_sums_kernel<T, n(), true>, twice = extremes_and_sums_kernel<T, n(), false>;
+        cudaFuncAttributes own;
+        check(cudaFuncGetAttributes(&own, on_chip), launcher);
+        const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, launcher) - int(own.sharedSizeBytes);
+        const int64_t packs = logits.columns / n();
+        const auto [cluster, bytes] = place(packs, n() * sizeof(T), most, own.sharedSizeBytes, launcher);
+        if (bytes) {  // always as much, so that calls of several threads do not take it from each other
+            check(cudaFuncSetAttribute(on_chip, cudaFuncAttributeMaxDynamicSharedMemorySize, most), launcher);
+            check(cudaFuncSetAttribute(on_chip, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+                  launcher);
+        }
+        const Grid grid{logits.rows * cluster, threads_for<n()>((packs + cluster - 1) / cluster), cluster, bytes};
+        launch(launcher, grid, stream, bytes ? on_chip : twice, logits, targets, options, cluster, extremes, sums);
+    });
+}
+
+void gradient(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient,
+              void* stream) {
+    with_packs(__func__, logits, gradient, [&](auto type, auto n) {
+        launch("gradient", one_block_per_row<n()>(logits), stream, gradient_kernel<decltype(type), n()>, logits, targets, maximum,
+               factors, options, gradient);
+    });
+}
+
+}  // namespace masked_log_softmax::cuda

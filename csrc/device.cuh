@@ -1,0 +1,117 @@
+// What the kernels need of CUDA, and what they share. Compilers other than nvcc get CUDA from tests/csrc/cuda_emulation.h, which
+// runs the kernels on the CPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "isa.h"
+
+#if defined(__CUDACC__)
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#define SHARED(type, name) __shared__ type name
+
+// The shared memory that the launch asks for.
+template <typename T>
+__device__ T* dynamic_shared() {
+    extern __shared__ uint4 memory[];
+    return reinterpret_cast<T*>(memory);
+}
+
+// 2^x to 2 ulp; results below FLT_MIN are 0.
+__device__ inline float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// NaN if one is.
+__device__ inline float maximum_or_nan(float a, float b) {
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+
+// A barrier of all threads of a cluster of blocks. Architectures without clusters must not be launched with one.
+__device__ inline void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+    cooperative_groups::this_cluster().sync();
+#else
+    __trap();
+#endif
+}
+
+// The same shared variable, as the block of this rank in the cluster has it.
+template <typename T>
+__device__ const T* cluster_shared(const T* variable, int rank) {
+#if __CUDA_ARCH__ >= 900
+    return cooperative_groups::this_cluster().map_shared_rank(variable, rank);
+#else
+    __trap();
+    return variable;
+#endif
+}
+#else
+#include "cuda_emulation.h"
+#endif
+
+struct Fp16 {
+    uint16_t bits;
+};
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(Bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
+__device__ inline float to_float(Fp16 x) { return __half2float(__ushort_as_half(x.bits)); }
+
+__device__ inline void round_to(float& y, float x) { y = x; }
+__device__ inline void round_to(Bf16& y, float x) { y.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+__device__ inline void round_to(Fp16& y, float x) { y.bits = __half_as_ushort(__float2half_rn(x)); }
+
+// What one instruction loads or stores: 16 bytes where the addresses allow it, else one number.
+template <typename T, int N>
+struct alignas(N * sizeof(T)) Pack {
+    T values[N];
+};
+
+// each(load(i), i) for this thread's share of i = 0..count-1, always the same. GROUP loads are on their way together;
+// end_of_group() lets sums of many terms be added up in two steps.
+template <int GROUP, typename Load, typename Each, typename EndOfGroup>
+__device__ void for_each_group(int count, Load load, Each each, EndOfGroup end_of_group) {
+    const int step = blockDim.x;
+    int i = threadIdx.x;
+    for (; i + (GROUP - 1) * step < count; i += GROUP * step) {
+        decltype(load(0)) group[GROUP];
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) group[g] = load(i + g * step);
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) each(group[g], i + g * step);
+        end_of_group();
+    }
+    for (; i < count; i += step) each(load(i), i);
+    end_of_group();
+}
+
+constexpr int WARP = 32, MOST_WARPS = 32;
+
+template <typename Combine>
+__device__ float warp_reduce(float x, Combine combine) {
+    for (int distance = WARP / 2; distance > 0; distance /= 2) x = combine(x, __shfl_xor_sync(0xffffffff, x, distance));
+    return x;
+}
+
+// Combines K numbers of each thread of the block; the result is thread 0's. `partials` is shared and used by no other call.
+template <int K, typename Combine>
+__device__ void block_reduce(float (&values)[K], float (&partials)[K][MOST_WARPS], float neutral, Combine combine) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    for (int k = 0; k < K; ++k) {
+        values[k] = warp_reduce(values[k], combine);
+        if (lane == 0) partials[k][warp] = values[k];
+    }
+    __syncthreads();
+    if (warp > 0) return;
+    for (int k = 0; k < K; ++k) values[k] = warp_reduce(lane < warps ? partials[k][lane] : neutral, combine);
+}

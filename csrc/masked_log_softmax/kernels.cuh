@@ -1,0 +1,198 @@
+// The row kernels on the GPU. A row belongs to one block, or to a cluster of blocks of which each holds a slice on chip.
+// Inside, d is in units of log 2: scale = log2(e) / temperature.
+#pragma once
+
+#include "device.cuh"
+#include "masked_log_softmax/threshold.h"
+#include "masked_log_softmax/types.h"
+
+namespace masked_log_softmax::cuda {
+
+constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
+constexpr float LOWEST = -150.0f;  // stands for d = -inf: 2^d is 0, and so is 0 * d
+constexpr int THREADS = 512;       // of a block at most; with more, fewer blocks would take turns in loading and computing
+template <int N>
+constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N logits
+
+// Shared by the threads of a block; block_maximum and block_sums are read by the other blocks of the cluster too.
+struct Scratch {
+    float maxima[1][MOST_WARPS], sums[3][MOST_WARPS];
+    float block_maximum, block_sums[3];
+    float maximum, threshold;
+};
+
+template <typename T, int N>
+__device__ const Pack<T, N>* packs_of(const Logits& logits, int64_t row) {
+    return reinterpret_cast<const Pack<T, N>*>(static_cast<const T*>(logits.data) + row * logits.columns);
+}
+
+// This rank's column of a row's target, -1 where it has none.
+__device__ inline int64_t column_of(const Targets& targets, const Logits& logits, int64_t row) {
+    const int64_t column = targets.ids[row] - targets.first_column;
+    return column >= 0 && column < logits.columns ? column : -1;
+}
+
+template <typename T>
+__device__ float target_logit(const Targets& targets, const Logits& logits, int64_t row) {
+    const int64_t column = column_of(targets, logits, row);
+    return column < 0 ? -INFINITY : to_float(static_cast<const T*>(logits.data)[row * logits.columns + column]);
+}
+
+// The largest logit, NaN if there is one: thread 0's result. visit(pack, i) sees all packs.
+template <typename T, int N, typename Visit>
+__device__ float maximum_of(const Pack<T, N>* packs, int count, Scratch& scratch, Visit visit) {
+    float most[1] = {-INFINITY};
+    for_each_group<GROUP<N>>(
+        count, [&](int i) { return packs[i]; },
+        [&](const Pack<T, N>& pack, int i) {
+            visit(pack, i);
+#pragma unroll
+            for (int n = 0; n < N; ++n) most[0] = maximum_or_nan(most[0], to_float(pack.values[n]));
+        },
+        [] {});
+    block_reduce(most, scratch.maxima, -INFINITY, maximum_or_nan);
+    return most[0];
+}
+
+// e^d over the safe set, e^d over all, d e^d over the safe set: thread 0's result.
+template <typename T, int N>
+__device__ void add_up(const Pack<T, N>* packs, int count, float scale, Scratch& scratch, float (&total)[3]) {
+    const float most = scratch.maximum, threshold = scratch.threshold;
+    float group[3] = {};
+    for_each_group<GROUP<N>>(
+        count, [&](int i) { return packs[i]; },
+        [&](const Pack<T, N>& pack, int) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const float v = to_float(pack.values[n]);
+                const float d = fmaxf((v - most) * scale, LOWEST), e = exp2_approx(d);
+                const float kept = v >= threshold ? e : 0.0f;
+                group[0] += kept;
+                group[1] += e;
+                group[2] += kept * d;
+            }
+        },
+        [&] {
+            for (int k = 0; k < 3; ++k) total[k] += group[k], group[k] = 0;
+        });
+    block_reduce(total, scratch.sums, 0.0f, [](float a, float b) { return a + b; });
+}
+
+__device__ inline void write_extremes(float* extremes, int64_t rows, int64_t row, float maximum, float at_target) {
+    extremes[row] = maximum == maximum ? maximum : INFINITY;
+    extremes[rows + row] = at_target;
+}
+
+__device__ inline void write_sums(float* sums, int64_t rows, int64_t row, const float (&total)[3], const Options& options) {
+    sums[row] = total[0];
+    sums[rows + row] = total[1];
+    sums[2 * rows + row] = options.with_entropy ? total[2] * LOG_2 : 0.0f;
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(THREADS, 2) extremes_kernel(Logits logits, Targets targets, float* extremes) {
+    SHARED(Scratch, scratch);
+    const int64_t row = blockIdx.x;
+    const float most = maximum_of(packs_of<T, N>(logits, row), logits.columns / N, scratch, [](auto&, int) {});
+    if (threadIdx.x == 0) write_extremes(extremes, logits.rows, row, most, target_logit<T>(targets, logits, row));
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(THREADS, 2) sums_kernel(Logits logits, const float* maximum, Options options, float* sums) {
+    SHARED(Scratch, scratch);
+    const int64_t row = blockIdx.x;
+    if (threadIdx.x == 0) {
+        scratch.maximum = maximum[row];
+        scratch.threshold = raw_threshold(scratch.maximum, options.log_rho, options.temperature);
+    }
+    __syncthreads();
+    float total[3] = {};
+    add_up(packs_of<T, N>(logits, row), logits.columns / N, LOG2_E / options.temperature, scratch, total);
+    if (threadIdx.x == 0) write_sums(sums, logits.rows, row, total, options);
+}
+
+// `cluster` blocks share a row. On chip, dynamic shared memory holds a block's slice of it.
+template <typename T, int N, bool on_chip>
+__global__ void __launch_bounds__(THREADS, 2)
+    extremes_and_sums_kernel(Logits logits, Targets targets, Options options, int cluster, float* extremes, float* sums) {
+    SHARED(Scratch, scratch);
+    const int64_t row = blockIdx.x / cluster;
+    const int rank = blockIdx.x % cluster, packs = logits.columns / N, slice = (packs + cluster - 1) / cluster;
+    const int first = min(rank * slice, packs), count = min(slice, packs - first);
+    const Pack<T, N>* const x = packs_of<T, N>(logits, row) + first;
+    Pack<T, N>* const held = dynamic_shared<Pack<T, N>>();  // a thread reads only what it has written there itself
+
+    float most = maximum_of(x, count, scratch, [&](const Pack<T, N>& pack, int i) {
+        if constexpr (on_chip) held[i] = pack;
+    });
+    if (threadIdx.x == 0) scratch.block_maximum = most;
+    if (cluster > 1) cluster_sync();
+    if (threadIdx.x == 0) {
+        for (int r = 1; r < cluster; ++r)
+            most = maximum_or_nan(most, *cluster_shared(&scratch.block_maximum, (rank + r) % cluster));
+        if (rank == 0) write_extremes(extremes, logits.rows, row, most, target_logit<T>(targets, logits, row));
+        scratch.maximum = most;
+        scratch.threshold = raw_threshold(most, options.log_rho, options.temperature);
+    }
+    __syncthreads();
+
+    float total[3] = {};
+    if constexpr (on_chip)
+        add_up(static_cast<const Pack<T, N>*>(held), count, LOG2_E / options.temperature, scratch, total);
+    else
+        add_up(x, count, LOG2_E / options.temperature, scratch, total);
+    if (cluster > 1) {
+        if (threadIdx.x == 0)
+            for (int k = 0; k < 3; ++k) scratch.block_sums[k] = total[k];
+        cluster_sync();
+        if (rank == 0 && threadIdx.x == 0)
+            for (int r = 1; r < cluster; ++r)
+                for (int k = 0; k < 3; ++k) total[k] += cluster_shared(&scratch, r)->block_sums[k];
+        cluster_sync();  // a block's shared memory ends with it
+    }
+    if (rank == 0 && threadIdx.x == 0) {
+        if (!(fabsf(most) <= FLT_MAX)) total[0] = total[1] = total[2] = 0;
+        write_sums(sums, logits.rows, row, total, options);
+    }
+}
+
+// In place where `gradient` is the logits: a thread writes a pack after it has read it.
+template <typename T, int N>
+__global__ void __launch_bounds__(THREADS, 2)
+    gradient_kernel(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient) {
+    SHARED(float, shared_threshold);
+    const int64_t row = blockIdx.x;
+    const int count = logits.columns / N;
+    const float factor = factors[row], slope = factors[logits.rows + row] * LOG_2, at_target = factors[2 * logits.rows + row];
+    Pack<T, N>* const out = reinterpret_cast<Pack<T, N>*>(static_cast<T*>(gradient) + row * logits.columns);
+    if (factor == 0 && slope == 0 && at_target == 0) {
+        for (int i = threadIdx.x; i < count; i += blockDim.x) out[i] = Pack<T, N>{};
+        return;
+    }
+    const float most = maximum[row], scale = LOG2_E / options.temperature;
+    if (threadIdx.x == 0) shared_threshold = raw_threshold(most, options.log_rho, options.temperature);
+    __syncthreads();
+    const float threshold = shared_threshold;
+    const int target = column_of(targets, logits, row);
+    const Pack<T, N>* const x = packs_of<T, N>(logits, row);
+    for_each_group<GROUP<N>>(
+        count, [&](int i) { return x[i]; },
+        [&](const Pack<T, N>& pack, int i) {
+            Pack<T, N> result{};
+            bool any = false;
+#pragma unroll
+            for (int n = 0; n < N; ++n) any |= to_float(pack.values[n]) >= threshold;
+            if (any) {
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    const float v = to_float(pack.values[n]), d = fmaxf((v - most) * scale, LOWEST);
+                    const float value = exp2_approx(d) * (d * slope + factor) + (i * N + n == target ? at_target : 0.0f);
+                    round_to(result.values[n], v >= threshold ? value : 0.0f);
+                }
+            }
+            out[i] = result;
+        },
+        [] {});
+}
+
+}  // namespace masked_log_softmax::cuda

@@ -1,0 +1,232 @@
+"""The CUDA kernels of masked_log_softmax, emulated on the CPU: against fp64, under random schedules, and with planted bugs."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from emulation import Emulated, Guarded, compile_emulated, fails
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+INF = math.inf
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> Emulated:
+    return Emulated(compile_emulated("masked_log_softmax", tmp_path_factory.mktemp("emulated")))
+
+
+class Case:
+    """Random logits, targets, options and device."""
+
+    def __init__(self, seed: int):
+        rng = random.Random(seed)
+        self.rows = rng.randint(1, 3)
+        self.columns = rng.choice([1, 2, 7, 31, 64, 255, 256, 1000, 1001, 2048, 4104])
+        self.log_rho = rng.choice([None, 0.0, -1.0, -2.5, -13.0])
+        self.temperature = rng.choice([1.0, 0.6, 1.7])
+        self.with_entropy = rng.random() < 0.7
+        self.first_column = rng.choice([0, self.columns, 2 * self.columns])
+        self.cluster = rng.choice([1, 2, 4, 8, None])  # None: two passes
+        self.residents = rng.choice([1, 2])  # blocks on a multiprocessor
+        self.schedule = rng.randint(0, 2**31)
+        self.offset = rng.choice([0, 0, 1])
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(self.rows, self.columns, generator=generator) * rng.choice([0.3, 2, 6])
+        if rng.random() < 0.5:
+            x = (x * 4).round() / 4  # ties, at the threshold too
+        if self.columns > 2:
+            x[torch.rand(x.shape, generator=generator) < 0.1] = -INF
+        if rng.random() < 0.2:
+            x[:, rng.randrange(self.columns)] = -3.3e38  # a mask; times log2(e) it is -inf
+        if rng.random() < 0.15:
+            x[0, rng.randrange(self.columns)] = rng.choice([math.nan, INF])
+        if rng.random() < 0.1:
+            x[-1] = -INF
+        self.logits = x.to(rng.choice([torch.float32, torch.bfloat16]))
+        self.targets = torch.randint(0, 3 * self.columns, (self.rows,), generator=generator)
+        if rng.random() < 0.3:
+            self.targets[-1] = -100
+        self.factors = torch.randn(3, self.rows, generator=generator)
+        self.factors[:, torch.rand(self.rows, generator=generator) < 0.2] = 0.0
+
+    def expect(self):
+        """(extremes, sums, d, safe) in fp64 by the definitions; the set is taken in fp32."""
+        x = self.logits.float()
+        maximum = torch.where(x.isnan().any(-1), INF, x.nan_to_num(-INF, INF, -INF).amax(-1))
+        local = self.targets - self.first_column
+        here = (local >= 0) & (local < self.columns)
+        at_target = torch.where(here, x.gather(1, local.clamp(0, self.columns - 1)[:, None])[:, 0], -INF)
+        safe = x > -INF
+        if self.log_rho is not None:
+            safe &= x / self.temperature >= (maximum / self.temperature + self.log_rho)[:, None]
+        d = (x.double() - maximum.double()[:, None]) / torch.tensor(self.temperature).double()
+        e = torch.exp(d)
+        safe_sum = torch.where(safe, e, 0).sum(-1)
+        weighted = torch.where(safe, e * d, 0).sum(-1) if self.with_entropy else torch.zeros(self.rows)
+        return torch.stack([maximum, at_target]), torch.stack([safe_sum, e.sum(-1), weighted.double()]), d, safe
+
+    def device(self, kernels: Emulated) -> None:
+        """One on which a slice of 1 / cluster of the row fits exactly, or where the row just does not fit."""
+        size = self.logits.element_size()
+        vector = 16 // size if self.offset == 0 and self.columns * size % 16 == 0 else 1
+        packs = math.ceil(self.columns / vector / (self.cluster or 1))
+        per_block = kernels.library.variable_bytes() + packs * vector * size - (self.cluster is None)
+        kernels.set_device(
+            capability=8 if self.cluster is None else 9,
+            per_block=per_block,
+            per_processor=self.residents * (per_block + kernels.library.reserved_bytes()),
+            unasked=0,
+            seed=self.schedule,
+        )
+
+
+def run(kernels: Emulated, case: Case) -> list[torch.Tensor]:
+    """Outputs of all kernels, with what they wrote beyond them checked."""
+    case.device(kernels)
+    logits = Guarded(case.logits, case.offset)
+    bits = case.logits.dtype == torch.bfloat16
+    x = (logits.tensor, bits, case.rows, case.columns)
+    log_rho = -INF if case.log_rho is None else case.log_rho
+    extremes, first = (Guarded(torch.empty(2, case.rows)) for _ in range(2))
+    sums, second = (Guarded(torch.empty(3, case.rows)) for _ in range(2))
+    kernels.call("extremes", *x, case.targets, case.first_column, extremes.tensor)
+    options = (log_rho, case.temperature, case.with_entropy)
+    maximum = extremes.tensor[0].contiguous()
+    kernels.call("sums", *x, maximum, *options, sums.tensor)
+    kernels.call("extremes_and_sums", *x, case.targets - case.first_column, *options, first.tensor, second.tensor)
+    assert (kernels.library.last_shared_bytes() > 0) == (case.cluster is not None)
+    out = Guarded(torch.full_like(case.logits, 7.0), case.offset)
+    more = (case.targets, case.first_column, maximum, case.factors, log_rho, case.temperature)
+    kernels.call("gradient", *x, *more, out.tensor)
+    assert torch.equal(logits.tensor.view(torch.uint8), case.logits.view(torch.uint8))
+    kernels.call("gradient", *x, *more, logits.tensor)
+    outputs = [extremes, sums, first, second, out, logits]
+    for output in outputs:
+        output.check()
+    return [output.tensor for output in outputs]
+
+
+def check(kernels: Emulated, case: Case) -> None:
+    extremes, sums, first, second, out, in_place = run(kernels, case)
+    expected_extremes, expected_sums, d, safe = case.expect()
+    for result in (extremes, first):
+        torch.testing.assert_close(result, expected_extremes, atol=0, rtol=0, equal_nan=True)  # the target may be a NaN
+    finite = expected_extremes[0].isfinite()
+    assert not second[:, ~finite].any()
+    for result in (sums, second):
+        torch.testing.assert_close(result[:, finite].double(), expected_sums[:, finite], atol=1e-30, rtol=2e-6)
+
+    factor, slope, at_target = case.factors.double()[:, :, None]
+    gradient = torch.where(safe, (factor + slope * d) * d.exp(), 0.0)
+    local = case.targets - case.first_column
+    for row, column in enumerate(local.tolist()):
+        if 0 <= column < case.columns and safe[row, column]:
+            gradient[row, column] += at_target[row, 0]
+    gradient[(case.factors == 0).all(0)] = 0.0
+    check_rows = finite | (case.factors == 0).all(0)
+    tolerance = {"atol": 2e-6, "rtol": 1e-5} if out.dtype == torch.float32 else {"atol": 1e-5, "rtol": 5e-3}
+    torch.testing.assert_close(out[check_rows].double(), gradient[check_rows], **tolerance)
+    assert not out[check_rows][~safe[check_rows]].any()
+    assert torch.equal(out[check_rows], in_place[check_rows])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_kernels_match_the_definition(kernels, seed):
+    check(kernels, Case(seed))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_results_do_not_depend_on_the_schedule(kernels, seed):
+    case = Case(seed)
+    first = run(kernels, case)
+    case.schedule += 1
+    for a, b in zip(first, run(kernels, case), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+A100 = {"capability": 8, "per_block": 163 << 10, "per_processor": 164 << 10}
+H100 = {"capability": 9, "per_block": 227 << 10, "per_processor": 228 << 10}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "columns", "cluster", "share"),  # share of the row in a block's shared memory; 0: two passes
+    [
+        (A100, torch.bfloat16, 32000, 1, 1),
+        (A100, torch.bfloat16, 201088, 1, 0),
+        (H100, torch.bfloat16, 50304, 1, 1),
+        (H100, torch.bfloat16, 50257, 1, 1),
+        (H100, torch.float32, 50304, 2, 1 / 2),
+        (H100, torch.bfloat16, 201088, 4, 1 / 4),
+        (H100, torch.float32, 262144, 8, 1 / 8),
+        (H100, torch.float32, 524288, 1, 0),
+    ],
+)
+def test_real_vocabularies_on_real_devices(kernels, device, dtype, columns, cluster, share):
+    kernels.set_device(**device, seed=columns)
+    logits = (torch.randn(1, columns) * 3).to(dtype)
+    targets, extremes, sums = torch.tensor([columns - 1]), torch.empty(2, 1), torch.empty(3, 1)
+    bf16 = dtype == torch.bfloat16
+    kernels.call("extremes_and_sums", logits, bf16, 1, columns, targets, -13.0, 1.0, True, extremes, sums)
+    assert kernels.library.last_cluster() == cluster
+    assert kernels.library.last_shared_bytes() == columns * logits.element_size() * share
+
+    assert extremes[:, 0].tolist() == [float(logits.max()), float(logits[0, -1])]
+    d = logits.double() - logits.double().max()
+    kept = torch.where(logits.float() >= logits.float().max() - 13.0, d.exp(), 0.0)
+    expected = torch.stack([kept.sum(), d.exp().sum(), (kept * d).sum()])
+    torch.testing.assert_close(sums[:, 0].double(), expected, atol=0, rtol=2e-6)
+
+
+def test_what_does_not_fit_a_launch_is_an_error(kernels):
+    nothing = torch.empty(0)
+    with pytest.raises(RuntimeError, match="extremes: more rows than"):
+        kernels.call("extremes", nothing, False, 1 << 31, 8, nothing, 0, nothing)
+    with pytest.raises(RuntimeError, match="sums: rows of more than"):
+        kernels.call("sums", nothing, False, 1, (1 << 30) + 1, nothing, -1.0, 1.0, False, nothing)
+
+
+KERNELS, LAUNCHERS, SHARED = "masked_log_softmax/kernels.cuh", "masked_log_softmax/cuda.cu", "device.cuh"
+BUGS = {
+    "no barrier in a reduction": (
+        SHARED,
+        "    __syncthreads();\n    if (warp > 0) return;",
+        "    if (warp > 0) return;",
+    ),
+    "a barrier that some never reach": (
+        SHARED,
+        "    __syncthreads();\n    if (warp > 0) return;",
+        "    if (warp > 0) return;\n    __syncthreads();",
+    ),
+    "no barrier behind the threshold": (KERNELS, "__syncthreads();\n\n    float total[3]", "\n\n    float total[3]"),
+    "no barrier of the cluster": (KERNELS, "if (cluster > 1) cluster_sync();", ""),
+    "blocks that end too early": (KERNELS, "cluster_sync();  // a block's", "// a block's"),
+    "a shuffle over a wrong distance": (SHARED, "x, distance)", "x, distance / 2 + 1)"),
+    "a mask's 0 * -inf": (KERNELS, "d = fmaxf((v - most) * scale, LOWEST);\n", "d = (v - most) * scale;\n"),
+    "no tail": (SHARED, "for (; i < count; i += step) each(load(i), i);", ""),
+    "a pack too many": (SHARED, "(GROUP - 1) * step < count", "(GROUP - 1) * step <= count"),
+    "a pack beyond shared memory": (KERNELS, "held[i] = pack;", "held[i + 1] = pack;"),
+    "ties outside the set": (KERNELS, "v >= threshold ? e", "v > threshold ? e"),
+    "ties without a gradient": (KERNELS, "v >= threshold ? value", "v > threshold ? value"),
+    "NaN not seen": (KERNELS, "maximum_or_nan(most[0], to_float", "fmaxf(most[0], to_float"),
+    "shared memory not asked for": (
+        LAUNCHERS,
+        "cudaFuncAttributeMaxDynamicSharedMemorySize, most",
+        "cudaFuncAttributePreferredSharedMemoryCarveout, most",
+    ),
+    "packs at odd addresses": (LAUNCHERS, "const bool aligned = (addresses | ", "const bool aligned = ("),
+    "rows of odd length in packs": (LAUNCHERS, "(addresses | logits.columns * (logits.bf16 ? 2 : 4))", "addresses"),
+    "a kernel's own shared memory forgotten": (LAUNCHERS, "launcher) - int(own.sharedSizeBytes)", "launcher)"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught(bug, tmp_path):
+    file, old, new = BUGS[bug]
+    broken = Emulated(compile_emulated("masked_log_softmax", tmp_path, {file: (old, new)}))
+    assert fails(lambda seed: check(broken, Case(seed)))

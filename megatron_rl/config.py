@@ -34,6 +34,8 @@ class ModelConfig:
     """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation (Megatron's recompute_granularity; full recomputes every layer)."""
+    flash_attention: Literal["torch", "FA3", "FA4"] = "torch"
+    """The attention kernel on GPUs: torch's own (FlashAttention 2), or FlashAttention 3 or 4 where it is installed."""
     head_chunk_tokens: Positive = 2048
     """Tokens whose logits exist at a time: the head's memory is this times the vocabulary."""
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"

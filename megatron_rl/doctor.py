@@ -191,17 +191,12 @@ def _transformer_engine() -> Finding:
 
 
 def _flash_attention() -> Finding:
-    found = [
-        f"{name} {version}" for name in ("flash-attn", "flash-attn-3", "flash-attn-4") if (version := version_of(name))
-    ]
-    if found:
-        return Finding("flash attention", "ok", ", ".join(found))
-    return Finding(
-        "flash attention",
-        "missing",
-        "not installed",
-        "attention is computed in plain torch, whose memory grows with the square of the length",
-    )
+    from megatron_rl.ops import flash
+
+    found = flash.installed()
+    names = ", ".join({"torch": "torch's own (FlashAttention 2)"}.get(name, name) for name in found)
+    note = "" if len(found) == 1 else "model.flash_attention chooses one; torch's own is the default"
+    return Finding("flash attention", "ok", names, note)
 
 
 def _apex() -> Finding:
@@ -241,15 +236,20 @@ def _deepep() -> Finding:
 
 def _extension() -> Finding:
     """The compiled kernels of csrc/."""
-    built = sorted(path.name for path in (ROOT / "megatron_rl").rglob("*.so"))
-    if built:
-        return Finding("megatron_rl's kernels", "ok", ", ".join(built))
-    return Finding(
-        "megatron_rl's kernels",
-        "missing",
-        "not built",
-        "log-probs and attention run in plain torch: the same numbers, slower and with more memory",
-    )
+    import torch
+
+    part = "megatron_rl's kernels"
+    try:
+        from megatron_rl.ops import _masked_log_softmax, _sink_attention
+    except ImportError as error:
+        return Finding(part, "error", str(error)[:200], "nothing can be trained: tools/setup.sh --force builds them")
+    isa = torch.backends.cpu.get_cpu_capability()
+    if _masked_log_softmax.cuda and _sink_attention.cuda:
+        return Finding(part, "ok", f"CPU ({isa}) and CUDA")
+    note = "on a GPU log-probs and attention run in plain torch: the same numbers, slower and with more memory;"
+    note += " with nvcc of torch's CUDA version in PATH or CUDA_HOME, tools/setup.sh --force builds them"
+    state = "warning" if torch.cuda.is_available() else "ok"
+    return Finding(part, state, f"CPU ({isa}) alone", note)
 
 
 def _wandb() -> Finding:

@@ -18,6 +18,7 @@ from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
+from megatron_rl.ops import flash
 from megatron_rl.plan import Plan, make_plan
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
@@ -74,6 +75,10 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             "config: model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
             " micro-batches do not have; use alltoall"
         )
+    try:
+        flash.activate(config.model.flash_attention)
+    except ValueError as error:
+        raise UserError(f"config: model.flash_attention = {config.model.flash_attention}: {error}") from None
     return hf_config, plan, support
 
 

@@ -60,13 +60,13 @@ Placement place(int64_t packs, size_t pack_bytes, size_t per_block, size_t besid
 }  // namespace
 
 void extremes(Logits logits, Targets targets, float* extremes, void* stream) {
-    with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
+    with_packs("extremes", logits, nullptr, [&](auto type, auto n) {
         launch("extremes", one_block_per_row<n()>(logits), stream, extremes_kernel<decltype(type), n()>, logits, targets, extremes);
     });
 }
 
 void sums(Logits logits, const float* maximum, Options options, float* sums, void* stream) {
-    with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
+    with_packs("sums", logits, nullptr, [&](auto type, auto n) {
         launch("sums", one_block_per_row<n()>(logits), stream, sums_kernel<decltype(type), n()>, logits, maximum, options, sums);
     });
 }
@@ -93,7 +93,7 @@ void extremes_and_sums(Logits logits, Targets targets, Options options, float* e
 
 void gradient(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient,
               void* stream) {
-    with_packs(__func__, logits, gradient, [&](auto type, auto n) {
+    with_packs("gradient", logits, gradient, [&](auto type, auto n) {
         launch("gradient", one_block_per_row<n()>(logits), stream, gradient_kernel<decltype(type), n()>, logits, targets, maximum,
                factors, options, gradient);
     });

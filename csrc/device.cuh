@@ -1,5 +1,5 @@
-// What the kernels need of CUDA, and what they share. Compilers other than nvcc get CUDA from tests/csrc/cuda_emulation.h, which
-// runs the kernels on the CPU.
+// What the kernels need of CUDA, and what they share. Compilers other than nvcc get CUDA from tests/csrc/cuda_emulation.h,
+// which runs the kernels on the CPU.
 #pragma once
 
 #include <cmath>

@@ -60,14 +60,16 @@ Placement place(int64_t packs, size_t pack_bytes, size_t per_block, size_t besid
 }  // namespace
 
 void extremes(Logits logits, Targets targets, float* extremes, void* stream) {
-    with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
-        launch("extremes", one_block_per_row<n()>(logits), stream, extremes_kernel<decltype(type), n()>, logits, targets, extremes);
+    with_packs("extremes", logits, nullptr, [&](auto type, auto n) {
+        const auto kernel = extremes_kernel<decltype(type), n()>;
+        launch("extremes", one_block_per_row<n()>(logits), stream, kernel, logits, targets, extremes);
     });
 }
 
 void sums(Logits logits, const float* maximum, Options options, float* sums, void* stream) {
-    with_packs(__func__, logits, nullptr, [&](auto type, auto n) {
-        launch("sums", one_block_per_row<n()>(logits), stream, sums_kernel<decltype(type), n()>, logits, maximum, options, sums);
+    with_packs("sums", logits, nullptr, [&](auto type, auto n) {
+        const auto kernel = sums_kernel<decltype(type), n()>;
+        launch("sums", one_block_per_row<n()>(logits), stream, kernel, logits, maximum, options, sums);
     });
 }
 
@@ -93,9 +95,10 @@ void extremes_and_sums(Logits logits, Targets targets, Options options, float* e
 
 void gradient(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient,
               void* stream) {
-    with_packs(__func__, logits, gradient, [&](auto type, auto n) {
-        launch("gradient", one_block_per_row<n()>(logits), stream, gradient_kernel<decltype(type), n()>, logits, targets, maximum,
-               factors, options, gradient);
+    with_packs("gradient", logits, gradient, [&](auto type, auto n) {
+        const auto kernel = gradient_kernel<decltype(type), n()>;
+        launch("gradient", one_block_per_row<n()>(logits), stream, kernel, logits, targets, maximum, factors, options,
+               gradient);
     });
 }
 

@@ -159,7 +159,8 @@ __global__ void __launch_bounds__(THREADS, 2)
 // In place where `gradient` is the logits: a thread writes a pack after it has read it.
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS, 2)
-    gradient_kernel(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient) {
+    gradient_kernel(Logits logits, Targets targets, const float* maximum, const float* factors, Options options,
+                    void* gradient) {
     SHARED(float, shared_threshold);
     const int64_t row = blockIdx.x;
     const int count = logits.columns / N;

@@ -1,4 +1,5 @@
-// What the CPU and the CUDA kernels are given. Rows are contiguous, `columns` logits each (this rank's share of the vocabulary).
+// What the CPU and the CUDA kernels are given. Rows are contiguous, `columns` logits each (this rank's share of the
+// vocabulary).
 #pragma once
 
 #include <cstdint>

@@ -337,8 +337,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     gridDim = config->gridDim;
     blockDim = config->blockDim;
     state.error = "invalid launch";
-    if (gridDim.x == 0 || blockDim.x % WARP_SIZE || blockDim.x == 0 || blockDim.x > 1024 || config->dynamicSmemBytes > allowed ||
-        gridDim.x % cluster || cluster > (state.capability >= 9 ? 8 : 1))
+    if (gridDim.x == 0 || gridDim.x % cluster || cluster > (state.capability >= 9 ? 8 : 1) || blockDim.x == 0 ||
+        blockDim.x % WARP_SIZE || blockDim.x > 1024 || config->dynamicSmemBytes > allowed)
         return cudaErrorInvalidValue;
     state.error.clear();
     state.kernel = [=] { kernel(arguments...); };

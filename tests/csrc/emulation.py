@@ -16,8 +16,13 @@ MARGIN = 1024
 """Elements around a guarded tensor; a multiple of 16 bytes."""
 
 
-def compile_emulated(name: str, folder: Path, edits: dict[str, tuple[str, str]] | None = None) -> ctypes.CDLL:
-    """The library of tests/csrc/{name}_emulated.cpp. `edits`: per file of csrc/ a text that stands there once, and another."""
+def compile_emulated(
+    name: str, folder: Path, edits: dict[str, tuple[str, str]] | None = None, alignment: bool = True
+) -> ctypes.CDLL:
+    """The library of tests/csrc/{name}_emulated.cpp. `edits`: per file of csrc/ a text that stands there once, and another.
+
+    Without the check of addresses' alignment it is compiled a third faster.
+    """
     sources = shutil.copytree(CSRC, folder / "csrc")
     for file, (old, new) in (edits or {}).items():
         text = (sources / file).read_text()
@@ -25,7 +30,7 @@ def compile_emulated(name: str, folder: Path, edits: dict[str, tuple[str, str]] 
         (sources / file).write_text(text.replace(old, new))
     library = folder / f"{name}.so"
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-variable"]
-    command += ["-fsanitize=alignment,bounds"]
+    command += ["-fsanitize=bounds" + ",alignment" * alignment]
     command += ["-x", "c++", str(TESTS / f"{name}_emulated.cpp"), f"-I{sources}", f"-I{TESTS}", "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -70,7 +75,7 @@ class Emulated:
             raise RuntimeError(error.decode())
 
 
-def fails(check: Callable[[int], None], seeds: int = 60) -> bool:
+def fails(check: Callable[[int], None], seeds: int = 200) -> bool:
     """Whether check(seed) fails for one of them."""
     for seed in range(seeds):
         try:

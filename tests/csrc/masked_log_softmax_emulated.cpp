@@ -7,7 +7,8 @@ using namespace masked_log_softmax;
 
 extern "C" {
 
-const char* extremes(void* logits, bool bf16, int64_t rows, int64_t columns, int64_t* targets, int64_t first_column, float* out) {
+const char* extremes(void* logits, bool bf16, int64_t rows, int64_t columns, int64_t* targets, int64_t first_column,
+                     float* out) {
     return error_of([&] { cuda::extremes({logits, bf16, rows, columns}, {targets, first_column}, out, nullptr); });
 }
 

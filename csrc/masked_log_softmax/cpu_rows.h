@@ -1,6 +1,7 @@
 // The row kernels, compiled once per instruction set: see for_each_isa.h. Inside, d is in units of log 2: scale = log2(e) / temperature.
 
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
+constexpr float LEAST = -150;  // 2^LEAST is 0; stands for -inf, whose product with 0 would be NaN
 constexpr int UNROLL = 4;
 constexpr int64_t STRIDE = UNROLL * LANES;
 constexpr int64_t BLOCK = 64 * STRIDE;  // so many terms are added in fp32 before they go into fp64
@@ -63,9 +64,9 @@ Sums row_sums(const T* x, int64_t n, float most, float threshold, float scale) {
 
 template <typename T>
 void row_gradient(const T* x, T* out, int64_t n, float most, float threshold, float scale, float factor, float slope) {
-    const Float limit = splat(threshold);
+    const Float limit = splat(threshold), least = splat(LEAST);
     auto value = [&](Float v) __attribute__((always_inline)) {
-        const Float d = (v - most) * scale;
+        const Float d = maximum((v - most) * scale, least);
         return select(v >= limit, exp2(d) * (d * slope + factor), Float{});
     };
     int64_t i = 0;
@@ -141,7 +142,7 @@ void extremes_and_sums(const Logits& logits, const Targets& targets, const Optio
 }
 
 template <typename T>
-void gradient(const Logits& logits, const Targets& targets, const float* maximum, const float* factors,
+void gradient(const Logits& logits, const Targets& targets, const float* maxima, const float* factors,
               const Options& options, void* gradient, Range rows) {
     const float scale = LOG2_E / options.temperature;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
@@ -153,11 +154,11 @@ void gradient(const Logits& logits, const Targets& targets, const float* maximum
             std::memset(out, 0, logits.columns * sizeof(T));
             continue;
         }
-        const float most = maximum[row], threshold = raw_threshold(most, options.log_rho, options.temperature);
+        const float most = maxima[row], threshold = raw_threshold(most, options.log_rho, options.temperature);
         const int64_t target = column_of(targets, logits, row);
         Float correct{};
         if (target >= 0) {  // computed in fp32, before the row is overwritten
-            const Float v = splat(to_float(x[target])), d = (v - most) * scale;
+            const Float v = splat(to_float(x[target])), d = maximum((v - most) * scale, splat(LEAST));
             correct = select(v >= threshold, exp2(d) * (d * slope + factor) + at_target, Float{});
         }
         row_gradient(x, out, logits.columns, most, threshold, scale, factor, slope);

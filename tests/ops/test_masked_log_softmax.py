@@ -242,3 +242,16 @@ def test_gradient_flows_through_a_head_in_any_precision():
     (exact_hidden @ exact_weight.t()).log_softmax(-1).gather(1, targets[:, None]).mean().backward()
     error = (weight.grad.double() - exact_weight.grad).norm() / exact_weight.grad.norm()
     assert error < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("log_rho", [None, -13.0])
+def test_the_lowest_number_is_no_minus_infinity(dtype, log_rho):
+    """Its distance from the maximum overflows; it belongs to the whole vocabulary, with a gradient of 0."""
+    logits, _ = batch(1, 3, 70, dtype, low=False)
+    logits[:, 5] = torch.finfo(dtype).min
+    logits.requires_grad_()
+    out = masked_log_softmax(logits, torch.tensor([0, 5, 1]), log_rho=log_rho, with_entropy=True)
+    assert out.in_support.tolist()[1] == (log_rho is None)
+    (torch.where(out.in_support, out.log_probs, 0.0).sum() + out.entropy.sum()).backward()
+    assert logits.grad.isfinite().all() and not logits.grad[::2, 5].any()

@@ -121,6 +121,6 @@ INLINE Float exp2(Float x) {
 #if LANES == 16
     return (Float)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    return select(below < -126.0f, Float{}, (Float)((Int)p + ((Int)shifted << 23)));
+    return select(below < -126.0f, Float{}, (Float)((UInt)p + ((UInt)shifted << 23)));
 #endif
 }

@@ -12,7 +12,7 @@ from megatron_rl.ops.sink_attention import PackedSequences, sink_attention, sink
 
 # Largest difference from fp64, relative to the largest entry.
 OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1.5e-6, torch.bfloat16: 6e-3}
-GRAD_TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1.5e-2}  # of sums that cancel
+GRAD_TOLERANCE = {torch.float64: 1e-12, torch.float32: 6e-6, torch.bfloat16: 2e-2}  # of sums that cancel
 
 
 def problem(lengths, heads=4, kv_heads=2, width=8, value_width=None, sinks=True, dtype=torch.float32, key_lengths=None):
@@ -45,10 +45,20 @@ def compare(tensors, cu_seqlens, cu_seqlens_k=None, **options):
         assert a.shape == b.shape and a.dtype == dtype
         if not b.numel():
             continue
-        tolerance = (OUT_TOLERANCE if name == "out" else GRAD_TOLERANCE)[dtype]
-        # Gradients that cancel to nothing are as exact as their terms: about 1.
-        error = (a.double() - b).abs().max() / b.abs().max().clamp(min=1.0)
-        assert error <= tolerance, f"{name}: {error:.2e}"
+        # What cancels is as exact as its terms, which are about 1; those of the sinks are counted below.
+        size = b.abs().max().clamp(min=1.0)
+        if name == "grad of sinks":
+            size += sink_terms(exact, right[0], direction.double(), options)
+        error = (a.double() - b).abs().max() / size
+        assert error <= (OUT_TOLERANCE if name == "out" else GRAD_TOLERANCE)[dtype], f"{name}: {error:.2e}"
+
+
+@torch.no_grad()
+def sink_terms(exact, out, direction, options) -> torch.Tensor:
+    """Norm over tokens of the terms whose sum is a sink's gradient, for the head with the largest."""
+    q, k, v, sinks = exact
+    on_keys = sink_attention_reference(q, k, torch.ones_like(v), sinks, **options)[..., :1]
+    return ((1 - on_keys) * out * direction).sum(-1).square().sum(0).sqrt().max()
 
 
 @settings(max_examples=80, deadline=None)

@@ -3,8 +3,9 @@
     python benchmarks/kernels.py --json docs/results/kernels-cpu.json
 
 The contenders of a case take turns in one process, and each figure is the median over the rounds. The floor of the masked
-log-softmax is what memory allows: one read of the logits (forward) and one copy onto memory that is already there (backward). That of
-attention on a GPU is the same flash attention without sinks. Where there is a GPU it is used; its name is in the result.
+log-softmax is what memory allows: one read of the logits (forward) and one copy onto memory that is already there
+(backward). That of attention on a GPU is the same flash attention without sinks. Where there is a GPU it is used; its
+name is in the result.
 """
 
 from __future__ import annotations

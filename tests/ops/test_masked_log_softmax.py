@@ -13,6 +13,8 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.ops import _masked_log_softmax as compiled
+from megatron_rl.ops import masked_log_softmax_torch
 from megatron_rl.ops.masked_log_softmax import masked_log_softmax, masked_log_softmax_reference
 
 
@@ -157,6 +159,137 @@ def test_no_rows():
     out = masked_log_softmax(logits, torch.zeros(0, dtype=torch.int64), log_rho=-13.0, with_entropy=True)
     out.log_probs.sum().backward()
     assert out.log_probs.shape == (0,) and logits.grad.shape == (0, 8)
+
+
+def every_output(logits, targets, **options):
+    """Values and the gradient of both."""
+    logits = logits.clone().requires_grad_()
+    out = masked_log_softmax(logits, targets, with_entropy=True, **options)
+    total = torch.where(out.in_support, out.log_probs, 0.0).sum() + 0.3 * out.entropy.sum()
+    return [out.log_probs, out.in_support, out.coverage, out.entropy, torch.autograd.grad(total, logits)[0]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    columns=st.sampled_from([1, 3, 15, 16, 17, 63, 64, 65, 4096, 5000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    log_rho=st.sampled_from([None, -3.0, -13.0]),
+    temperature=st.sampled_from([1.0, 0.3, 1.9]),
+)
+def test_the_compiled_kernels_agree_with_the_plain_ones(seed, columns, dtype, log_rho, temperature):
+    """Sets bit by bit; all vector widths have their tails among the column counts."""
+    logits, targets = batch(seed, 5, columns, dtype)
+    rows = masked_log_softmax_torch.extremes(logits, targets, 0)
+    ours = compiled.extremes(logits, targets, 0)
+    assert torch.equal(ours, rows)
+    most = rows[0].contiguous()
+    factors = torch.randn(3, 5)
+    options = {"log_rho": log_rho, "temperature": temperature}
+    factors[2] *= masked_log_softmax(logits, targets, **options).in_support  # nothing is added outside the set
+    grads = [torch.empty_like(logits) for _ in range(2)]
+    sums = []
+    for kernels, out in zip((compiled, masked_log_softmax_torch), grads, strict=True):
+        sums.append(kernels.sums(logits, most, **options, with_entropy=True))
+        kernels.gradient(logits, targets, 0, most, factors, **options, out=out)
+    torch.testing.assert_close(*sums, atol=1e-6, rtol=1e-5)
+    assert torch.equal(*(g.abs() > 1e-30 for g in grads))
+    torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_ties_at_the_threshold_belong_to_the_set():
+    """max - 2 exactly, one bit above and one bit below it, at several temperatures."""
+    for temperature in (1.0, 0.5, 0.7, 1.3, 100.0):
+        most = torch.tensor(3.0)
+        bound = most / temperature - 2.0
+        near = [bound * temperature]
+        for _ in range(4):
+            near = [near[0].nextafter(torch.tensor(-1e9)), *near, near[-1].nextafter(torch.tensor(1e9))]
+        logits = torch.stack([most, *near])[None]
+        out = masked_log_softmax(
+            logits.expand(10, 10).contiguous(), torch.arange(10), log_rho=-2.0, temperature=temperature
+        )
+        expected = logits[0] / temperature >= bound
+        assert torch.equal(out.in_support, expected) and 1 < int(expected.sum()) < 10
+
+
+def test_rows_of_equal_logits():
+    for value in (0.0, -5.0, 1e30, -1e30):
+        for columns in (1, 1000):
+            out = masked_log_softmax(
+                torch.full((2, columns), value), torch.tensor([0, columns - 1]), log_rho=-1.0, with_entropy=True
+            )
+            torch.testing.assert_close(out.log_probs, torch.full((2,), -math.log(columns)))
+            torch.testing.assert_close(out.entropy, torch.full((2,), math.log(columns)))
+            assert out.coverage.eq(1).all() and out.in_support.all()
+
+
+def test_a_set_of_one_element():
+    logits = torch.tensor([[0.0, 7.0, 6.9, -3.0]] * 3)
+    found = every_output(logits, torch.tensor([1, 2, 0]), log_rho=-0.05)
+    assert found[0].tolist() == [0.0, -math.inf, -math.inf] and found[3].eq(0).all()
+    assert found[4].abs().max() < 1e-6
+
+
+def test_very_large_logits_of_either_sign():
+    logits = torch.tensor([[3e38, -3e38, 2.9e38, -math.inf], [-3e38, -3.1e38, -3.4e38, -math.inf]])
+    found = every_output(logits, torch.tensor([0, 0]), log_rho=None)
+    assert found[0].tolist() == [0.0, 0.0] and all(x.float().isfinite().all() for x in found)
+    with pytest.raises(ValueError, match="row 0 .* NaN or .inf"):  # beyond fp32 once divided by the temperature
+        masked_log_softmax(logits, torch.tensor([0, 0]), log_rho=None, temperature=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_are_bit_identical(dtype):
+    logits, targets = batch(11, 33, 4099, dtype)
+    first = every_output(logits, targets, log_rho=-9.0, temperature=0.9)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            again = every_output(logits, targets, log_rho=-9.0, temperature=0.9)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_gradient_in_the_place_of_the_logits(dtype):
+    source, targets = batch(12, 9, 200, dtype)
+    leaf = source.clone().requires_grad_()
+    expected = every_output(source, targets, log_rho=-6.0)[4]
+    logits = leaf * 1.0
+    out = masked_log_softmax(logits, targets, log_rho=-6.0, with_entropy=True, inplace_backward=True)
+    total = torch.where(out.in_support, out.log_probs, 0.0).sum() + 0.3 * out.entropy.sum()
+    (grad,) = torch.autograd.grad(total, logits, retain_graph=True)
+    assert torch.equal(grad, expected) and grad.data_ptr() == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(total, logits)
+    with pytest.raises(ValueError, match="a leaf"):
+        masked_log_softmax(leaf, targets, log_rho=None, inplace_backward=True)
+
+
+BAD = {
+    "logits of one dimension": ({"logits": torch.zeros(8)}, r"logits \[8\] must be \[T, V\]"),
+    "targets of another length": ({"targets": torch.zeros(5, dtype=torch.int64)}, r"targets \[5\] \[T\]"),
+    "integer logits": ({"logits": torch.zeros(4, 8, dtype=torch.int64)}, "logits are torch.int64"),
+    "half precision": ({"logits": torch.zeros(4, 8, dtype=torch.float16)}, "logits are torch.float16"),
+    "targets of another type": ({"targets": torch.zeros(4, dtype=torch.int32)}, "targets are torch.int32"),
+    "not contiguous": ({"logits": torch.zeros(8, 4).t()}, "logits are not contiguous"),
+    "devices": ({"targets": torch.zeros(4, dtype=torch.int64, device="meta")}, "targets are on meta, logits on cpu"),
+    "temperature": ({"temperature": 0.0}, "temperature 0.0"),
+    "temperature not a number": ({"temperature": math.nan}, "temperature nan"),
+    "log_rho": ({"log_rho": 0.1}, "log_rho 0.1 must be at most 0"),
+    "log_rho not a number": ({"log_rho": math.nan}, "log_rho nan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    change, message = BAD[name]
+    arguments = {"logits": torch.zeros(4, 8), "targets": torch.zeros(4, dtype=torch.int64), "log_rho": None} | change
+    with pytest.raises(ValueError, match=message):
+        masked_log_softmax(**arguments)
 
 
 @pytest.mark.parametrize(

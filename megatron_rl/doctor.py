@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).parents[1]
+from megatron_rl.errors import UserError
+
 ENGINE_TIMEOUT_S = 120.0
 """Longest wait for SGLang's environment to import it; a few seconds on an idle machine."""
 
@@ -240,11 +241,11 @@ def _extension() -> Finding:
 
     part = "megatron_rl's kernels"
     try:
-        from megatron_rl.ops import _masked_log_softmax, _sink_attention
-    except ImportError as error:
-        return Finding(part, "error", str(error)[:200], "nothing can be trained: tools/setup.sh --force builds them")
+        from megatron_rl.ops import extensions
+    except UserError as error:
+        return Finding(part, "error", "not built", str(error)[:300])
     isa = torch.backends.cpu.get_cpu_capability()
-    if _masked_log_softmax.cuda and _sink_attention.cuda:
+    if extensions.masked_log_softmax.cuda and extensions.sink_attention.cuda:
         return Finding(part, "ok", f"CPU ({isa}) and CUDA")
     note = "on a GPU log-probs and attention run in plain torch: the same numbers, slower and with more memory;"
     note += " with nvcc of torch's CUDA version in PATH or CUDA_HOME, tools/setup.sh --force builds them"

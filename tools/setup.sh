@@ -113,7 +113,8 @@ make_environment() {
         fail "$venv: the packages could not be installed; is there a network, and space on the disk ($(free_space))?"
     if [[ $1 == trainer ]]; then
         "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable "$root" ||
-            fail "$venv: megatron_rl could not be built: see the compiler's messages above"
+            fail "$venv: megatron_rl could not be built: see the messages above; it takes g++ and Python's headers" \
+                "(apt-get install g++ python3.12-dev), and docs/troubleshooting.md has more"
     fi
 }
 
@@ -136,6 +137,7 @@ all_ready() {
     done
 }
 
+command -v g++ >/dev/null || fail "g++ is missing, which builds the kernels: apt-get install g++"
 command -v flock >/dev/null || fail "flock is missing: apt-get install util-linux"
 exec 9<"$root/tools" # a lock on the folder itself, so no lock file is left behind
 if ! flock --nonblock 9; then

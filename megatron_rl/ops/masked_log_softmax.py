@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from megatron_rl.ops import _masked_log_softmax as compiled
 from megatron_rl.ops import masked_log_softmax_torch as plain
+from megatron_rl.ops.extensions import masked_log_softmax as compiled
 
 IGNORE = -100
 _OP = "masked_log_softmax"

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.ops import _sink_attention as compiled
 from megatron_rl.ops import sink_attention_torch as plain
+from megatron_rl.ops.extensions import sink_attention as compiled
 
 _OP = "sink_attention"
 

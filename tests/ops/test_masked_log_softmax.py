@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.ops import _masked_log_softmax as compiled
 from megatron_rl.ops import masked_log_softmax_torch
+from megatron_rl.ops.extensions import masked_log_softmax as compiled
 from megatron_rl.ops.masked_log_softmax import masked_log_softmax, masked_log_softmax_reference
 
 

@@ -83,6 +83,34 @@ INLINE float sum(Float x) {
     return total;
 }
 
+// Two vectors at once, for work that treats all elements alike: those of even and of odd places where that is cheaper.
+INLINE void load_pair(const float* p, Float& a, Float& b) { a = load(p), b = load(p + LANES); }
+
+INLINE void load_pair(const Bf16* p, Float& a, Float& b) {
+    UInt x;
+    std::memcpy(&x, p, sizeof x);
+    a = (Float)(x << 16);
+    b = (Float)(x & 0xffff0000);
+}
+
+INLINE void store_pair(float* p, Float a, Float b) { store(p, a), store(p + LANES, b); }
+
+INLINE void store_pair(Bf16* p, Float a, Float b) {  // rounds as store does
+    const UInt x = (UInt)a, y = (UInt)b;
+    const UInt low = x + 0x7fff + ((x >> 16) & 1), high = y + 0x7fff + ((y >> 16) & 1);
+    const UInt both = (low >> 16) | (high & 0xffff0000);
+    std::memcpy(p, &both, sizeof both);
+}
+
+// Bf16 numbers as integers in the same order, NaNs beyond the infinities; the same operation leads back.
+using Ordered = int16_t __attribute__((vector_size(LANES * 4)));
+
+INLINE Ordered load_ordered(const Bf16* p) {
+    Ordered x;
+    std::memcpy(&x, p, sizeof x);
+    return x ^ ((x >> 15) & 0x7fff);
+}
+
 INLINE float largest(Float x) {
     float result = x[0];
     for (int i = 1; i < LANES; ++i) result = x[i] > result ? x[i] : result;

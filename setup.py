@@ -1,7 +1,7 @@
 """Build of the package. Metadata is in pyproject.toml; the two C++/CUDA extensions of csrc/ are declared here.
 
-The CPU part is always built. The CUDA part joins where nvcc and a CUDA build of torch of the same major version are there; no GPU
-is needed to build it. ptxas's report on registers and spills is kept beside each extension (*.ptxas.txt).
+The CPU part is always built. The CUDA part joins where nvcc and a CUDA build of torch of the same major version are
+there; no GPU is needed to build it. ptxas's report on registers and spills is kept beside each extension (*.ptxas.txt).
 """
 
 import os
@@ -60,7 +60,9 @@ class Build(BuildExtension):
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
-        package = self.get_finalized_command("build_py").get_package_dir("megatron_rl.ops")
+        package = Path(self.get_finalized_command("build_py").get_package_dir("megatron_rl.ops"))
+        for old in package.glob("*.ptxas.txt"):
+            old.unlink()
         for name in self.reports:
             shutil.copy(self.report_path(name), package)
 
@@ -75,6 +77,7 @@ class Build(BuildExtension):
         command = [nvcc, "-c", str(source), "-o", str(target), "-std=c++17", "-O3", "-lineinfo", "-Icsrc"]
         command += ["-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "2"]
         command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+        command += ["-gencode=arch=compute_90,code=compute_90"]  # what later GPUs compile for themselves
         command += [f"-I{folder}" for folder in includes]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -83,7 +86,8 @@ class Build(BuildExtension):
         extension.extra_objects.append(str(target))
         extension.define_macros.append(("WITH_CUDA", None))
         extension.include_dirs += includes
-        extension.library_dirs += nvidia_folders("lib")
+        extension.library_dirs += nvidia_folders("lib")  # of a toolkit: lib beside include, or lib64 above it
+        extension.library_dirs += [str(Path(i).resolve().parent / lib) for i in includes for lib in ("lib", "lib64")]
         extension.libraries += ["torch_cuda", "c10_cuda"]
         extension.extra_link_args.append("-l:libcudart.so." + torch.version.cuda.split(".")[0])
 
@@ -99,4 +103,4 @@ def declare(name: str) -> CppExtension:
     )
 
 
-setup(ext_modules=[declare(name) for name in NAMES if Path("csrc", name, "binding.cpp").is_file()], cmdclass={"build_ext": Build})
+setup(ext_modules=[declare(name) for name in NAMES], cmdclass={"build_ext": Build})

@@ -10,7 +10,6 @@
 #if defined(__CUDACC__)
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #define SHARED(type, name) __shared__ type name
@@ -59,17 +58,11 @@ __device__ const T* cluster_shared(const T* variable, int rank) {
 #include "cuda_emulation.h"
 #endif
 
-struct Fp16 {
-    uint16_t bits;
-};
-
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(Bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
-__device__ inline float to_float(Fp16 x) { return __half2float(__ushort_as_half(x.bits)); }
 
 __device__ inline void round_to(float& y, float x) { y = x; }
 __device__ inline void round_to(Bf16& y, float x) { y.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
-__device__ inline void round_to(Fp16& y, float x) { y.bits = __half_as_ushort(__float2half_rn(x)); }
 
 // What one instruction loads or stores: 16 bytes where the addresses allow it, else one number.
 template <typename T, int N>

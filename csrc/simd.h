@@ -127,14 +127,14 @@ INLINE bool any(Int mask) {
 #endif
 }
 
-// 2^x for x <= 127, to 2e-7 of itself; 0 below -126 (or -149 with AVX512), also for -inf. The polynomial is the minimax one of
-// its degree on [-1/2, 1/2] that is exact at 0.
+// 2^x for x <= 127, to 2e-7 of itself; 0 below -126 (or -149 with AVX512), also for -inf; NaN for NaN. The polynomial is
+// the minimax one of its degree on [-1/2, 1/2] that is exact at 0.
 INLINE Float exp2(Float x) {
 #if LANES == 16
-    x = maximum(x, splat(-200.0f));
+    x = maximum(splat(-200.0f), x);
     const Float n = (Float)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    const Float clamped = maximum(x, splat(-126.0f));
+    const Float clamped = maximum(splat(-126.0f), x);
     const Float shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the last bits of the sum are the rounded integer
     const Float n = shifted - 12582912.0f, below = x;
     x = clamped;
@@ -149,6 +149,6 @@ INLINE Float exp2(Float x) {
 #if LANES == 16
     return (Float)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    return select(below < -126.0f, Float{}, (Float)((UInt)p + ((UInt)shifted << 23)));
+    return select(below < -126.0f, Float{}, p * (Float)(((UInt)shifted << 23) + 0x3f800000));
 #endif
 }

@@ -1,4 +1,5 @@
-// The row kernels, compiled once per instruction set: see for_each_isa.h. Inside, d is in units of log 2: scale = log2(e) / temperature.
+// The row kernels, compiled once per instruction set: see for_each_isa.h. Inside, d is in units of log 2:
+// scale = log2(e) / temperature.
 
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
 constexpr float LEAST = -150;  // 2^LEAST is 0; stands for -inf, whose product with 0 would be NaN

@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 
@@ -56,7 +57,8 @@ Call prepare(const Tensor& q, const Tensor& k, const Tensor& v, const std::optio
     TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16, "q must be fp32 or bf16, not ", type);
     TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && v.dim() == 3, "q, k and v must be [T, H, D]");
     TORCH_CHECK_VALUE(q.is_cpu(), "q is on ", q.device(), ", for which this kernel is not built");
-    TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0, "heads of q must be a multiple of those of k");
+    TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) > 0 && q.size(1) % k.size(1) == 0,
+                      "heads of q must be a multiple of those of k");
     check(q, "q", q.sizes(), q, type);
     check(k, "k", {k.size(0), k.size(1), q.size(2)}, q, type);
     check(v, "v", {k.size(0), k.size(1), v.size(2)}, q, type);
@@ -106,6 +108,23 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     return {out, lse};
 }
 
+// -sum over tokens of exp(sink - lse) delta, head by head in one order: torch's sum follows the number of threads.
+Tensor sink_gradient(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
+    Tensor grad = at::empty_like(sinks);
+    const float *const s = sinks.const_data_ptr<float>(), *const l = lse.const_data_ptr<float>();
+    const float* const d = delta.const_data_ptr<float>();
+    float* const out = grad.mutable_data_ptr<float>();
+    const int64_t tokens = lse.size(1);
+    at::parallel_for(0, sinks.numel(), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) {
+            double total = 0;
+            for (int64_t t = head * tokens; t < (head + 1) * tokens; ++t) total += std::exp(s[head] - l[t]) * d[t];
+            out[head] = static_cast<float>(-total);
+        }
+    });
+    return grad;
+}
+
 // (grad_q, grad_k, grad_v) of q's type and grad_sinks fp32, None without sinks.
 std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                                    const Tensor& v, const std::optional<Tensor>& sinks,
@@ -135,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> backward(const Tensor&
                 for (const sink::Tile& tile : round[i])
                     sink::backward(torch_isa(), problem, tile, g, l, d, dq, dk, dv, scratch);
             });
-        if (sinks) grad_sinks = (lse.neg().add_(sinks->unsqueeze(1)).exp_().mul_(delta)).sum(1).neg_();
+        if (sinks) grad_sinks = sink_gradient(*sinks, lse, delta);
     }
     const auto type = q.scalar_type();
     return {grad_q.to(type), grad_k.to(type), grad_v.to(type), grad_sinks};
@@ -154,7 +173,7 @@ struct Flash {
 Flash prepare_flash(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& sinks, const Tensor& cu_q,
                     const Tensor& cu_k, int64_t window) {
     const auto type = q.scalar_type();
-    TORCH_CHECK_VALUE(q.is_cuda() && (type == at::kBFloat16 || type == at::kHalf), "q must be bf16 or fp16 on a GPU");
+    TORCH_CHECK_VALUE(q.is_cuda() && type == at::kBFloat16, "q must be bf16 on a GPU");
     TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && v.dim() == 3, "q, k and v must be [T, H, D]");
     TORCH_CHECK_VALUE(v.size(2) <= q.size(2) && q.size(2) % 8 == 0, "widths of q and v are not those of a flash attention");
     check(q, "q", q.sizes(), q, type);
@@ -163,8 +182,7 @@ Flash prepare_flash(const Tensor& q, const Tensor& k, const Tensor& v, const std
     if (sinks) check(*sinks, "sinks", {q.size(1)}, q, at::kFloat);
     check(cu_q, "cu_seqlens", {cu_q.numel()}, q, at::kInt);
     check(cu_k, "cu_seqlens of the keys", {cu_q.numel()}, q, at::kInt);
-    const auto kind = type == at::kHalf ? sink::cuda::Type::fp16 : sink::cuda::Type::bf16;
-    return {{kind, q.size(0), q.size(1), q.size(2), q.size(0)},
+    return {{sink::cuda::Type::bf16, q.size(0), q.size(1), q.size(2), q.size(0)},
             window ? std::optional<int64_t>(window - 1) : std::nullopt,
             window ? std::optional<int64_t>(0) : std::nullopt,
             q.size(2) - v.size(2)};
@@ -180,12 +198,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_forward(const Tensor& q, const 
     Flash flash = prepare_flash(q, k, v, sinks, cu_q, cu_k, window);
     const pybind11::gil_scoped_release release;
     const c10::cuda::CUDAGuard guard(q.device());
+    if (q.size(0) == 0) {
+        const Tensor none = at::empty({0}, q.options().dtype(at::kFloat));
+        return {at::empty({0, q.size(1), v.size(2)}, q.options()), none.view({q.size(1), 0}), none, none};
+    }
+    // At a longest length of 1 FlashAttention 2 takes a path for decoding, in which each sequence has exactly one query.
+    max_q = std::max<int64_t>(max_q, 2);
     auto [out, lse, rng_state, unused, debug] =
         at::_flash_attention_forward(q, k, pad(v, flash.padding), cu_q, cu_k, max_q, max_k, /*dropout_p=*/0.0,
                                      /*is_causal=*/true, /*return_debug_mask=*/false, scale, flash.left, flash.right);
     TORCH_CHECK(lse.dim() == 2 && lse.size(0) == q.size(1) && lse.size(1) >= q.size(0) && lse.stride(1) == 1,
                 "this flash attention's lse has shape ", lse.sizes(), ", expected [H, T]");
-    if (sinks && q.size(0)) {
+    if (sinks) {
         out = out.contiguous();
         flash.shape.lse_stride = lse.stride(0);
         sink::cuda::apply_sink(out.mutable_data_ptr(), lse.mutable_data_ptr<float>(), sinks->const_data_ptr<float>(),
@@ -204,20 +228,23 @@ std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> flash_backward(
     check(grad, "grad", out.sizes(), q, q.scalar_type());
     const pybind11::gil_scoped_release release;
     const c10::cuda::CUDAGuard guard(q.device());
+    if (q.size(0) == 0) {
+        const auto grad_sinks = sinks ? std::optional<Tensor>(at::zeros(sinks->sizes(), sinks->options())) : std::nullopt;
+        return {at::empty_like(q), at::zeros(k.sizes(), k.options()), at::zeros(v.sizes(), v.options()), grad_sinks};
+    }
+    max_q = std::max<int64_t>(max_q, 2);
     auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(
         pad(grad, flash.padding), q, k, pad(v, flash.padding), pad(out, flash.padding), lse, cu_q, cu_k, max_q, max_k,
         /*dropout_p=*/0.0, /*is_causal=*/true, rng_state, unused, scale, flash.left, flash.right);
     std::optional<Tensor> grad_sinks;
     if (sinks) {
-        grad_sinks = at::zeros(sinks->sizes(), sinks->options());
-        if (q.size(0)) {
-            flash.shape.width = v.size(2);
-            flash.shape.lse_stride = lse.stride(0);
-            const Tensor workspace = at::empty({sink::cuda::gradient_blocks(q.size(0)), q.size(1)}, sinks->options());
-            sink::cuda::sink_gradient(grad.const_data_ptr(), out.const_data_ptr(), lse.const_data_ptr<float>(),
-                                      sinks->const_data_ptr<float>(), flash.shape, workspace.mutable_data_ptr<float>(),
-                                      grad_sinks->mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream().stream());
-        }
+        grad_sinks = at::empty_like(*sinks);
+        flash.shape.width = v.size(2);
+        flash.shape.lse_stride = lse.stride(0);
+        const Tensor workspace = at::empty({sink::cuda::gradient_blocks(q.size(0)), q.size(1)}, sinks->options());
+        sink::cuda::sink_gradient(grad.const_data_ptr(), out.const_data_ptr(), lse.const_data_ptr<float>(),
+                                  sinks->const_data_ptr<float>(), flash.shape, workspace.mutable_data_ptr<float>(),
+                                  grad_sinks->mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream().stream());
     }
     if (flash.padding) grad_v = grad_v.narrow(2, 0, v.size(2)).contiguous();
     return {grad_q, grad_k, grad_v, grad_sinks};

@@ -1,8 +1,8 @@
 // The block kernels, compiled once per instruction set: see for_each_isa.h.
 //
-// Queries lie in the vectors' lanes: lane i * G + g is query i of the block with head g of the G that share a key head. Scores
-// S^T [keys][lanes] and outputs O^T [D][lanes] then need no sums across lanes, and every product is of one form: C += A B with A
-// read as scalars, in whatever order it lies in memory, and B and C row by row as vectors.
+// Queries lie in the vectors' lanes: lane i * G + g is query i of the block with head g of the G that share a key head.
+// Scores S^T [keys][lanes] and outputs O^T [D][lanes] then need no sums across lanes, and every product is of one form:
+// C += A B with A read as scalars, in whatever order it lies in memory, and B and C row by row as vectors.
 
 constexpr int ROWS = 4;                              // of C in registers
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;         // of C in registers, in vectors

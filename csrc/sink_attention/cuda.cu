@@ -21,7 +21,6 @@ void with_packs(const Shape& shape, const void* a, const void* b, Body body) {
     switch (shape.type) {
         case Type::fp32: return with_size(float{});
         case Type::bf16: return with_size(Bf16{});
-        case Type::fp16: return with_size(Fp16{});
     }
 }
 

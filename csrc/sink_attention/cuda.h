@@ -9,7 +9,7 @@
 
 namespace sink_attention::cuda {
 
-enum class Type { fp32, bf16, fp16 };
+enum class Type { fp32, bf16 };
 
 // Of o and do: [tokens, heads, width], contiguous. lse is fp32 [heads, tokens] with lse_stride numbers from head to head, in
 // natural logarithm, -inf where a query has no key. Any count may be 0.

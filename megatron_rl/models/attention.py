@@ -123,7 +123,7 @@ class CoreAttention(MegatronModule):
         if self.gathers_keys:
             # The gradients are summed over the ranks whose queries saw the key.
             keys, values = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (k, v))
-            rows = layout.place[layout.own.rows]
+            rows = layout.own.rows
             borders = {"cu_seqlens": layout.own.queries, "cu_seqlens_k": layout.own.keys}
             return self._sink_attention(q, keys.index_select(0, rows), values.index_select(0, rows), sinks, **borders)
         return self._attend_by_heads(q, k, v, sinks, layout)

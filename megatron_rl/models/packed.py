@@ -23,7 +23,7 @@ class OwnQueries:
     keys: PackedSequences
     """Of `rows`: the keys of a chunk are those of its sequence up to the chunk's end."""
     rows: torch.Tensor
-    """[n] int64: tokens of the whole micro-batch, a sequence's first ones twice (once for each of its two chunks)."""
+    """[n] int64: places in the ranks' joined tokens; a sequence's first ones twice, once for each of its two chunks."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class PackedLayout:
         order = owner.argsort(stable=True).view(context, tokens)
         place = torch.empty_like(whole)
         place[order.view(-1)] = whole
-        own = _own_queries(sequences, context, rank, starts.device)
+        own = _own_queries(sequences, place, context, rank)
         return cls(starts, order, position[order[rank]], sequences, place, own)
 
 
-def _own_queries(sequences: PackedSequences, context: int, rank: int, device: torch.device) -> OwnQueries:
+def _own_queries(sequences: PackedSequences, place: torch.Tensor, context: int, rank: int) -> OwnQueries:
     """The two chunks of each sequence that this rank holds, in the order in which it holds them."""
     starts, chunks = sequences.borders[:-1], sequences.borders.diff() // (2 * context)
     which = chunks.new_tensor([rank + 1, 2 * context - rank])
@@ -81,9 +81,8 @@ def _own_queries(sequences: PackedSequences, context: int, rank: int, device: to
     key_borders = _borders(keys)
     first = starts.repeat_interleave(2) - key_borders[:-1]
     rows = torch.arange(int(key_borders[-1])) + first.repeat_interleave(keys)
-    return OwnQueries(
-        PackedSequences.of(_borders(queries), device), PackedSequences.of(key_borders, device), rows.to(device)
-    )
+    own, keys = (PackedSequences.of(borders, place.device) for borders in (_borders(queries), key_borders))
+    return OwnQueries(own, keys, place[rows.to(place.device)])
 
 
 def _borders(lengths: torch.Tensor) -> torch.Tensor:

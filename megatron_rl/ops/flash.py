@@ -18,13 +18,13 @@ MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
 
 
 def installed() -> list[str]:
-    """The names that `activate` would take here, by whether their module can be found (it is not imported)."""
+    """The names that `activate` would take here, by whether their module can be found (its parents are imported)."""
     found = ["torch"]
     for name, module in MODULES.items():
         try:
             if importlib.util.find_spec(module) is not None:
                 found.append(name)
-        except ImportError:  # the parent package is missing, or is broken
+        except Exception:  # the parent package is missing, or is broken
             continue
     return found
 

@@ -60,6 +60,7 @@ def masked_log_softmax(
     """
     _check(logits, targets, inplace_backward)
     check_options(log_rho, temperature)
+    check_targets(targets, logits.shape[1] * (tp_group.size() if tp_group is not None else 1))
     log_probs, entropy, in_support, coverage = _MaskedLogSoftmax.apply(
         logits, targets, log_rho, temperature, tp_group, with_entropy, inplace_backward
     )
@@ -103,21 +104,23 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, inplace_backward: bool) 
     _require(logits.is_contiguous(), "logits are not contiguous: call .contiguous() first")
     _require(targets.device == logits.device, f"targets are on {targets.device}, logits on {logits.device}")
     _require(logits.device.type in ("cpu", "cuda"), f"logits are on {logits.device}, must be on a CPU or a CUDA GPU")
+    base = logits._base if logits._is_view() else logits
     _require(
-        not (inplace_backward and logits.requires_grad and logits.is_leaf),
-        "inplace_backward would overwrite logits that no operation has made (a leaf)",
+        not (inplace_backward and base.requires_grad and base.is_leaf),
+        "inplace_backward would overwrite logits that no operation has made (a leaf, or a view of one)",
     )
 
 
 def check_options(log_rho: float | None, temperature: float) -> None:
     """Errors: ValueError."""
-    _require(0 < temperature < float("inf"), f"temperature {temperature} must be above 0")
+    smallest, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    _require(smallest <= temperature <= largest, f"temperature {temperature} must be above 0, and a number of fp32")
     share = "(rho is a share of the largest probability)"
     _require(log_rho is None or log_rho <= 0, f"log_rho {log_rho} must be at most 0 {share}")
 
 
-def _check_targets(targets: torch.Tensor, vocabulary: int) -> None:
-    """One synchronisation with the device."""
+def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
+    """One synchronisation with the device. Errors: ValueError."""
     outside = (targets != IGNORE) & ((targets < 0) | (targets >= vocabulary))
     if bool(outside.any()):
         row = int(outside.byte().argmax())
@@ -127,18 +130,19 @@ def _check_targets(targets: torch.Tensor, vocabulary: int) -> None:
         )
 
 
-def _check_rows(bad: torch.Tensor, targets: torch.Tensor) -> None:
+def _check_rows(bad: torch.Tensor, targets: torch.Tensor, names: torch.Tensor | None) -> None:
     """Another synchronisation. bad: [T] bool, the same on all ranks."""
     if bool(bad.any()):
         row = int(bad.byte().argmax())
+        name = row if names is None else int(names[row])
         raise ValueError(
-            f"{_OP}: row {row} of the logits (target {int(targets[row])}) has NaN or +inf, or nothing above -inf"
+            f"{_OP}: row {name} of the logits (target {int(targets[row])}) has NaN or +inf, or nothing above -inf"
         )
 
 
 def _kernels(logits: torch.Tensor) -> ModuleType:
-    served = logits.dtype != torch.float64 and (compiled.cuda or not logits.is_cuda)
-    return compiled if served else plain
+    served = not logits.is_cuda or (compiled.cuda and torch.cuda.get_device_capability(logits.device) >= (8, 0))
+    return compiled if served and logits.dtype != torch.float64 else plain
 
 
 @dataclass(frozen=True)
@@ -168,12 +172,15 @@ def evaluate(
     temperature: float,
     tp_group: dist.ProcessGroup | None,
     with_entropy: bool,
+    names: torch.Tensor | None = None,
 ) -> tuple[MaskedLogSoftmax, Rows]:
-    """The values, without a graph, and what `write_gradient` needs. Arguments and errors as `masked_log_softmax`."""
+    """The values, without a graph, and what `write_gradient` needs. Arguments, checked, as `masked_log_softmax`.
+
+    names [T]: the rows' numbers for an error. Errors: ValueError naming the row.
+    """
     parallel = tp_group is not None and tp_group.size() > 1
     first_column = tp_group.rank() * logits.shape[1] if parallel else 0
     targets = targets.contiguous()
-    _check_targets(targets, logits.shape[1] * (tp_group.size() if parallel else 1))
     counts = targets != IGNORE
     kernels = _kernels(logits)
 
@@ -189,7 +196,7 @@ def evaluate(
 
     divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
     most = maximum / divisor
-    _check_rows(counts & ~most.isfinite(), targets)
+    _check_rows(counts & ~most.isfinite(), targets, names)
     # An ignored row may hold anything: it is worked on as a row of whatever it holds and cleared here.
     in_support = counts & (at_target > -torch.inf)
     if log_rho is not None:

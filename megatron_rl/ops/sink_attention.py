@@ -69,8 +69,9 @@ def sink_attention(
     1 / sqrt(D). With cu_seqlens_k the keys have borders of their own: sequence s has at least as many keys as queries,
     and its last query stands at its last key.
 
-    Returns `[T, H, Dv]` of q's type; softmax in fp32 (fp64 for fp64). Gradients reach q, k, v and sinks and are the same
-    bits in every run. Memory: a few tiles beside inputs, outputs and gradients, whatever the lengths.
+    Returns `[T, H, Dv]` of q's type; softmax in fp32 (fp64 for fp64). Gradients reach q, k, v and sinks. Repeated runs give
+    the same bits; for the gradients of torch's flash attention on CUDA that takes torch.use_deterministic_algorithms.
+    Memory: a few tiles beside inputs, outputs and gradients, whatever the lengths.
     Errors: ValueError naming the argument, before anything is computed.
     """
     _check(q, k, v, sinks, window)
@@ -78,6 +79,8 @@ def sink_attention(
     key_sequences = sequences if cu_seqlens_k is None else _sequences(cu_seqlens_k, q.device)
     _check_borders(q, k, sequences, key_sequences)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if window is not None and window >= key_sequences.max_length:
+        window = None
     return _SinkAttention.apply(q, k, v, sinks, sequences, key_sequences, window or 0, scale)
 
 
@@ -109,6 +112,7 @@ def _sequences(cu_seqlens: torch.Tensor | PackedSequences, device: torch.device)
 def _check(q, k, v, sinks, window) -> None:
     shapes = f"shapes of q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit"
     _require(q.ndim == k.ndim == v.ndim == 3, f"{shapes}: must be [T, H, D]")
+    _require(min(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) > 0, f"{shapes}: heads and widths must be at least 1")
     _require(
         v.shape[:2] == k.shape[:2] and k.shape[2] == q.shape[2] and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
         shapes,

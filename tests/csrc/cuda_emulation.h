@@ -264,10 +264,6 @@ inline Bfloat16 __float2bfloat16_rn(float x) {
     return {uint16_t(x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 inline uint16_t __bfloat16_as_ushort(Bfloat16 x) { return x.bits; }
-inline float __half2float(_Float16 x) { return x; }
-inline _Float16 __ushort_as_half(uint16_t bits) { return bits_as<_Float16>(bits); }
-inline _Float16 __float2half_rn(float x) { return x; }
-inline uint16_t __half_as_ushort(_Float16 x) { return bits_as<uint16_t>(x); }
 
 // On the host.
 

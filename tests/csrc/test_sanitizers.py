@@ -29,7 +29,9 @@ def build(tmp_path_factory):
 
 
 def runtime(library: str) -> str:
-    return subprocess.run(["g++", f"-print-file-name={library}"], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["g++", f"-print-file-name={library}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize("isa", ["default", "avx2", "avx512"])

@@ -119,6 +119,25 @@ def test_a_loss_that_is_no_sum_over_tokens_is_named():
     gspo(out.log_probs[targets != -100], None, None).backward()
 
 
+@pytest.mark.parametrize("change", ["sign of a small one", "nan"])
+def test_each_tokens_gradient_is_compared(change):
+    """However large another token's is."""
+    hidden, weight, targets = head(2)
+    scale = torch.full((37,), 1.0).index_fill(0, torch.tensor(1), 2e4)
+    came = scale.index_fill(0, torch.tensor(7), -1.0 if change == "sign of a small one" else torch.nan)
+    out = linear_log_probs(
+        hidden, weight, targets, log_rho=None, chunk_tokens=8, token_loss=lambda x, _, rows: (x * scale[rows]).sum()
+    )
+    with pytest.raises(RuntimeError, match="not token_loss's times one number"):
+        (out.log_probs * came).sum().backward()
+
+
+def test_without_gradients_the_loss_is_not_asked():
+    hidden, weight, targets = head(2)
+    with torch.no_grad():
+        linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=8, token_loss=lambda *_: 1 / 0)
+
+
 def test_backward_twice_through_the_same_graph():
     for chunk_tokens in (8, 64):
         hidden, weight, targets = head(4)
@@ -142,7 +161,10 @@ def test_nothing_to_do():
         ({"hidden": torch.zeros(37, 24, dtype=torch.bfloat16)}, "hidden is torch.bfloat16, weight torch.float32"),
         ({"targets": torch.zeros(36, dtype=torch.int64)}, r"targets \[36\]"),
         ({"targets": torch.zeros(37, dtype=torch.int32)}, "targets are torch.int32"),
-        ({"targets": torch.full((37,), 90)}, "target 90 of row 0 is outside the vocabulary of 90"),
+        ({"targets": torch.arange(37).where(torch.arange(37) != 31, 90)}, "target 90 of row 31 is outside .* 90"),
+        ({"targets": torch.full((37,), 88), "vocab_size": 87}, "target 88 of row 0 is outside the vocabulary of 87"),
+        ({"hidden": torch.zeros(37, 24).index_fill(0, torch.tensor(31), torch.nan)}, "row 31 of the logits .* NaN"),
+        ({"hidden": torch.zeros(37, 24, dtype=torch.float16)}, "hidden is torch.float16"),
         ({"weight": torch.zeros(90, 24, device="meta")}, "weight on meta"),
         ({"chunk_tokens": 0}, "chunk_tokens 0"),
         ({"vocab_size": 0}, "vocab_size 0"),
@@ -152,7 +174,7 @@ def test_nothing_to_do():
 )
 def test_bad_arguments_are_named(change, message):
     hidden, weight, targets = head(6)
-    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "log_rho": None} | change
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "log_rho": None, "chunk_tokens": 8} | change
     with pytest.raises(ValueError, match=message):
         linear_log_probs(**arguments)
 

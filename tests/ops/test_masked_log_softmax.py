@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,8 +267,31 @@ def test_the_gradient_in_the_place_of_the_logits(dtype):
     assert torch.equal(grad, expected) and grad.data_ptr() == logits.data_ptr()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(total, logits)
-    with pytest.raises(ValueError, match="a leaf"):
-        masked_log_softmax(leaf, targets, log_rho=None, inplace_backward=True)
+    for own in (leaf, leaf.view(9, 200)):
+        with pytest.raises(ValueError, match="a leaf, or a view of one"):
+            masked_log_softmax(own, targets, log_rho=None, inplace_backward=True)
+
+
+def test_beyond_the_logits_there_is_hardly_any_memory():
+    """Peak of the resident memory over one forward and backward, after a first one."""
+    clear = Path("/proc/self/clear_refs")
+    if not os.access(clear, os.W_OK):
+        pytest.skip("the peak of this process cannot be set back")
+
+    def resident(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    leaf = torch.zeros(256, 151936, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(256, dtype=torch.int64)
+    for _ in range(2):
+        logits = leaf + 1
+        clear.write_text("5")  # the peak becomes what is resident now
+        before = resident("VmRSS")
+        out = masked_log_softmax(logits, targets, log_rho=-13.0, with_entropy=True, inplace_backward=True)
+        torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), logits)
+        extra = resident("VmHWM") - before
+    assert extra <= 0.05 * logits.nbytes
 
 
 BAD = {
@@ -278,6 +303,7 @@ BAD = {
     "not contiguous": ({"logits": torch.zeros(8, 4).t()}, "logits are not contiguous"),
     "devices": ({"targets": torch.zeros(4, dtype=torch.int64, device="meta")}, "targets are on meta, logits on cpu"),
     "temperature": ({"temperature": 0.0}, "temperature 0.0"),
+    "temperature of 0 in fp32": ({"temperature": 1e-46}, "temperature 1e-46 must be above 0, and a number of fp32"),
     "temperature not a number": ({"temperature": math.nan}, "temperature nan"),
     "log_rho": ({"log_rho": 0.1}, "log_rho 0.1 must be at most 0"),
     "log_rho not a number": ({"log_rho": math.nan}, "log_rho nan"),

@@ -46,7 +46,7 @@ def compare(tensors, cu_seqlens, cu_seqlens_k=None, **options):
         if not b.numel():
             continue
         # What cancels is as exact as its terms, which are about 1; those of the sinks are counted below.
-        size = b.abs().max().clamp(min=1.0)
+        size = b.abs().max() if name == "out" else b.abs().max().clamp(min=1.0)
         if name == "grad of sinks":
             size += sink_terms(exact, right[0], direction.double(), options)
         error = (a.double() - b).abs().max() / size
@@ -133,6 +133,36 @@ def test_runs_are_bit_identical(dtype):
         torch.set_num_threads(threads)
 
 
+def test_the_gradient_of_one_heads_sink_does_not_depend_on_the_threads():
+    tensors, cu, _ = problem([70_000], heads=1, kv_heads=1, width=8)
+    found, threads, direction = [], torch.get_num_threads(), torch.randn(70_000, 1, 8)
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(outputs(sink_attention, tensors, direction, cu_seqlens=cu, window=3)[0][4])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_a_window_longer_than_any_sequence_is_none():
+    (q, k, v, sinks), cu, _ = problem([40, 7])
+    whole = sink_attention(q, k, v, sinks, cu_seqlens=cu)
+    for window in (40, 41, 2**31, 2**32 + 1, 2**62):
+        assert torch.equal(sink_attention(q, k, v, sinks, cu_seqlens=cu, window=window), whole)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_comes_out_where_it_is_seen(which, dtype):
+    (q, k, v, sinks), cu, _ = problem([70, 20], dtype=dtype)
+    with torch.no_grad():
+        {"q": q, "k": k, "v": v}[which][30] = torch.nan
+    found, _ = outputs(sink_attention, (q, k, v, sinks), cu_seqlens=cu)
+    assert found[0][30].isnan().all() and found[0][70:].isfinite().all()
+    assert any(grad.isnan().any() for grad in found[1:])
+
+
 def test_a_sequence_does_not_depend_on_its_neighbours():
     (q, k, v, sinks), cu, _ = problem([40, 90, 25], width=64)
     whole = sink_attention(q, k, v, sinks, cu_seqlens=cu)
@@ -194,6 +224,8 @@ BAD = {
     "cu_seqlens float": ({"cu_seqlens": torch.tensor([0.0, 8.0])}, "cu_seqlens must be integers"),
     "more queries than keys": ({"cu_seqlens_k": torch.tensor([0, 3, 8])}, "sequence 0 has more queries than keys"),
     "borders of another length": ({"cu_seqlens_k": torch.tensor([0, 8])}, "differ in length"),
+    "no heads": ({"q": torch.zeros(8, 0, 8), "sinks": torch.zeros(0)}, "heads and widths must be at least 1"),
+    "no width": ({"q": torch.zeros(8, 4, 0), "k": torch.zeros(8, 2, 0)}, "heads and widths must be at least 1"),
     "window": ({"window": 0}, "window 0"),
     "sinks": ({"sinks": torch.zeros(2)}, r"sinks \[2\] for 4 heads"),
     "integer sinks": ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks are torch.int64"),

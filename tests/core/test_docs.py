@@ -26,12 +26,20 @@ def commands() -> dict[str, set[str]]:
     return {name: {o for a in sub._actions for o in a.option_strings} for name, sub in choices.items()}
 
 
+def anchors(document: Path) -> set[str]:
+    """What its headings can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_paths_exist(document):
     text = document.read_text()
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
-    for link in (x for x in links if not x.startswith(("http", "mailto"))):
-        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", text):
+        if not link.startswith(("http", "mailto")):
+            target = document.parent / link if link else document
+            assert target.exists(), f"{document.name} links to {link}"
+            assert not anchor or anchor in anchors(target), f"{document.name} links to {link}#{anchor}"
     pattern = rf"`((?:{'|'.join(TOP_LEVEL)})/[\w./-]*)`"
     for path in re.findall(pattern, text):
         assert (REPOSITORY / path).exists(), f"{document.name} names {path}"

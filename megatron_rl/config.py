@@ -40,6 +40,8 @@ class ModelConfig:
     """Tokens whose logits exist at a time: the head's memory is this times the vocabulary."""
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens reach their experts; flex needs DeepEP."""
+    moe_router_fusion: bool = False
+    """Transformer Engine's fused router (GPUs); it knows no replay, so it goes with routing.source = free alone."""
     moe_aux_loss: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing loss; RL usually keeps it at 0, SFT of a fresh router does not."""
     freeze_router: bool = False
@@ -106,6 +108,22 @@ class AlgorithmConfig:
     """Mean over all tokens of the update, or over sequences of each one's token mean."""
     entropy_coefficient: float = 0.0
     kl: KLConfig = KLConfig()
+
+
+@section
+class RoutingConfig:
+    source: Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"] = "free"
+    """Where the experts of a token come from while the trainer learns from it. free: its router, anew in each pass;
+    recorded (R2): those of the log-prob pass before the first update; rollout (R3): those of the engine; predicted (Pr2):
+    as recorded, by routers that anticipate their own drift; predicted_rollout (Pr3): so in the engine."""
+    predictor_loss: Literal["kl", "delta"] = "kl"
+    """What predictors minimise: KL from the current router, or the squared error of the change of its logits."""
+    predictor_lr_multiplier: PositiveFloat = 10.0
+    """Learning rate of the predictors, as a multiple of the optimizer's."""
+    cached_tokens: Positive = 1024
+    """Tokens of each response, evenly spread, whose router inputs and logits are kept for predictors and metrics."""
+    features: Literal["trainer", "engine"] = "trainer"
+    """What Pr3's predictors learn from: the trainer's log-prob pass over the replayed routes, or what the engine saw."""
 
 
 @section
@@ -192,7 +210,7 @@ class RolloutConfig:
     retries: Count = 3
     """Attempts after the first, with a growing pause; a dead child server is restarted in between."""
     routes: bool = False
-    """Ask the engine for the experts of every token."""
+    """Ask the engine for the experts of every token, also where routing.source does not need them: for the metrics."""
     record: bool = False
     """Keep every step's trajectories under the run's rollouts/ folder."""
     replay: str | None = None
@@ -248,6 +266,7 @@ class Config:
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    routing: RoutingConfig = RoutingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()

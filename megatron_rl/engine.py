@@ -21,6 +21,7 @@ from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.run import Kind, Run, preflight
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer
@@ -58,7 +59,9 @@ class Engine:
         self._version = 0
 
     def __enter__(self) -> Engine:
-        hf_config, *_ = preflight(self.config, self.kind)  # what the trainer would refuse should not start a server first
+        hf_config, *_ = preflight(
+            self.config, self.kind
+        )  # what the trainer would refuse should not start a server first
         rollout = self.config.rollout
         if rollout.replay or rollout.addresses:
             return self
@@ -69,7 +72,7 @@ class Engine:
                 rollout.server,
                 dtype=self.config.precision.rollout,
                 context_length=rollout.context_length,
-                routes=rollout.routes,
+                routes=self._asks_routes,
                 log_path=self.config.run_dir / "sglang.log",
                 seed=self.config.seed,
                 pythonpath=[SERVER_PYTHONPATH],
@@ -81,10 +84,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def _asks_routes(self) -> bool:
+        return self.config.rollout.routes or (self.kind == "train" and self.config.routing.source in FROM_ENGINE)
+
     def join(self, run: Run) -> None:
         """Wait until the server answers; make client and weight sync. Every process calls it."""
         self.run = run
-        self._routes = RouteLayout.from_config(run.hf_config.to_dict()) if self.config.rollout.routes else None
+        self._routes = RouteLayout.from_config(run.hf_config.to_dict()) if self._asks_routes else None
         self._stop_tokens = run.stop_tokens()
         if self.config.rollout.replay:
             return

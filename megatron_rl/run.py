@@ -17,11 +17,12 @@ from megatron_rl.config import Config, to_yaml
 from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import RunLogger
-from megatron_rl.models.parallel_check import check_parallel, read_hf_config
+from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.ops import flash
 from megatron_rl.plan import Plan, make_plan
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.routing.replay import PREDICTING
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.trainer import build_trainer
 
@@ -75,11 +76,33 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             "config: model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
             " micro-batches do not have; use alltoall"
         )
+    _check_routing(config, hf_config, kind)
     try:
         flash.activate(config.model.flash_attention)
     except ValueError as error:
         raise UserError(f"config: model.flash_attention = {config.model.flash_attention}: {error}") from None
     return hf_config, plan, support
+
+
+def _check_routing(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
+    """Errors: UserError for a source of routes that cannot work with the rest of the config."""
+    source = config.routing.source
+    if source == "free" or kind != "train":
+        return
+    if not expert_count(hf_config):
+        raise UserError(f"config: routing.source = {source}, but {architecture(hf_config)} is dense; use free")
+    if config.model.moe_router_fusion:
+        raise UserError(
+            f"config: routing.source = {source} with model.moe_router_fusion: the fused router would ignore the routes;"
+            " turn the fusion off, or use routing.source = free"
+        )
+    if source in PREDICTING and config.batch.updates_per_step < 2:
+        raise UserError(
+            f"config: routing.source = {source} predicts how routers move from one update of a rollout batch to the next;"
+            " batch.updates_per_step = 1 has no next: raise it, or use recorded or rollout"
+        )
+    if config.routing.features == "engine" and source != "predicted_rollout":
+        raise UserError("config: routing.features = engine goes with routing.source = predicted_rollout alone")
 
 
 class Run:

@@ -9,6 +9,8 @@ import numpy as np
 
 from megatron_rl.metrics import mismatch
 from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.routing.metrics import PREFIX, route_metrics
+from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.run import Clock, Run
 from megatron_rl.trainer.packing import Batch
 
@@ -23,6 +25,7 @@ def log_step(
 ) -> None:
     """Write the line of the step that has just ended (all ranks call; rank 0 writes)."""
     metrics = reward_metrics(run, trajectories) | update_metrics(update_sums) | mismatch_metrics(run, updates) | engine
+    metrics |= route_metrics(update_sums) | fallback_metrics(run, updates)
     times = clock.times()
     metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
     run.logger.log_samples(run.step, _samples(run, trajectories))
@@ -65,7 +68,7 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
             metrics[key] = total
         elif key.startswith("update/"):
             metrics[key] = total / len(updates)
-        elif key != "tokens":
+        elif key != "tokens" and not key.startswith(PREFIX):
             metrics[key] = total / max(tokens, 1)
     return metrics
 
@@ -79,6 +82,14 @@ def mismatch_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
         if "old" in batch.scored and run.trainer.reports
     ]
     return mismatch.metrics(mismatch.merge(part for parts in run.ranks.gather(mine) for part in parts))
+
+
+def fallback_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, int]:
+    """Tokens that were routed freely although the engine's routes were to be replayed: it did not tell them."""
+    if run.config.routing.source not in FROM_ENGINE:
+        return {}
+    mine = sum(b.without_route for batches in updates for b in batches) if run.trainer.reports else 0
+    return {"routing/fallback_tokens": run.ranks.total(mine)}
 
 
 def _samples(run: Run, trajectories: list[Trajectory]) -> Iterator[dict[str, Any]]:

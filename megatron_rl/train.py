@@ -47,10 +47,12 @@ def train(config: Config) -> None:
 
             with clock("train"):
                 metrics = []
-                for batches in updates:
+                for index, batches in enumerate(updates):
                     scale = trainer.scale(batches)
                     objective = partial(policy_objective, config.algorithm, scale, all_reduce=trainer.context_sum)
-                    metrics.append(trainer.update(batches, objective, pointwise=config.algorithm.loss in POINTWISE))
+                    pointwise = config.algorithm.loss in POINTWISE
+                    # Before the first update routers have not moved: there is nothing to predict.
+                    metrics.append(trainer.update(batches, objective, pointwise=pointwise, learn_routes=index > 0))
             run.step += 1
 
             with clock("sync"):

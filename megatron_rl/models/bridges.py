@@ -50,7 +50,12 @@ class OurSpec:
         mappings = super().mapping_registry().get_all_mappings()
         known = {mapping.megatron_param for mapping in mappings}
         extra = [AutoMapping(ours, theirs) for ours, theirs in self.EXTRA.items() if ours not in known]
-        return MegatronMappingRegistry(*mappings, *extra)
+        predictors = [
+            AutoMapping(_predictor_of(mapping.megatron_param), _predictor_of(mapping.hf_param))
+            for mapping in mappings
+            if mapping.megatron_param == ROUTER
+        ]
+        return MegatronMappingRegistry(*mappings, *extra, *predictors)
 
     def load_into(self, chunks: list[torch.nn.Module], source: PreTrainedCausalLM) -> Iterator[str]:
         """Copy the folder's weights into the chunks; yields each Megatron parameter's name when it is done.
@@ -126,12 +131,22 @@ class IncompleteWeights(Exception):
     """The safetensors files and the model do not match; the message names the tensor."""
 
 
+ROUTER = "decoder.layers.*.mlp.router.weight"
+
+
+def _predictor_of(router: str) -> str:
+    """Name of the route predictor's weight beside a router's."""
+    return router.removesuffix("weight") + "predictor.weight"
+
+
 _HF_EXPERT = "model.layers.*.mlp.experts.*"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 AutoMapping.register_module_type("CoreAttention", "column")  # its sinks, one a head
+for _name in ("ReplayRouter", "RoutePredictor"):
+    AutoMapping.register_module_type(_name, "replicated")
 
 
 def _register(source: str, **options: Any):

@@ -93,9 +93,13 @@ class Model:
         except IncompleteWeights as error:
             raise UserError(f"model folder {folder}: {error}") from None
 
-    def export_plan(self, chunks: list[GPTModel]) -> list[WeightConversionTask]:
-        """Which parameters make which Hugging Face tensors: the same for every export of these chunks."""
-        return self.bridge.build_conversion_tasks(self.hf_config, chunks)
+    def export_plan(self, chunks: list[GPTModel], *, predictors: bool = False) -> list[WeightConversionTask]:
+        """Which parameters make which Hugging Face tensors: the same for every export of these chunks.
+
+        predictors: those of the routers too; they are no part of the architecture, and go to an engine that has them.
+        """
+        tasks = self.bridge.build_conversion_tasks(self.hf_config, chunks)
+        return [task for task in tasks if predictors or not task.global_param_name.endswith(".router.predictor.weight")]
 
     @torch.no_grad()
     def export_hf_weights(
@@ -162,6 +166,7 @@ def load(
     precision: Literal["bf16", "fp32"],
     recompute: Literal["none", "selective", "full"] = "none",
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
+    moe_router_fusion: bool = False,
     moe_aux_loss: float = 0.0,
     freeze_router: bool = False,
 ) -> Model:
@@ -175,7 +180,7 @@ def load(
     _set_parallel(config, parallel)
     _set_kernels(config, DTYPES[precision], recompute)
     if expert_count(hf_config):
-        _set_experts(config, moe_dispatcher, moe_aux_loss)
+        _set_experts(config, moe_dispatcher, moe_aux_loss, moe_router_fusion)
     config.transformer_layer_spec = layer_spec
     config.should_pad_vocab = hf_config.vocab_size % parallel.tensor > 0
     config.make_vocab_size_divisible_by = 1  # times the tensor-parallel size
@@ -221,14 +226,14 @@ def _set_kernels(config: GPTModelProvider, dtype: torch.dtype, recompute: str) -
         config.recompute_method, config.recompute_num_layers = "uniform", 1
 
 
-def _set_experts(config: GPTModelProvider, dispatcher: str, aux_loss: float) -> None:
+def _set_experts(config: GPTModelProvider, dispatcher: str, aux_loss: float, router_fusion: bool) -> None:
     config.moe_token_dispatcher_type = dispatcher
     if dispatcher == "flex":
         config.moe_flex_dispatcher_backend = "deepep"
     config.moe_router_load_balancing_type = "aux_loss" if aux_loss > 0 else "none"
     config.moe_aux_loss_coeff = aux_loss
     config.moe_router_dtype = "fp32"
-    config.moe_router_fusion = False  # the fused router ignores replayed routes
+    config.moe_router_fusion = router_fusion
     config.moe_permute_fusion = False
     config.moe_shared_expert_overlap = False
     config.moe_grouped_gemm = False

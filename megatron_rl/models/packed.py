@@ -12,6 +12,15 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.ops.sink_attention import PackedSequences
+from megatron_rl.routing.replay import RoutePass
+
+
+@dataclass
+class PackedBatch(PackedSeqParams):
+    """What goes through the model beside a micro-batch's hidden states."""
+
+    routing: RoutePass | None = None
+    """What routers do in this pass; None: they route freely, and nothing is kept."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention, MLASelfAttention, SelfAttention
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.norm import RMSNorm
+from megatron_rl.models.router import ReplayRouter, ReplayTransformerLayer
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -29,6 +30,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     fast = HAVE_TE and torch.cuda.is_available()
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        layer.module = ReplayTransformerLayer
+        _set_router(layer.submodules.mlp)
         _set_attention(layer.submodules.self_attention, config, fast)
         if not fast:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -59,6 +62,12 @@ def _norms_over_all_heads(config: TransformerConfig) -> bool:
     from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider
 
     return isinstance(config, OlMoEModelProvider)
+
+
+def _set_router(mlp: partial) -> None:
+    submodules = mlp.keywords["submodules"]
+    if hasattr(submodules, "router"):
+        submodules.router = ReplayRouter
 
 
 def _set_experts(mlp: partial) -> None:

@@ -69,6 +69,8 @@ def _set_random_states(states: dict[str, Any]) -> None:
 def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     _allocate_adam(trainer)
     state = _model_state(trainer)
+    if trainer.predictors:
+        state["predictors"] = trainer.predictors.sharded_state_dict(state)
     state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
@@ -96,6 +98,7 @@ def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[st
         "step": step,
         "world_size": ranks.world_size,
         "scheduler": trainer.scheduler.state_dict(),
+        "predictor_updates": trainer.predictors.updates if trainer.predictors else 0,
         "extra": extra,
     }
     try:
@@ -129,6 +132,8 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     trainer.scheduler.load_state_dict(common["scheduler"])
     trainer.optimizer.load_state_dict(_optimizer_state(trainer, loaded["optimizer"]))
     _separate_steps(trainer)
+    if trainer.predictors:
+        trainer.predictors.load_state_dict(loaded["predictors"], common["predictor_updates"])
     if same_size:
         _set_random_states(loaded["random"])
     return {"step": common["step"], "extra": common["extra"]}

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.routing.replay import RouteTable
+from megatron_rl.routing.table import RouteShape, has_route, spread
 
 IGNORED = -100
 """Label of a position whose prediction nobody asks for."""
@@ -28,11 +30,13 @@ class Sample:
     rollout_log_probs: np.ndarray
     """[n - prompt_length] float32; zeros where there was no rollout (SFT)."""
     advantage: float = 0.0
+    routes: np.ndarray | None = None
+    """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, advantage: float) -> Sample:
         t = trajectory
-        return cls(t.tokens, t.prompt_length, np.asarray(t.loss_mask, bool), t.log_probs, float(advantage))
+        return cls(t.tokens, t.prompt_length, np.asarray(t.loss_mask, bool), t.log_probs, float(advantage), t.routes)
 
     @classmethod
     def demonstration(cls, prompt: list[int], response: list[int]) -> Sample:
@@ -48,12 +52,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the parallel layout asks of a packed micro-batch."""
+    """What the parallel layout and the model's routers ask of a packed micro-batch."""
 
     tensor: int = 1
+    tensor_rank: int = 0
     context: int = 1
     context_rank: int = 0
     pad_token: int = 0
+    routes: RouteShape | None = None
+    """None: a dense model."""
+    cached_tokens: int = 0
+    """Tokens of each response whose router features are kept."""
 
     @property
     def sequence_multiple(self) -> int:
@@ -98,9 +107,13 @@ class Batch:
     """Index of each of the S sequences in the list that was packed"""
     scored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Log-probs [T] of earlier passes ('old', 'reference'), on the pipeline stage that computes them."""
+    routes: RouteTable | None = None
+    """Of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
+    without_route: int = 0
+    """Tokens on this context-parallel rank whose experts the engine did not tell."""
 
     def to(self, device: torch.device) -> Batch:
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, (torch.Tensor, RouteTable))}
         return Batch(**{**vars(self), **moved})
 
     def take(self, rows: torch.Tensor) -> Batch:
@@ -163,6 +176,7 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
 
     local = np.concatenate([_zigzag(a, b, layout) for a, b in pairwise(borders)])
     pick = lambda array: torch.from_numpy(np.ascontiguousarray(array[local]))  # noqa: E731
+    routes = None if layout.routes is None else _engine_routes(samples, indices, borders, layout.routes)
     return Batch(
         tokens=pick(tokens)[None],
         position_ids=pick(position_ids)[None],
@@ -176,6 +190,39 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
         num_sequences=len(indices),
         sequence_lengths=torch.tensor([float(samples[i].loss_mask.sum()) for i in indices]),
         samples=list(indices),
+        routes=None if routes is None else _route_table(routes, mask, sequence_ids, local, layout),
+        without_route=0 if routes is None else int((_missing(routes) & (sequence_ids >= 0))[local].sum()),
+    )
+
+
+def _engine_routes(samples: list[Sample], indices: list[int], borders: np.ndarray, shape: RouteShape) -> np.ndarray:
+    """[total, moe_layers, topk], with sentinels for padding and for sequences without routes."""
+    routes = shape.empty(int(borders[-1]))
+    for i, start in zip(indices, borders, strict=False):
+        if samples[i].routes is not None:
+            routes[start : start + samples[i].inputs] = samples[i].routes
+    return routes
+
+
+def _missing(routes: np.ndarray) -> np.ndarray:
+    """[tokens] bool"""
+    return ~has_route(torch.from_numpy(routes[:, 0])).numpy()
+
+
+def _route_table(
+    routes: np.ndarray, mask: np.ndarray, sequence_ids: np.ndarray, local: np.ndarray, layout: Layout
+) -> RouteTable:
+    """What the routers of this process remember: of the tokens that sequence parallelism leaves it."""
+    own = np.split(local, layout.tensor)[layout.tensor_rank]
+    cached = np.zeros(len(mask), bool)
+    for row in range(sequence_ids.max() + 1):
+        learned = np.flatnonzero(mask & (sequence_ids == row))
+        cached[learned[spread(len(learned), layout.cached_tokens)]] = True
+    return RouteTable(
+        moe_layers=layout.routes.moe_layers,
+        counted=torch.from_numpy(mask[own]),
+        cached=torch.from_numpy(np.flatnonzero(cached[own])),
+        engine=torch.from_numpy(routes[own]) if not _missing(routes).all() else None,
     )
 
 

@@ -5,21 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Config
 from megatron_rl.models.build import Model, load
+from megatron_rl.models.packed import PackedBatch
+from megatron_rl.models.parallel_check import expert_count
+from megatron_rl.models.router import routers
+from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.routing.metrics import route_sums
+from megatron_rl.routing.replay import PREDICTING, PredictorLoss, RoutePass
+from megatron_rl.routing.table import RouteShape
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
 from megatron_rl.trainer.objective import Scale, Sums
 from megatron_rl.trainer.optimizer import make_optimizer, make_scheduler, wrap_ddp
 from megatron_rl.trainer.packing import Batch, Layout, Sample, micro_batch_count, pack_all
 from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.trainer.predictors import Predictors
 
 Objective = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Sums]]
 """(micro-batch, values [2, T]) -> (loss sum, metric sums)."""
@@ -35,10 +43,14 @@ class Trainer:
         self.temperature = temperature
         self.layout = Layout(
             tensor=config.parallel.tensor,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             context=config.parallel.context,
             context_rank=parallel_state.get_context_parallel_rank(),
+            routes=route_shape(model) if not config.model.moe_router_fusion else None,
+            cached_tokens=config.routing.cached_tokens,
         )
         self.chunks = model.make_chunks()
+        self.predictors = self._make_predictors()
         self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
         self._export_plan: list | None = None
         self.ddp = wrap_ddp(config, self.chunks)
@@ -61,6 +73,16 @@ class Trainer:
             chunk.eval()
         return chunks
 
+    def _make_predictors(self) -> Predictors | None:
+        """None where none is asked for, or this pipeline stage has no MoE layer."""
+        if self.config.routing.source not in PREDICTING:
+            return None
+        found = dict(routers(self.chunks))
+        for router in found.values():
+            router.add_predictor()
+        multiplier = self.config.routing.predictor_lr_multiplier
+        return Predictors(found.items(), self.config.optimizer, multiplier) if found else None
+
     # -- micro-batches ------------------------------------------------------------------------------------------------
 
     def pack(self, samples: list[Sample]) -> list[Batch]:
@@ -76,14 +98,18 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, batches: list[Batch], name: str, chunks: list[torch.nn.Module] | None = None) -> None:
-        """Forward alone: store log-probs [T] as batch.scored[name] on the last pipeline stage."""
+        """Forward alone: store log-probs [T] as batch.scored[name] on the last pipeline stage.
+
+        The policy's own pass (no other `chunks`) is that of the old snapshot: routers record their routes and features.
+        """
 
         def objective(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Sums]:
             batch.scored[name] = values[0]
             return values.sum(), {}
 
+        passes = self._passes(batches, "score") if chunks is None else [None] * len(batches)
         options = {"with_entropy": False, "pointwise": False}
-        self._run(chunks or self.chunks, batches, objective, forward_only=True, **options)
+        self._run(chunks or self.chunks, batches, passes, objective, forward_only=True, **options)
 
     def score_reference(self, batches: list[Batch]) -> None:
         """Log-probs of the frozen reference, as batch.scored['reference']."""
@@ -91,22 +117,33 @@ class Trainer:
             self.score(batches, "reference", self.reference)
 
     def update(
-        self, batches: list[Batch], objective: Objective, *, pointwise: bool, with_entropy: bool = True
+        self,
+        batches: list[Batch],
+        objective: Objective,
+        *,
+        pointwise: bool,
+        with_entropy: bool = True,
+        learn_routes: bool = False,
     ) -> dict[str, float]:
         """Forward, backward, gradient reduction, clipping, one optimizer step. Returns metric sums over all ranks.
 
-        pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves). A
-        step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
+        pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves).
+        learn_routes: route predictors learn too, from the routers as they are now. A step whose gradient norm is not
+        finite changes nothing and is reported as 'update/skipped' = 1.
         """
         for ddp in self.ddp:
             ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         options = {"with_entropy": with_entropy, "pointwise": pointwise}
-        sums = self._run(self.ddp, batches, objective, forward_only=False, **options)
-        metrics = self._total(sums)
-        metrics["update/lr"] = self.optimizer.param_groups[0]["lr"]
+        learn = self.config.routing.predictor_loss if learn_routes and self.predictors else None
+        passes = self._passes(batches, "update", learn)
+        sums = self._run(self.ddp, batches, passes, objective, forward_only=False, **options)
+        metrics = self._total(sums, route_sums(passes))
+        lr = metrics["update/lr"] = self.optimizer.param_groups[0]["lr"]
         done, norm = self._step()
+        if learn:
+            self.predictors.step(passes, lr)
         metrics["update/grad_norm"] = norm
         metrics["update/skipped"] = float(not done)
         if done:
@@ -134,16 +171,24 @@ class Trainer:
             dist.all_reduce(tensor, group=parallel_state.get_context_parallel_group())
         return tensor
 
+    def _passes(
+        self, batches: list[Batch], stage: Literal["score", "update"], learn: PredictorLoss | None = None
+    ) -> list[RoutePass | None]:
+        """What the routers of the policy do with each micro-batch; None for a dense model."""
+        source, shape = self.config.routing.source, self.layout.routes
+        return [None if shape is None else RoutePass(b.routes, source, shape.experts, stage, learn) for b in batches]
+
     def _run(
-        self, chunks, batches, objective, *, forward_only: bool, with_entropy: bool, pointwise: bool
+        self, chunks, batches, passes, objective, *, forward_only: bool, with_entropy: bool, pointwise: bool
     ) -> list[Sums]:
         if forward_only:
             for chunk in chunks:
                 chunk.eval()
+        data = [zip(batches, passes, strict=True) for _ in chunks]
         step = partial(self._forward_step, objective=objective, with_entropy=with_entropy, pointwise=pointwise)
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            data_iterator=data if len(chunks) > 1 else data[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(batches),
             seq_length=self.config.batch.tokens_per_micro_batch,
@@ -152,16 +197,22 @@ class Trainer:
         )
 
     def _forward_step(
-        self, iterator: Iterator[Batch], chunk, *, objective: Objective, with_entropy: bool, pointwise: bool
+        self,
+        iterator: Iterator[tuple[Batch, RoutePass | None]],
+        chunk,
+        *,
+        objective: Objective,
+        with_entropy: bool,
+        pointwise: bool,
     ):
-        batch = next(iterator)
+        batch, route_pass = next(iterator)
 
         def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
             entropy = torch.zeros_like(log_probs) if entropy is None else entropy
             return objective(batch.take(rows), torch.stack([log_probs, entropy]))[0]
 
         borders = batch.cu_seqlens
-        packed = PackedSeqParams(
+        packed = PackedBatch(
             qkv_format="thd",
             cu_seqlens_q=borders,
             cu_seqlens_kv=borders,
@@ -169,6 +220,7 @@ class Trainer:
             cu_seqlens_kv_padded=borders,
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
+            routing=route_pass,
         )
         values = chunk(
             input_ids=batch.tokens,
@@ -193,9 +245,10 @@ class Trainer:
 
         return values, loss
 
-    def _total(self, micro_batch_sums: list[Sums]) -> dict[str, float]:
-        """Add up metric sums over micro-batches and over the ranks that computed them (one per tensor-parallel group)."""
-        mine: dict[str, float] = {}
+    def _total(self, micro_batch_sums: list[Sums], of_routers: dict[str, float]) -> dict[str, float]:
+        """Add up metric sums over micro-batches and over the ranks that computed them: those of tokens are counted once
+        per tensor-parallel group, those of routers on every rank, as each has tokens or layers of its own."""
+        mine = dict(of_routers)
         if self.reports:
             for sums in micro_batch_sums:
                 for key, value in sums.items():
@@ -210,8 +263,18 @@ class Trainer:
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full Hugging Face tensors, one at a time (a collective: every process iterates to the end)."""
-        self._export_plan = self._export_plan or self.model.export_plan(self.chunks)
+        if self._export_plan is None:  # an engine has predictors where it records the routes
+            with_predictors = self.config.routing.source == "predicted_rollout"
+            self._export_plan = self.model.export_plan(self.chunks, predictors=with_predictors)
         return self.model.export_hf_weights(self.chunks, self._export_plan)
+
+
+def route_shape(model: Model) -> RouteShape | None:
+    """What the routes of a model look like; None for a dense one."""
+    if not expert_count(model.hf_config):
+        return None
+    layout = RouteLayout.from_config(model.hf_config.to_dict())
+    return RouteShape(layout.moe_layers, layout.experts, layout.topk)
 
 
 def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, temperature: float) -> Trainer:
@@ -222,6 +285,7 @@ def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, temperatu
         precision=config.precision.train,
         recompute=config.model.recompute,
         moe_dispatcher=config.model.moe_dispatcher,
+        moe_router_fusion=config.model.moe_router_fusion,
         moe_aux_loss=config.model.moe_aux_loss,
         freeze_router=config.model.freeze_router,
     )

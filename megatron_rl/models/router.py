@@ -1,0 +1,69 @@
+"""The router of a MoE layer, and the layer that tells it of the pass that it is part of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_rl.models.packed import PackedBatch
+from megatron_rl.routing.predictor import RoutePredictor
+from megatron_rl.routing.replay import RouteSelector
+
+
+class ReplayRouter(TopKRouter):
+    """Megatron's router, whose choice of experts a `RoutePass` may record, predict or replay.
+
+    Scores, weights, groups, expert bias and auxiliary losses stay Megatron's. Without a pass it is Megatron's router.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.router_replay = RouteSelector()
+        self.predictor: RoutePredictor | None = None
+
+    def add_predictor(self) -> None:
+        """Give it an evolution predictor, at zero. The policy's optimizer and gradient buffers never see its weight."""
+        self.predictor = RoutePredictor(self.config.hidden_size, self.num_experts).to(self.weight.device)
+        self.predictor.requires_grad_(False)
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """[s, b, d] -> [s, b, E] logits."""
+        logits = super().gating(input)
+        route_pass = self.router_replay.route_pass
+        if route_pass is None:
+            return logits
+        hidden = input.detach().reshape(-1, input.shape[-1])
+        flat = logits.view(-1, self.num_experts)
+        return route_pass.see_logits(
+            self.router_replay.layer, hidden, flat, self.predictor, self.score_function
+        ).view_as(logits)
+
+
+class ReplayTransformerLayer(TransformerLayer):
+    """Megatron's layer; hands the pass that came with the packing to its router."""
+
+    def _forward_mlp(
+        self,
+        hidden_states: torch.Tensor,
+        inference_context: object = None,
+        padding_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ):
+        arguments = (hidden_states, inference_context, padding_mask, packed_seq_params)
+        router = getattr(self.mlp, "router", None)
+        if router is None or not isinstance(packed_seq_params, PackedBatch):
+            return super()._forward_mlp(*arguments)
+        with router.router_replay.during(packed_seq_params.routing):
+            return super()._forward_mlp(*arguments)
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, ReplayRouter]]:
+    """(model layer from 0, router) of this process's MoE layers."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, ReplayRouter):
+                yield module.router_replay.layer, module

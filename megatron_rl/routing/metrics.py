@@ -1,0 +1,111 @@
+"""Routing in the log: what routers measured, as sums that can be added over micro-batches and processes, and as figures.
+
+Names of the sums of one update: `routing/LAYER/deviation/J` (tokens whose replayed experts differ from the current
+router's in J slots), `routing/LAYER/engine/J` (the engine's experts against the trainer's own before the first update),
+`routing/LAYER/cached`, `/kl`, `/staleness`, `/predictor_loss` (the last three summed over the cached tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatron_rl.routing.replay import RoutePass
+
+PREFIX = "routing/"
+OF_CACHED = ("kl", "staleness", "predictor_loss")
+
+
+def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
+    """What this process's routers measured in one update."""
+    names: list[str] = []
+    values: list[torch.Tensor] = []
+
+    def add(name: str, value: torch.Tensor | float) -> None:
+        names.append(name)
+        values.append(torch.as_tensor(value, dtype=torch.float64).reshape(-1))
+
+    for route_pass in passes:
+        if route_pass is None:
+            continue
+        for layer, counts in route_pass.table.engine_deviations.items():
+            add(f"{PREFIX}{layer}/engine", counts)
+        for layer, stats in route_pass.stats.items():
+            if stats.deviations is not None:
+                add(f"{PREFIX}{layer}/deviation", stats.deviations)
+            if stats.cached:
+                add(f"{PREFIX}{layer}/cached", stats.cached)
+                add(f"{PREFIX}{layer}/kl", stats.kl)
+                add(f"{PREFIX}{layer}/staleness", stats.staleness)
+                if stats.gradient is not None:
+                    add(f"{PREFIX}{layer}/predictor_loss", stats.predictor_loss)
+    sums: dict[str, float] = {}
+    numbers = iter(torch.cat(values).tolist() if values else ())  # one transfer from the device
+    for name, value in zip(names, values, strict=True):
+        several = name.endswith(("/deviation", "/engine"))
+        for slot in range(len(value)):
+            key = f"{name}/{slot}" if several else name
+            sums[key] = sums.get(key, 0.0) + next(numbers)
+    return sums
+
+
+def route_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Figures of one step from the sums of its inner updates, over all processes.
+
+    routing/agreement (mean over tokens, layers and updates of |replayed and current| / k), routing/deviation_J (shares),
+    routing/kl and routing/staleness (total variation), both a token and layer, from the distribution that the replayed
+    routes stand for to the current router's; routing/predictor_loss; routing/engine_agreement. The same below
+    routing/update_U/ (from 1) and routing/layer_LL/, agreement and kl also below routing/layer_LL/update_U/.
+    """
+    cells: dict[tuple[int, int], dict[str, float]] = {}  # (layer, update) -> sums
+    for number, sums in enumerate(updates, 1):
+        for key, value in sums.items():
+            if key.startswith(PREFIX):
+                layer, name = key.removeprefix(PREFIX).split("/", 1)
+                cells.setdefault((int(layer), number), {})[name] = value
+    layers, numbers = sorted({cell[0] for cell in cells}), sorted({cell[1] for cell in cells})
+    metrics = _named("", cells.values())
+    for number in numbers:
+        metrics |= _named(f"update_{number}/", [sums for cell, sums in cells.items() if cell[1] == number])
+    for layer in layers:
+        metrics |= _named(f"layer_{layer:02}/", [sums for cell, sums in cells.items() if cell[0] == layer])
+    for (layer, number), sums in sorted(cells.items()):
+        one = _figures([sums])
+        for name in ("agreement", "kl"):
+            if name in one:
+                metrics[f"{PREFIX}layer_{layer:02}/update_{number}/{name}"] = one[name]
+    return metrics
+
+
+def _named(prefix: str, cells: Iterable[dict[str, float]]) -> dict[str, float]:
+    return {f"{PREFIX}{prefix}{name}": value for name, value in _figures(list(cells)).items()}
+
+
+def _figures(cells: list[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for sums in cells:
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + value
+    figures: dict[str, float] = {}
+    counts = _counts(total, "deviation")
+    if sum(counts):
+        figures["agreement"] = _agreement(counts)
+        figures |= {f"deviation_{slot}": count / sum(counts) for slot, count in enumerate(counts)}
+    if sum(engine := _counts(total, "engine")):
+        figures["engine_agreement"] = _agreement(engine)
+    for name in OF_CACHED:
+        tokens = sum(sums["cached"] for sums in cells if name in sums)
+        if tokens:
+            figures[name] = total[name] / tokens
+    return figures
+
+
+def _counts(total: dict[str, float], kind: str) -> list[float]:
+    found = {int(name.split("/")[1]): value for name, value in total.items() if name.startswith(f"{kind}/")}
+    return [found.get(slot, 0.0) for slot in range(max(found, default=-1) + 1)]
+
+
+def _agreement(counts: list[float]) -> float:
+    topk = len(counts) - 1
+    return 1 - sum(slot * count for slot, count in enumerate(counts)) / (topk * sum(counts))

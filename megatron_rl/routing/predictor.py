@@ -1,0 +1,50 @@
+"""The evolution predictor of Pr2: a linear map beside each router that learns where the router will go."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.routing.agreement import route_kl
+
+PredictorLoss = Literal["kl", "delta"]
+
+
+class RoutePredictor(nn.Module):
+    """Bias for router logits from the router's input, `[..., d]` -> `[..., E]` fp32; zero at the start (Pr2, Section 4.1).
+
+    Its weight `[E, d]` is fp32 whatever the model's dtype: it changes by less than bf16 resolves.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size, dtype=torch.float32))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden.to(self.weight.dtype), self.weight)
+
+
+def predictive_loss(
+    current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor, *, score_function: str = "softmax"
+) -> Tensor:
+    """Mean over tokens of KL(stopgrad(rho) || rho_hat), rho_hat of stopgrad(z_old) + bias (Pr2, Eq. 8, one layer).
+
+    current_logits, recorded_logits, predicted_bias: `[T, E]`. Gradients reach predicted_bias alone.
+    """
+    _check(current_logits, recorded_logits, predicted_bias)
+    return route_kl(current_logits.detach(), recorded_logits.detach() + predicted_bias, score_function).mean()
+
+
+def delta_loss(current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor) -> Tensor:
+    """Mean over tokens of |bias - stopgrad(z - z_old)|^2, both centred over the experts (Pr2, Appendix G)."""
+    _check(current_logits, recorded_logits, predicted_bias)
+    error = predicted_bias - (current_logits - recorded_logits).detach()
+    return (error - error.mean(-1, keepdim=True)).square().sum(-1).mean()
+
+
+def _check(*tensors: Tensor) -> None:
+    shapes = [tuple(t.shape) for t in tensors]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
+        raise ValueError(f"router logits of shapes {shapes}: current, recorded and bias are all [T, E]")

@@ -1,0 +1,222 @@
+"""Replay as an object that travels with its micro-batch: what routers remember of it, and what they do in one pass.
+
+A `RouteTable` belongs to one packed micro-batch on one process and holds what its routers recorded. A `RoutePass` is
+one forward (and backward) of that micro-batch; it goes through the model beside the packing, so that micro-batches in
+flight, pipeline stages and recomputation each meet their own. A router holds a `RouteSelector`, which is told of
+the pass for the duration of its layer's forward and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl.routing.agreement import deviation_counts, route_kl, route_staleness
+from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predictive_loss
+from megatron_rl.routing.table import has_route, route_dtype
+
+RouteSource = Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"]
+PREDICTING = ("predicted", "predicted_rollout")
+FROM_ENGINE = ("rollout", "predicted_rollout")
+
+
+@dataclass
+class Features:
+    """What one router saw of C cached tokens when routes were recorded."""
+
+    hidden: Tensor | None
+    """[C, d] router input, where a predictor learns from it."""
+    logits: Tensor
+    """[C, E] fp32, without the predictor's bias."""
+    bias: Tensor | None
+    """[C, E] fp32: the predictor's at that time."""
+
+    @property
+    def predicted(self) -> Tensor:
+        """[C, E]: logits of the distribution that the recorded routes stand for."""
+        return self.logits if self.bias is None else self.logits + self.bias
+
+
+@dataclass
+class RouteTable:
+    """Routes and features of one micro-batch: the T tokens that reach this process's routers, in their order."""
+
+    moe_layers: tuple[int, ...]
+    counted: Tensor
+    """[T] bool: tokens that metrics count, those whose prediction is in the loss."""
+    cached: Tensor
+    """[C] int64: rows whose features are kept."""
+    engine: Tensor | None = None
+    """[T, moe_layers, k] expert ids of the rollout engine, sentinels where it has none."""
+    recorded: dict[int, Tensor] = field(default_factory=dict)
+    """[T, k] ids by model layer, from the trainer's own recording pass."""
+    features: dict[int, Features] = field(default_factory=dict)
+    engine_deviations: dict[int, Tensor] = field(default_factory=dict)
+    """[k + 1] counts by layer: engine's routes against the trainer's own under the old weights."""
+
+    def to(self, device: torch.device) -> RouteTable:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
+        return RouteTable(**{**values, **moved})
+
+    def engine_route(self, layer: int) -> Tensor | None:
+        """[T, k] ids of the engine for a model layer."""
+        return None if self.engine is None else self.engine[:, self.moe_layers.index(layer)]
+
+
+@dataclass
+class LayerStats:
+    """What one layer's router measured of one micro-batch in one update; sums over tokens."""
+
+    deviations: Tensor | None = None
+    """[k + 1] counts of tokens: replayed (or recorded) against the current router's own experts."""
+    cached: int = 0
+    """Tokens behind the sums below."""
+    kl: Tensor | float = 0.0
+    staleness: Tensor | float = 0.0
+    predictor_loss: Tensor | float = 0.0
+    gradient: Tensor | None = None
+    """[E, d] of the summed predictor loss."""
+
+
+@dataclass
+class RoutePass:
+    """One pass of a micro-batch: `score` before the first update of a rollout batch, `update` in each of them."""
+
+    table: RouteTable
+    source: RouteSource
+    experts: int
+    stage: Literal["score", "update"]
+    learn: PredictorLoss | None = None
+    """Loss of the predictors in this pass; None: they rest."""
+    stats: dict[int, LayerStats] = field(default_factory=dict)
+
+    # -- called by the router of each layer, in this order ------------------------------------------------------------
+
+    def see_logits(
+        self, layer: int, hidden: Tensor, logits: Tensor, predictor: RoutePredictor | None, score_function: str
+    ) -> Tensor:
+        """Router input [T, d] and logits [T, E] before the choice of experts; returns the logits to choose with."""
+        if self.stage == "score":
+            return self._record_features(layer, hidden.detach(), logits, predictor)
+        if layer not in self.stats:  # recomputation runs a layer again
+            self.stats[layer] = self._measure(layer, logits.detach(), predictor, score_function)
+        return logits
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        """Expert ids [T, k] int64 of this pass. own: [T, k], the choice of the model's router by itself."""
+        replayed = self._replayed(layer)
+        self._compare(layer, replayed, own)
+        if replayed is not None:
+            return torch.where(has_route(replayed)[:, None], replayed.long(), own)
+        if self.stage == "score":
+            self.table.recorded[layer] = own.to(route_dtype(self.experts))
+        return own
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _replayed(self, layer: int) -> Tensor | None:
+        """[T, k] ids that stand in for the router's own; None: it chooses."""
+        if self.source in FROM_ENGINE:
+            return self.table.engine_route(layer)
+        if self.source == "free" or self.stage == "score":
+            return None
+        return self.table.recorded.get(layer)  # one update per rollout batch has no recording pass, and needs none
+
+    def _record_features(self, layer: int, hidden: Tensor, logits: Tensor, predictor: RoutePredictor | None) -> Tensor:
+        table = self.table
+        bias = None if predictor is None or self.source in FROM_ENGINE else predictor(hidden)
+        if (given := table.features.get(layer)) is not None:  # by the engine
+            given.bias = predictor(given.hidden)
+        elif predictor is None:
+            table.features[layer] = Features(None, logits[table.cached], None)
+        else:
+            kept = hidden[table.cached]
+            kept_bias = predictor(kept) if bias is None else bias[table.cached]
+            table.features[layer] = Features(kept, logits[table.cached], kept_bias)
+        return logits if bias is None else logits + bias
+
+    def _measure(self, layer: int, logits: Tensor, predictor: RoutePredictor | None, score_function: str) -> LayerStats:
+        features = self.table.features.get(layer)
+        if features is None or not len(features.logits):
+            return LayerStats()
+        current, predicted = logits[self.table.cached], features.predicted
+        stats = LayerStats(
+            cached=len(current),
+            kl=route_kl(current, predicted, score_function).sum(),
+            staleness=route_staleness(current, predicted, score_function).sum(),
+        )
+        if self.learn is not None and predictor is not None:
+            with torch.enable_grad():
+                weight = predictor.weight.detach().requires_grad_()
+                bias = torch.nn.functional.linear(features.hidden.to(weight.dtype), weight)
+                if self.learn == "delta":
+                    loss = delta_loss(current, features.logits, bias)
+                else:
+                    loss = predictive_loss(current, features.logits, bias, score_function=score_function)
+                loss = loss * len(current)
+            (stats.gradient,) = torch.autograd.grad(loss, weight)
+            stats.predictor_loss = loss.detach()
+        return stats
+
+    def _compare(self, layer: int, replayed: Tensor | None, own: Tensor) -> None:
+        table = self.table
+        engine = table.engine_route(layer)
+        if engine is not None and layer not in table.engine_deviations:
+            table.engine_deviations[layer] = self._deviations(engine, own)
+        if self.stage == "update" and self.stats[layer].deviations is None:
+            reference = table.recorded.get(layer) if replayed is None else replayed
+            if reference is not None:
+                self.stats[layer].deviations = self._deviations(reference, own)
+
+    def _deviations(self, routes: Tensor, own: Tensor) -> Tensor:
+        rows = self.table.counted & has_route(routes)
+        return deviation_counts(routes[rows], own[rows])
+
+
+class RouteSelector:
+    """What a router asks for its experts; it has the interface of Megatron-Core's RouterReplay, and none of its globals."""
+
+    def __init__(self) -> None:
+        self.layer_number: int | None = None
+        """Of the model, from 1; Megatron's router sets it."""
+        self.route_pass: RoutePass | None = None
+        self._asked = False
+
+    @property
+    def layer(self) -> int:
+        return self.layer_number - 1
+
+    @contextmanager
+    def during(self, route_pass: RoutePass | None) -> Iterator[None]:
+        """Obey `route_pass` inside the block. Errors: RuntimeError where the router chose without asking."""
+        self.route_pass, self._asked = route_pass, False
+        try:
+            yield
+        finally:
+            self.route_pass = None
+        if route_pass is not None and not self._asked:
+            raise RuntimeError(
+                f"router of layer {self.layer}: chose its experts without looking at the routes to replay"
+            )
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        own: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """(scores [T, k], ids [T, k]) of this pass's experts. scores: [T, E] in which `own` finds the router's choice."""
+        if self.route_pass is None:
+            return own(scores, topk, num_groups, group_topk)
+        self._asked = True
+        _, ids = own(scores.detach(), topk, num_groups, group_topk)
+        chosen = self.route_pass.choose(self.layer, ids)
+        return scores.gather(1, chosen), chosen

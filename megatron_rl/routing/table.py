@@ -1,0 +1,66 @@
+"""Tables of expert ids as they travel: one byte an id (two from 256 experts on), and a sentinel for "no route"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+NO_ROUTE = {torch.uint8: 255, torch.int16: -1}
+"""Sentinel by dtype; a token without a route has it in all its slots."""
+
+
+def route_dtype(experts: int) -> torch.dtype:
+    """uint8 while 255 is free to be the sentinel, int16 above."""
+    return torch.uint8 if experts <= 255 else torch.int16
+
+
+def has_route(routes: torch.Tensor) -> torch.Tensor:
+    """`[..., k]` ids -> `[...]` bool."""
+    return routes[..., 0] != NO_ROUTE[routes.dtype]
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """What a model's routes look like."""
+
+    moe_layers: tuple[int, ...]
+    """Model layers (from 0) that have experts: the columns of a table."""
+    experts: int
+    topk: int
+
+    def empty(self, tokens: int) -> np.ndarray:
+        """[tokens, moe_layers, topk] of sentinels."""
+        dtype = route_dtype(self.experts)
+        numpy_dtype = np.uint8 if dtype == torch.uint8 else np.int16
+        return np.full((tokens, len(self.moe_layers), self.topk), NO_ROUTE[dtype], numpy_dtype)
+
+    def check(self, routes: np.ndarray, tokens: int) -> None:
+        """Whether [tokens, moe_layers, topk] ids can be replayed in this model. Errors: ValueError saying why not."""
+        wanted = (tokens, len(self.moe_layers), self.topk)
+        if routes.shape != wanted:
+            names = ("input tokens", "MoE layers", "experts a token")
+            name, found, expected = next(
+                (triple for triple in zip(names, routes.shape, wanted, strict=False) if triple[1] != triple[2]),
+                ("dimensions", routes.ndim, 3),
+            )
+            raise ValueError(f"routes have {found} {name}, the model wants {expected}")
+        if routes.dtype != self.empty(0).dtype:
+            raise ValueError(f"routes are {routes.dtype}, those of {self.experts} experts are {self.empty(0).dtype}")
+        missing = routes == NO_ROUTE[route_dtype(self.experts)]
+        if (missing.any(-1) != missing.all(-1)).any():
+            raise ValueError("routes have a token with a part of its experts alone")
+        wrong = ~missing & ((routes < 0) | (routes >= self.experts))
+        if wrong.any():
+            raise ValueError(f"routes name expert {routes[wrong][0]}, the model has {self.experts}")
+        ordered = np.sort(routes, axis=-1)
+        if ((ordered[..., 1:] == ordered[..., :-1]) & ~missing.all(-1, keepdims=True)).any():
+            raise ValueError("routes name an expert twice for one token")
+
+
+def spread(count: int, budget: int) -> np.ndarray:
+    """At most `budget` of the positions 0..count-1, evenly spread from the first to the last (Pr2, Appendix E.1)."""
+    if count <= budget:
+        return np.arange(count)
+    return np.linspace(0, count - 1, budget).round().astype(np.int64)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -16,6 +18,7 @@ import yaml
 from megatron_rl.config import parse_yaml
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, TIMES, read_json_lines
+from megatron_rl.metrics.routing_pictures import STYLE, deviation_svg, deviation_tails, heat_maps, heatmap_svg
 
 MOST_POINTS = 1500
 """A longer series is averaged over even pieces."""
@@ -58,11 +61,6 @@ CHARTS: tuple[dict[str, Any], ...] = (
     },
     {"title": "Policy loss", "note": "as it is minimised", "series": {"loss/policy": "loss"}},
     {"title": "KL to the reference", "note": "nats per token", "series": {"kl/reference": "KL"}},
-    {
-        "title": "Routing agreement",
-        "note": "experts in common, engine and trainer",
-        "series": {"routing/agreement": "share"},
-    },
     {"title": "Response length", "note": "tokens, mean", "series": {"response/length": "tokens"}},
     {"title": "Gradient norm", "note": "before clipping", "series": {"update/grad_norm": "norm"}, "scale": "log"},
     {
@@ -79,7 +77,47 @@ CHARTS: tuple[dict[str, Any], ...] = (
         "unit": "s",
     },
 )
-"""A series "a*" stands for all metrics that begin with "a"; a chart without data is left out."""
+"""A series "a*b" stands for all metrics "a", anything, "b"; a chart without data is left out."""
+
+ROUTING_CHARTS: tuple[dict[str, Any], ...] = (
+    {
+        "title": "Routing agreement",
+        "note": "experts in common: replayed route and current router, mean over tokens, layers and updates",
+        "series": {"routing/agreement": "all updates", "routing/update_*/agreement": "update *"},
+        "range": [0.98, 1],
+    },
+    {
+        "title": "Route KL",
+        "note": "recorded against current router, nats per token and layer",
+        "series": {"routing/kl": "all updates", "routing/update_*/kl": "update *"},
+        "scale": "log",
+    },
+    {
+        "title": "Predictor loss",
+        "note": "as it is minimised, from the second update on",
+        "series": {"routing/predictor_loss": "all updates", "routing/update_*/predictor_loss": "update *"},
+        "scale": "log",
+    },
+    {
+        "title": "Routing staleness",
+        "note": "soft total variation between recorded and current router, 0 to 1",
+        "series": {"routing/staleness": "staleness"},
+    },
+    {
+        "title": "Engine agreement",
+        "note": "experts in common: rollout engine and trainer",
+        "series": {"routing/engine_agreement": "share"},
+        "range": [0.98, 1],
+    },
+    {
+        "title": "Tokens without a route",
+        "note": "routed freely instead",
+        "series": {"routing/fallback_tokens": "tokens"},
+    },
+)
+"""Its series after the first one are the inner updates of a rollout batch."""
+
+PICTURE_WIDTH = 1080
 
 
 @dataclass(frozen=True)
@@ -98,6 +136,10 @@ class RunLog:
             return found
         pieces = [found[i : i + size] for i in range(0, len(found), size)]
         return [[piece[-1][0], statistics.fmean(value for _, value in piece)] for piece in pieces]
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        return sorted({name for line in self.lines for name in line})
 
     def setting(self, key: str, default: Any = None) -> Any:
         value: Any = self.config
@@ -119,6 +161,9 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
     if not folders:
         raise UserError("report: name at least one run's folder")
     runs = [_read(folder) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=str(run.folder)) for run in runs]
+    charts = _charts(runs, CHARTS, "charts") + _charts(runs, ROUTING_CHARTS, "routing") + _routing_pictures(runs)
     path = Path(output) if output else (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
     template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
     many = len(runs) > 1
@@ -127,11 +172,12 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
         title=_escape(" · ".join(run.name for run in runs)) + " - megatron_rl",
         heading=heading,
         facts="".join(f"<span>{_escape(fact)}</span>" for fact in ([] if many else _facts(runs[0]))),
-        body=_body(runs),
+        body=_body(runs, charts),
+        picture_style=STYLE,
         footer="megatron_rl · thin lines are single steps, thick ones their exponential mean"
         if any(len(run.lines) >= 25 for run in runs)
         else "megatron_rl",
-        data=_script_json({"charts": _charts(runs), "samples": _samples(runs), "good": 0.5}),
+        data=_script_json({"charts": charts, "samples": _samples(runs), "good": 0.5}),
     )
     try:
         path.write_text(page, encoding="utf-8")
@@ -196,7 +242,7 @@ def _facts(run: RunLog) -> list[str]:
     return [fact for fact in facts if fact]
 
 
-def _body(runs: list[RunLog]) -> str:
+def _body(runs: list[RunLog], charts: list[dict[str, Any]]) -> str:
     parts = []
     if len(runs) == 1:
         parts.append(_tiles(runs[0]))
@@ -207,6 +253,8 @@ def _body(runs: list[RunLog]) -> str:
         parts.append('<h2>Curves</h2><div class="charts" id="charts"></div>')
     else:
         parts.append('<div class="card empty" id="charts">No step has been logged yet.</div>')
+    if any(chart["section"] == "routing" for chart in charts):
+        parts.append('<h2>Routing</h2><div class="charts" id="routing"></div>')
     if any(run.samples for run in runs):
         parts.append(
             '<div class="head"><h2>Sample rollouts</h2><label>from <select id="sample-step"></select></label></div>'
@@ -310,33 +358,81 @@ def _differences(runs: list[RunLog]) -> str:
     )
 
 
-def _charts(runs: list[RunLog]) -> list[dict[str, Any]]:
+def _charts(runs: list[RunLog], templates: Sequence[dict[str, Any]], section: str) -> list[dict[str, Any]]:
     """The charts that have data: all of a chart's series for one run, its first one for each of several."""
     charts = []
-    for chart in CHARTS:
+    for chart in templates:
         if chart.get("kind") == "area" and len(runs) > 1:  # stacks of several runs would hide each other
             chart = {"title": "Time of a step", "note": "seconds", "series": {"time/step_s": "step"}, "unit": "s"}
-        series = []
+        series: list[dict[str, Any]] = []
         for index, run in enumerate(runs):
-            for position, (metric, label) in enumerate(_expand(chart["series"], run).items()):
+            metrics = _expand(chart["series"], run)
+            for position, (metric, label) in enumerate(metrics.items()):
                 points = run.points(metric)
-                if points and (len(runs) == 1 or position == 0):
-                    name, color = (label, position) if len(runs) == 1 else (run.name, index)
-                    series.append({"label": name, "color": color, "points": points})
+                if not points or (len(runs) > 1 and position > 0):
+                    continue
+                name, color = (label, position) if len(runs) == 1 else (run.name, index)
+                if section == "routing" and len(runs) == 1 and len(metrics) > 1:
+                    if series and points == series[0]["points"]:  # the only update is all of them
+                        continue
+                    color = _shade(position, len(metrics) - 1)
+                if chart.get("scale") == "log" and all(value <= 0 for _, value in points):
+                    name += " (zero, below a log scale)"
+                series.append({"label": name, "color": color, "points": points})
         if series:
-            charts.append({**chart, "series": series})
+            charts.append({**chart, "section": section, "series": series})
+    return charts
+
+
+def _shade(position: int, last: int) -> str:
+    """Colours of an ordered row from 1 to last; 0 is their mean's."""
+    share = 100 * (position - 1) / max(last - 1, 1)
+    return f"color-mix(in oklab, var(--s0), var(--s4) {share:.0f}%)" if position else "var(--ink)"
+
+
+def _routing_pictures(runs: list[RunLog]) -> list[dict[str, Any]]:
+    """Deviation tails and heat maps: their numbers, and the picture as SVG; none where nothing was logged."""
+    tails = {run.name: deviation_tails(run.lines) for run in runs}
+    charts: list[dict[str, Any]] = []
+    if any(tails.values()):
+        charts.append(
+            {
+                "title": "Deviation tails",
+                "note": "share of the (token, layer) pairs by the slots in which replayed and current experts differ",
+                "series": [
+                    {"label": name, "points": list(enumerate(shares))} for name, shares in tails.items() if shares
+                ],
+                "svg": deviation_svg(tails, width=PICTURE_WIDTH, inline=True),
+            }
+        )
+    for metric, title in (("agreement", "Agreement by layer and update"), ("kl", "Route KL by layer and update")):
+        layers, matrices = heat_maps({run.name: [run.lines] for run in runs}, metric)
+        if matrices:
+            charts.append(
+                {
+                    "title": title,
+                    "note": "light is near to the current router" + (", log scale" if metric == "kl" else ""),
+                    "layers": layers,
+                    "series": [{"label": name, "matrix": matrix} for name, matrix in matrices.items()],
+                    "svg": heatmap_svg(matrices, layers, kl=metric == "kl", width=PICTURE_WIDTH, inline=True),
+                }
+            )
+    for chart in charts:
+        chart |= {"section": "routing", "wide": True, "note": chart["note"] + "; mean of the last quarter of the steps"}
     return charts
 
 
 def _expand(series: dict[str, str], run: RunLog) -> dict[str, str]:
-    """{'eval/pass@*': 'pass@*'} -> {'eval/pass@4': 'pass@4'} by the names that the run has logged."""
+    """{'eval/pass@*': 'pass@*'} -> {'eval/pass@4': 'pass@4'} by the names that the run has logged, 4 before 16."""
     expanded = {}
     for metric, label in series.items():
-        if metric.endswith("*"):
-            found = sorted({name for line in run.lines for name in line if name.startswith(metric[:-1])})
-            expanded |= {name: label[:-1] + name[len(metric) - 1 :] for name in found}
-        else:
+        start, star, end = metric.partition("*")
+        if not star:
             expanded[metric] = label
+            continue
+        found = [name for name in run.metrics if re.fullmatch(f"{re.escape(start)}[^/]+{re.escape(end)}", name)]
+        for name in sorted(found, key=lambda name: (len(name), name)):
+            expanded[name] = label.replace("*", name[len(start) : len(name) - len(end)])
     return expanded
 
 

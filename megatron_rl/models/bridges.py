@@ -57,6 +57,11 @@ class OurSpec:
         ]
         return MegatronMappingRegistry(*mappings, *extra, *predictors)
 
+    def build_conversion_tasks(self, *args, **kwargs) -> list[WeightConversionTask | None]:
+        """Without the names that the bridge kept from an earlier call: routers may have been given predictors since."""
+        self.__dict__.pop("_cached_param_names", None)
+        return super().build_conversion_tasks(*args, **kwargs)
+
     def load_into(self, chunks: list[torch.nn.Module], source: PreTrainedCausalLM) -> Iterator[str]:
         """Copy the folder's weights into the chunks; yields each Megatron parameter's name when it is done.
 

@@ -130,16 +130,19 @@ class RoutePass:
 
     def _record_features(self, layer: int, hidden: Tensor, logits: Tensor, predictor: RoutePredictor | None) -> Tensor:
         table = self.table
-        bias = None if predictor is None or self.source in FROM_ENGINE else predictor(hidden)
+        if self.source not in PREDICTING:
+            table.features[layer] = Features(None, logits[table.cached], None)
+            return logits
         if (given := table.features.get(layer)) is not None:  # by the engine
             given.bias = predictor(given.hidden)
-        elif predictor is None:
-            table.features[layer] = Features(None, logits[table.cached], None)
-        else:
-            kept = hidden[table.cached]
-            kept_bias = predictor(kept) if bias is None else bias[table.cached]
-            table.features[layer] = Features(kept, logits[table.cached], kept_bias)
-        return logits if bias is None else logits + bias
+            return logits
+        kept = hidden[table.cached]
+        if self.source in FROM_ENGINE:  # which has chosen with its predictor; here weights are the router's alone
+            table.features[layer] = Features(kept, logits[table.cached], predictor(kept))
+            return logits
+        bias = predictor(hidden)
+        table.features[layer] = Features(kept, logits[table.cached], bias[table.cached])
+        return logits + bias
 
     def _measure(self, layer: int, logits: Tensor, predictor: RoutePredictor | None, score_function: str) -> LayerStats:
         features = self.table.features.get(layer)
@@ -151,7 +154,7 @@ class RoutePass:
             kl=route_kl(current, predicted, score_function).sum(),
             staleness=route_staleness(current, predicted, score_function).sum(),
         )
-        if self.learn is not None and predictor is not None:
+        if self.learn is not None:
             with torch.enable_grad():
                 weight = predictor.weight.detach().requires_grad_()
                 bias = torch.nn.functional.linear(features.hidden.to(weight.dtype), weight)

@@ -1,0 +1,164 @@
+"""What the process of the predictor tests does: the real trainer, with routers that drift or with the policy's own updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from replays import make_config, make_samples, make_trainer, plant_predictors, shape_of, update
+
+from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.router import routers
+from megatron_rl.routing.metrics import route_metrics
+from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.trainer import Trainer
+
+from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
+
+LEARNING = {"optimizer": {"lr": 1e-3}, "routing": {"predictor_lr_multiplier": 1.0}}
+DRIFTING_STEPS, UPDATES = 8, 8
+
+
+def weights_of(trainer: Trainer) -> dict[str, np.ndarray]:
+    return {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
+
+
+def predictors_of(trainer: Trainer) -> dict[int, np.ndarray]:
+    return {
+        layer: r.predictor.weight.detach().numpy().copy()
+        for layer, r in routers(trainer.chunks)
+        if r.predictor is not None
+    }
+
+
+def drift(model: str, seed: int, source: str, loss: str) -> list[dict[str, float]]:
+    """Routers move along a fixed direction with each update, the policy does not; figures of each rollout batch."""
+    options = {
+        "routing": {"cached_tokens": 64, "predictor_loss": loss, "predictor_lr_multiplier": 4e6},
+        "optimizer": {"lr": 1e-10, "betas": [0.9, 0.95]},
+    }
+    trainer = make_trainer(make_config(model, options, source))
+    shape = shape_of(read_hf_config(model))
+    for _, router in routers(trainer.chunks):
+        router.weight.data.mul_(5.0)  # a random model's is almost flat
+    start = {layer: router.weight.norm().item() for layer, router in routers(trainer.chunks)}
+    lines = []
+    for step in range(DRIFTING_STEPS):
+        batches = trainer.pack(make_samples(seed + step, 16, 64, shape))
+        trainer.score(batches, "old")
+        sums = []
+        for number in range(UPDATES):
+            sums.append(update(trainer, batches, learn=number > 0)[0])
+            for layer, router in routers(trainer.chunks):
+                generator = torch.Generator().manual_seed(seed + layer)
+                direction = torch.randn(router.weight.shape, generator=generator)
+                router.weight.data.add_(direction, alpha=0.006 * start[layer] / float(direction.norm()))
+        lines.append(route_metrics(sums))
+    parallel_state.destroy_model_parallel()
+    return lines
+
+
+def trained(model: str, seed: int, source: str) -> dict:
+    """Four updates of one rollout batch; in `predicted` the predictors learn in all but the first."""
+    trainer = make_trainer(make_config(model, LEARNING, source))
+    batches = trainer.pack(make_samples(seed, 8, 64, shape_of(read_hf_config(model))))
+    trainer.score(batches, "old")
+    sums = [update(trainer, batches, learn=number > 0)[0] for number in range(4)]
+    result = {
+        "scored": [b.scored["old"].numpy().copy() for b in batches],
+        "sums": [{k: v for k, v in s.items() if "predictor_loss" not in k} for s in sums],
+        "weights": weights_of(trainer),
+        "predictors": predictors_of(trainer),
+    }
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def gradients(model: str, seed: int) -> dict:
+    """Gradients of a replayed pass in which every token goes to experts 1 and 4."""
+    trainer = make_trainer(make_config(model, {}, "predicted_rollout"))
+    samples = make_samples(seed, 8, 64, shape_of(read_hf_config(model)))
+    for sample in samples:
+        sample.routes[:] = [4, 1]
+    batches = trainer.pack(samples)
+    plant_predictors(trainer, 0.3)
+    for _, router in routers(trainer.chunks):
+        router.predictor.requires_grad_(True)  # as if something had forgotten that they are not the policy's
+    trainer.score(batches, "old")
+    captured: dict = {}
+    step = trainer._step
+    trainer._step = lambda: (
+        captured.update({layer: router.weight.main_grad.clone() for layer, router in routers(trainer.chunks)}),
+        step(),
+    )[1]
+    before = predictors_of(trainer)
+    update(trainer, batches)
+    parallel_state.destroy_model_parallel()
+    return {
+        "router": {layer: grad.norm(dim=1).tolist() for layer, grad in captured.items()},
+        "predictor_grads": [r.predictor.weight.grad for _, r in routers(trainer.chunks)],
+        "predictors_moved": any((before[layer] != w).any() for layer, w in predictors_of(trainer).items()),
+        "in_optimizer": sum(
+            p is r.predictor.weight
+            for _, r in routers(trainer.chunks)
+            for group in trainer.optimizer.param_groups
+            for p in group["params"]
+        ),
+    }
+
+
+def save_and_go_on(model: str, seed: int, folder: str) -> dict:
+    """Two learned batches, a checkpoint, one more; then the same one more from the checkpoint."""
+    config = make_config(model, LEARNING, "predicted")
+    shape = shape_of(read_hf_config(model))
+
+    def batch(trainer: Trainer, number: int) -> None:
+        batches = trainer.pack(make_samples(seed + number, 6, 64, shape))
+        trainer.score(batches, "old")
+        for index in range(3):
+            update(trainer, batches, learn=index > 0)
+
+    trainer = make_trainer(config)
+    batch(trainer, 0), batch(trainer, 1)
+    path = checkpoint.save(Path(folder), 1, trainer, trainer.ranks, extra={}, keep=1)
+    saved = predictors_of(trainer)
+    batch(trainer, 2)
+    straight = predictors_of(trainer), weights_of(trainer)
+    parallel_state.destroy_model_parallel()
+    again = make_trainer(config)
+    checkpoint.load(path, again, again.ranks)
+    loaded = predictors_of(again)
+    batch(again, 2)
+    resumed = predictors_of(again), weights_of(again)
+    parallel_state.destroy_model_parallel()
+    return {"path": str(path), "saved": saved, "loaded": loaded, "straight": straight, "resumed": resumed}
+
+
+def everything(model: str, seed: int, folder: str) -> dict:
+    """All of the above in one process: most of its time is its start."""
+    cases = {"recorded": ("recorded", "kl"), "kl": ("predicted", "kl"), "delta": ("predicted", "delta")}
+    return {
+        "drift": {name: drift(model, seed, *case) for name, case in cases.items()},
+        "trained": {source: trained(model, seed, source) for source in ("recorded", "predicted")},
+        "gradients": gradients(model, seed),
+        "checkpoint": save_and_go_on(model, seed, folder),
+    }
+
+
+def load_under(model: str, path: str, layouts: list[dict]) -> list[dict]:
+    return [load_elsewhere(model, path, layout) for layout in layouts]
+
+
+def load_elsewhere(model: str, path: str, layout: dict) -> dict:
+    """The predictors and their moments, as another layout finds them in the checkpoint."""
+    trainer = make_trainer(make_config(model, layout, "predicted"))
+    checkpoint.load(Path(path), trainer, trainer.ranks)
+    moments = {
+        layer: trainer.predictors.adam.state[weight]["exp_avg"].numpy().copy()
+        for layer, weight in trainer.predictors.weights.items()
+    }
+    gathered = trainer.ranks.gather((predictors_of(trainer), moments, trainer.predictors.updates))
+    parallel_state.destroy_model_parallel()
+    predictors, moments, updates = zip(*gathered, strict=True)
+    return {"predictors": predictors, "moments": moments, "updates": updates}

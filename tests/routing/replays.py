@@ -1,0 +1,148 @@
+"""What each rank does in the replay tests: score, then update, with the real trainer under one parallel layout."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from megatron_rl.config import Config, build_config
+from megatron_rl.models.router import routers
+from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.routing.table import RouteShape
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.objective import policy_objective
+from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.trainer import Trainer, build_trainer
+
+from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
+
+logging.getLogger("megatron").setLevel(logging.ERROR)
+
+POLICY_LR = 1e-10
+
+
+def shape_of(hf_config) -> RouteShape:
+    layout = RouteLayout.from_config(hf_config.to_dict())
+    return RouteShape(layout.moe_layers, layout.experts, layout.topk)
+
+
+def random_routes(rng: np.random.Generator, shape: RouteShape, tokens: int, missing: float = 0.1) -> np.ndarray:
+    """Different experts for every token and layer, so that a slice of the wrong place shows; some tokens without."""
+    routes = shape.empty(tokens)
+    for token in range(tokens):
+        if rng.random() > missing:
+            for layer in range(len(shape.moe_layers)):
+                routes[token, layer] = rng.permutation(shape.experts)[: shape.topk]
+    return routes
+
+
+def make_samples(seed: int, count: int, vocab: int, shape: RouteShape) -> list[Sample]:
+    """Random sequences of 4..40 tokens with random routes; without special tokens, as in the parity tests."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        prompt, response = int(rng.integers(1, 15)), int(rng.integers(3, 26))
+        samples.append(
+            Sample(
+                tokens=rng.integers(4, vocab, prompt + response).astype(np.int32),
+                prompt_length=prompt,
+                loss_mask=rng.random(response) < 0.9,
+                rollout_log_probs=rng.normal(-3, 1, response).astype(np.float32),
+                advantage=float(rng.normal()),
+                routes=random_routes(rng, shape, prompt + response - 1),
+            )
+        )
+    return samples
+
+
+def make_config(model: str, overrides: dict, source: str) -> Config:
+    base = {
+        "steps": 100,
+        "model": {"path": model},
+        "batch": {"tokens_per_micro_batch": 96, "updates_per_step": 2},
+        # The policy hardly moves from one pass to the next, the predictors do.
+        "optimizer": {"lr": POLICY_LR, "clip_grad": 0.5},
+        "precision": {"train": "fp32"},
+        "routing": {"source": source, "cached_tokens": 9, "predictor_lr_multiplier": 0.01 / POLICY_LR},
+    }
+    for section, values in overrides.items():
+        base[section] = {**base.get(section, {}), **values}
+    return build_config(base)
+
+
+def make_trainer(config: Config) -> Trainer:
+    ranks = parallel.initialize(config.parallel, config.seed)
+    return build_trainer(config, ranks, total_updates=config.steps, temperature=0.7)
+
+
+def update(trainer: Trainer, batches, *, learn: bool = False) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """One update by the policy's own objective; returns its sums, and the log-probs of each micro-batch at its start."""
+    seen: dict[int, torch.Tensor] = {}
+    objective = partial(
+        policy_objective, trainer.config.algorithm, trainer.scale(batches), all_reduce=trainer.context_sum
+    )
+
+    def watch(batch, values):
+        seen.setdefault(id(batch), values[0].detach().clone())
+        return objective(batch, values)
+
+    sums = trainer.update(batches, watch, pointwise=False, learn_routes=learn)
+    return sums, [seen[id(batch)] for batch in batches if id(batch) in seen]
+
+
+def plant_predictors(trainer: Trainer, scale: float) -> None:
+    for layer, router in routers(trainer.chunks):
+        generator = torch.Generator().manual_seed(layer)
+        router.predictor.weight.copy_(scale * torch.randn(router.predictor.weight.shape, generator=generator))
+
+
+def log_probs(trainer: Trainer, batches, mine: list[int]) -> dict[tuple[int, int], float]:
+    """(sample, position) -> scored log-prob, from all ranks that hold some."""
+    found: dict[tuple[int, int], float] = {}
+    for batch in batches:
+        if "old" in batch.scored:
+            for t in batch.mask.nonzero()[:, 0].tolist():
+                sample = mine[batch.samples[int(batch.sequence_ids[t])]]
+                found[sample, int(batch.position_ids[0, t])] = float(batch.scored["old"][t])
+    merged: dict[tuple[int, int], float] = {}
+    for part in trainer.ranks.gather(found):
+        merged |= part
+    return merged
+
+
+def replay(trainer: Trainer, samples: list[Sample], source: str) -> dict:
+    """Score and two updates. `identical`: whether the first update started from exactly the scored log-probs."""
+    trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
+    ranks = trainer.ranks
+    mine = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
+    batches = trainer.pack([samples[i] for i in mine])
+    trainer.score(batches, "old")
+    result: dict = {"log_probs": log_probs(trainer, batches, mine)}
+    first, current = update(trainer, batches)
+    scored = [b.scored["old"] for b in batches if "old" in b.scored]
+    pairs = list(zip(scored, current, [b.mask for b in batches], strict=False))
+    result["identical"] = all(ranks.gather(all(torch.equal(a[m], b[m]) for a, b, m in pairs)))
+    result["compared"] = sum(ranks.gather(len(pairs)))
+    result["sums"] = [first]
+    if source == "predicted":
+        result["sums"].append(update(trainer, batches, learn=True)[0])
+        found = {layer: router.predictor.weight for layer, router in routers(trainer.chunks)}
+        result["predictors"] = ranks.gather({layer: weight.numpy().copy() for layer, weight in found.items()})
+    result["sums"] = [{k: v for k, v in sums.items() if k.startswith("routing/")} for sums in result["sums"]]
+    result["without_route"] = ranks.total(sum(b.without_route for b in batches) if trainer.reports else 0)
+    return result
+
+
+def replays(cases: list[tuple[str, list[Sample], dict]], sources: list[str]) -> list[dict[str, dict]]:
+    """Several (model, samples, layout) of one world size, one after the other on the same processes, all sources each."""
+    results = []
+    for model, samples, layout in cases:
+        trainer = make_trainer(make_config(model, layout, "predicted"))
+        plant_predictors(trainer, 0.3)
+        results.append({source: replay(trainer, samples, source) for source in sources})
+        parallel_state.destroy_model_parallel()
+    return results

@@ -1,0 +1,146 @@
+"""Replay is exact: under every parallel layout, with recomputation and packing, for every family of routers.
+
+Random routes, another one for each token and layer, are replayed, so that any wrong slice changes the log-probs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from replays import make_samples, shape_of
+
+from megatron_rl.models.parallel_check import read_hf_config
+
+SOURCES = ("rollout", "recorded", "predicted")
+ONE_RANK = {
+    "reference": {},
+    "full_recompute": {"model": {"recompute": "full"}},
+    "selective_recompute": {"model": {"recompute": "selective"}},
+    "one_sequence_per_micro_batch": {"batch": {"tokens_per_micro_batch": 39}},
+}
+TWO_RANKS = {
+    "tp2_sp": {"parallel": {"tensor": 2}},
+    "ep2": {"parallel": {"expert": 2}},
+    "pp2": {"parallel": {"pipeline": 2}},
+    "pp2_interleaved": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    "pp2_recompute": {"parallel": {"pipeline": 2}, "model": {"recompute": "full"}},
+    "cp2": {"parallel": {"context": 2}},
+    "cp2_all_gather": {"parallel": {"context": 2, "cp_comm_type": "all_gather"}},
+}
+FOUR_RANKS = {"tp2_cp2": {"parallel": {"tensor": 2, "context": 2}}}
+FAMILIES = ("olmoe", "mixtral", "gpt_oss", "deepseek_v3")
+"""Besides Qwen3-MoE: softmax before the top-k, after it, a bias of the router, sigmoid scores with groups and bias."""
+
+
+def samples_of(model: str, count: int = 12):
+    seed = int(np.random.SeedSequence().entropy % 2**32)
+    print(f"samples of seed {seed}")
+    config = read_hf_config(model)
+    return make_samples(seed, count, 64, shape_of(config))
+
+
+def run(cases: dict[str, tuple[str, list, dict]], world_size: int, sources=SOURCES) -> dict[tuple[str, str], dict]:
+    """cases: name -> (model, samples, layout); results by name and source."""
+    results = run_ranks(world_size, "replays:replays", (list(cases.values()), list(sources)), timeout=280.0)[0]
+    return {
+        (name, source): result
+        for name, by_source in zip(cases, results, strict=True)
+        for source, result in by_source.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model) -> str:
+    return str(tiny_model("qwen3_moe", "--layers", "4"))
+
+
+@pytest.fixture(scope="module")
+def samples(model):
+    return samples_of(model)
+
+
+@pytest.fixture(scope="module")
+def reference(model, samples):
+    return run({name: (model, samples, layout) for name, layout in ONE_RANK.items()}, 1)
+
+
+def predictors_of(result: dict) -> dict[int, np.ndarray]:
+    merged: dict[int, np.ndarray] = {}
+    for part in result.get("predictors", []):
+        for layer, weight in part.items():
+            assert np.array_equal(merged.setdefault(layer, weight), weight), f"layer {layer} differs between ranks"
+    return merged
+
+
+def compare(name: str, source: str, reference: dict, result: dict) -> None:
+    where = f"{name}, {source}"
+    assert result["compared"] > 0
+    # Pr2 weights its experts by the prediction where it records, and by the router where it replays.
+    assert result["identical"] == (source != "predicted"), f"{where}: replayed log-probs are not those of the recording"
+    assert result["log_probs"].keys() == reference["log_probs"].keys()
+    worst = max(abs(result["log_probs"][key] - value) for key, value in reference["log_probs"].items())
+    assert worst < 3e-5, f"{where}: log-probs differ by {worst} from one process"  # a wrong slice: by 1e-3 and more
+    assert result["without_route"] == reference["without_route"]
+    for ours, theirs in zip(result["sums"], reference["sums"], strict=True):
+        assert ours.keys() == theirs.keys(), where
+        for key, value in theirs.items():
+            counts = key.rsplit("/", 1)[1].isdigit() or key.endswith("cached")
+            tolerance = 0.0 if counts else 1e-3 * max(1.0, abs(value))
+            assert abs(ours[key] - value) <= tolerance, f"{where}: {key} is {ours[key]}, one process has {value}"
+    ours, theirs = predictors_of(result), predictors_of(reference)
+    assert ours.keys() == theirs.keys()
+    for layer, weight in theirs.items():
+        off = np.abs(ours[layer] - weight).mean()
+        assert off < 2e-5, f"{where}: predictor of layer {layer} differs by {off} on average after learning"
+
+
+def test_recompute_and_packing(reference):
+    for (name, source), result in reference.items():
+        compare(name, source, reference["reference", source], result)
+
+
+def test_two_ranks(model, samples, reference):
+    cases = {name: (model, samples, layout) for name, layout in TWO_RANKS.items()}
+    for (name, source), result in run(cases, 2).items():
+        compare(name, source, reference["reference", source], result)
+
+
+def test_four_ranks(model, samples, reference):
+    cases = {name: (model, samples, layout) for name, layout in FOUR_RANKS.items()}
+    for (name, source), result in run(cases, 4, ("rollout", "predicted")).items():
+        compare(name, source, reference["reference", source], result)
+
+
+def test_the_measured_sums_are_those_of_the_tokens(samples, reference):
+    """Random routes agree with a router by chance alone, recorded ones fully; every counted token is counted once."""
+    counted = sum(int(s.loss_mask.sum()) for s in samples)
+    rollout, recorded = (reference["reference", source]["sums"] for source in ("rollout", "recorded"))
+    for layer in range(4):
+        assert recorded[0][f"routing/{layer}/deviation/0"] == counted
+        assert recorded[0][f"routing/{layer}/kl"] == 0.0
+        tokens = [rollout[0][f"routing/{layer}/deviation/{slot}"] for slot in range(3)]
+        have = sum(int((s.loss_mask & (s.routes[s.prompt_length - 1 :, 0, 0] != 255)).sum()) for s in samples)
+        assert sum(tokens) == have < counted
+        assert tokens[0] < 0.2 * have  # 1 in 28 by chance, with two of eight experts
+        cached = sum(min(9, int(s.loss_mask.sum())) for s in samples)
+        assert recorded[0][f"routing/{layer}/cached"] == cached
+    missing = sum(int((s.routes[:, 0, 0] == 255).sum()) for s in samples)
+    assert reference["reference", "rollout"]["without_route"] == missing > 0
+
+
+def test_families(tiny_model):
+    cases = {}
+    for family in FAMILIES:
+        model = str(tiny_model(family))
+        samples = samples_of(model, 6)
+        cases[family] = (model, samples, {})
+        cases[f"{family} recomputed"] = (model, samples, {"model": {"recompute": "full"}})
+    results = run(cases, 1)
+    for (name, source), result in results.items():
+        compare(name, source, results[name.removesuffix(" recomputed"), source], result)
+    for family in FAMILIES:
+        random, *others = (results[family, source]["log_probs"] for source in SOURCES)
+        for other in others:
+            moved = np.mean([abs(random[key] - other[key]) for key in random])
+            assert moved > 1e-5, f"{family}: random routes change log-probs by {moved}"

@@ -109,7 +109,9 @@ class RolloutServer:
         Errors: UserError for a feature_stride without predictor.
         """
         if feature_stride and not predictor:
-            raise UserError("router features come from the served model with predictors: feature_stride needs predictor")
+            raise UserError(
+                "router features come from the served model with predictors: feature_stride needs predictor"
+            )
         self.model, self.config, self.dtype = Path(model), config, dtype
         self.context_length, self.routes, self.seed = context_length, routes, seed
         self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]

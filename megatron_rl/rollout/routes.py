@@ -5,7 +5,8 @@ key-value cache and reads them when a request ends. A push retracts all requests
 whose prompt is in the middle of chunked prefill too) and flushes the prefix cache, so that a retracted request is
 prefilled again, prompt and all tokens so far, under the new weights: the rows of its earlier tokens are replaced. A table
 as a whole is therefore of the weights of the last response token, while log-probs of earlier tokens stay those of the
-weights that sampled them. Features are taken when a token is sampled, and stay too.
+weights that sampled them. Features are taken when a token is sampled, and stay too. An engine whose weights were changed
+in another way (pause mode in_place, no flush) has tables of mixed rows that nothing in a reply tells apart.
 """
 
 from __future__ import annotations

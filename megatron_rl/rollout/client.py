@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
 import numpy as np
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.routes import RouteLayout
-from megatron_rl.rollout.trajectory import WeightSpan
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.trajectory import RouterFeatures, WeightSpan
 
 FIRST_PAUSE_S = 0.5
 """Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""
@@ -36,14 +37,23 @@ class Reply:
     """stop | length | abort."""
     weight_spans: list[WeightSpan]
     routes: np.ndarray | None = None
-    """[p + m - 1, moe_layers, topk]."""
+    """[p + m - 1 - start, moe_layers, topk]: start rows were known already."""
+    features: RouterFeatures | None = None
     prompt_log_probs: np.ndarray | None = None
     """[p - 1] float32: log-probs of prompt tokens 1..p-1 at temperature 1, from the prefill."""
     text: str = ""
     """Decoded by the server, empty where it has no tokenizer."""
 
 
-def parse_reply(reply: dict[str, Any], prompt_length: int, routes: RouteLayout | None, prompt_log_probs: bool) -> Reply:
+def parse_reply(
+    reply: dict[str, Any],
+    prompt_length: int,
+    routes: RouteLayout | None,
+    prompt_log_probs: bool,
+    *,
+    routes_start: int = 0,
+    features: FeatureLayout | None = None,
+) -> Reply:
     """One element of SGLang's answer. Errors: UserError that names the field that is missing or malformed."""
     try:
         meta = reply["meta_info"]
@@ -63,7 +73,15 @@ def parse_reply(reply: dict[str, Any], prompt_length: int, routes: RouteLayout |
     if routes is not None:
         if meta.get("routed_experts") is None:
             raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
-        parsed.routes = routes.decode(meta["routed_experts"], prompt_length + len(tokens) - 1)
+        parsed.routes = routes.decode(meta["routed_experts"], prompt_length + len(tokens) - 1 - routes_start)
+    if features is not None:
+        entries = meta.get("router_features")
+        if entries is None or len(entries) != len(tokens):
+            raise UserError(
+                f"SGLang returned router_features of {len(entries or [])} tokens for a response of {len(tokens)}:"
+                " is it served with route predictors and a feature stride?"
+            )
+        parsed.features = features.decode(entries)
     if prompt_log_probs:
         entries = meta["input_token_logprobs"]
         parsed.prompt_log_probs = np.asarray([entry[0] for entry in entries[1:]], np.float32)
@@ -129,17 +147,47 @@ class SGLangClient:
         samples: int = 1,
         routes: RouteLayout | None = None,
         prompt_log_probs: bool = False,
+        routes_start: Sequence[int] | None = None,
+        features: FeatureLayout | None = None,
     ) -> list[list[Reply]]:
         """`samples` responses to each prompt, [prompts][samples], all from one server.
 
-        sampling: SGLang's sampling_params. Errors: EngineLost after all retries; UserError for what no retry mends.
+        sampling: SGLang's sampling_params. routes_start: for each prompt, how many rows of its routes are known already
+        and stay away (0 to its length); SGLang takes one number a call, so that each prompt gets a call of its own, and
+        they may go to different servers. Errors: EngineLost after all retries; UserError for what no retry mends.
         """
         inputs = [[int(token) for token in prompt] for prompt in prompts]
+        ask = partial(
+            self._generate,
+            sampling=sampling,
+            samples=samples,
+            routes=routes,
+            prompt_log_probs=prompt_log_probs,
+            features=features,
+        )
+        if routes_start is None:
+            return await ask(inputs)
+        calls = [ask([prompt], routes_start=start) for prompt, start in zip(inputs, routes_start, strict=True)]
+        return [groups[0] for groups in await asyncio.gather(*calls)]
+
+    async def _generate(
+        self,
+        inputs: list[list[int]],
+        *,
+        sampling: dict[str, Any],
+        samples: int,
+        routes: RouteLayout | None,
+        prompt_log_probs: bool,
+        features: FeatureLayout | None,
+        routes_start: int = 0,
+    ) -> list[list[Reply]]:
+        """One HTTP call (two with the prefixes)."""
         body: dict[str, Any] = {
             "input_ids": [prompt for prompt in inputs for _ in range(samples)],
             "sampling_params": sampling,
             "return_logprob": True,
             "return_routed_experts": routes is not None,
+            "routed_experts_start_len": routes_start,
         }
         if prompt_log_probs:
             body["logprob_start_len"] = 0
@@ -151,7 +199,7 @@ class SGLangClient:
         if not isinstance(answer, list) or len(answer) != len(inputs) * samples:
             raise UserError(f"SGLang answered {len(inputs)} prompts x {samples} samples with something else")
         replies = [
-            parse_reply(one, len(prompt), routes, prompt_log_probs)
+            parse_reply(one, len(prompt), routes, prompt_log_probs, routes_start=routes_start, features=features)
             for one, prompt in zip(answer, body["input_ids"], strict=True)
         ]
         return [replies[i : i + samples] for i in range(0, len(replies), samples)]

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
 
@@ -47,6 +47,7 @@ class Collection:
     max_new_tokens: int
     stop_token_ids: Sequence[int] = ()
     routes: RouteLayout | None = None
+    features: FeatureLayout | None = None
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
     stats: CollectStats = field(default_factory=CollectStats)
@@ -93,7 +94,9 @@ class Collection:
             "stop_token_ids": [int(token) for token in self.stop_token_ids],
         }
         prompts = [self.prompts[p].tokens for p in call]
-        groups = await client.generate(prompts, sampling, samples=self.samples_per_prompt, routes=self.routes)
+        groups = await client.generate(
+            prompts, sampling, samples=self.samples_per_prompt, routes=self.routes, features=self.features
+        )
         self._replies.update(zip(call, groups, strict=True))
         self.stats.responses += sum(len(group) for group in groups)
         self.stats.tokens += sum(len(reply.tokens) for group in groups for reply in group)
@@ -112,6 +115,7 @@ class Collection:
                 loss_mask=np.ones(len(reply.tokens), bool),
                 finish_reason=reply.finish_reason,
                 routes=reply.routes,
+                features=reply.features,
                 weight_spans=reply.weight_spans,
                 text=reply.text,
             )

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.trajectory import Trajectory, WeightSpan
+from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory, WeightSpan
 
 _PLAIN = ("prompt_id", "group_id", "prompt_length", "finish_reason", "text", "reward", "reward_parts")
 
@@ -34,6 +35,11 @@ def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
         arrays[f"{index}.loss_mask"] = t.loss_mask
         if t.routes is not None:
             arrays[f"{index}.routes"] = t.routes
+        if t.features is not None:
+            bf16 = t.features.hidden.dtype == torch.bfloat16  # which numpy does not have
+            arrays[f"{index}.positions"] = t.features.positions.numpy()
+            arrays[f"{index}.hidden"] = (t.features.hidden.view(torch.int16) if bf16 else t.features.hidden).numpy()
+            arrays[f"{index}.logits"] = t.features.logits.numpy()
         if t.kept is not None:
             arrays[f"{index}.kept"] = np.concatenate(t.kept)
     arrays["rows"] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
@@ -60,6 +66,13 @@ def _trajectory(arrays, index: int, row: dict) -> Trajectory:
     if row["kept"] is not None:
         kept = np.split(arrays[f"{index}.kept"], np.cumsum(row["kept"])[:-1])
     routes = arrays.get(f"{index}.routes")
+    features = None
+    if f"{index}.positions" in arrays:
+        features = RouterFeatures(
+            *(torch.from_numpy(arrays[f"{index}.{key}"]) for key in ("positions", "hidden", "logits"))
+        )
+        if features.hidden.dtype == torch.int16:
+            features.hidden = features.hidden.view(torch.bfloat16)
     return Trajectory(
         **{key: row[key] for key in _PLAIN},
         tokens=arrays[f"{index}.tokens"],
@@ -67,5 +80,6 @@ def _trajectory(arrays, index: int, row: dict) -> Trajectory:
         loss_mask=arrays[f"{index}.loss_mask"],
         kept=kept,
         routes=routes,
+        features=features,
         weight_spans=[WeightSpan(*span) for span in row["weight_spans"]],
     )

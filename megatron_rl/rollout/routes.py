@@ -1,14 +1,26 @@
-"""Routed experts as SGLang returns them, as the table that a trajectory carries."""
+"""Routed experts and router features as SGLang returns them, as the tables that a trajectory carries.
+
+Which weights a table comes from, as found with SGLang 0.5.23: the engine keeps one row of experts per slot of its
+key-value cache and reads them when a request ends. A push retracts all requests (`/pause_generation` mode retract; one
+whose prompt is in the middle of chunked prefill too) and flushes the prefix cache, so that a retracted request is
+prefilled again, prompt and all tokens so far, under the new weights: the rows of its earlier tokens are replaced. A table
+as a whole is therefore of the weights of the last response token, while log-probs of earlier tokens stay those of the
+weights that sampled them. Features are taken when a token is sampled, and stay too. An engine whose weights were changed
+in another way (pause mode in_place, no flush) has tables of mixed rows that nothing in a reply tells apart.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory, no_route
 
 
 @dataclass(frozen=True)
@@ -59,4 +71,82 @@ class RouteLayout:
                 f"routed_experts from SGLang names expert {table.min() if table.min() < 0 else table.max()},"
                 f" but the model has {self.experts}"
             )
+        ordered = np.sort(table, -1)
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise UserError(
+                "routed_experts from SGLang names an expert twice in one row: were all tokens' routes captured?"
+            )
         return table.astype(np.uint8 if self.experts <= 255 else np.int16)
+
+
+@dataclass(frozen=True)
+class FeatureLayout:
+    """Sizes of the router features that the engine exports for a response token."""
+
+    moe_layers: int
+    hidden: int
+    experts: int
+    dtype: torch.dtype
+    """The engine's: of the hidden part. Logits are fp32."""
+
+    @classmethod
+    def from_config(cls, config: dict, dtype: torch.dtype) -> FeatureLayout:
+        """config: the content of config.json of a MoE model."""
+        routes = RouteLayout.from_config(config)
+        return cls(len(routes.moe_layers), config["hidden_size"], routes.experts, dtype)
+
+    def decode(self, entries: Sequence[str | None]) -> RouterFeatures:
+        """One entry per response token: None, or base64 of h [moe_layers, hidden], then z [moe_layers, experts].
+
+        Errors: UserError for what is not base64, or of another size.
+        """
+        split = self.moe_layers * self.hidden * self.dtype.itemsize
+        size = split + self.moe_layers * self.experts * 4
+        positions = [i for i, entry in enumerate(entries) if entry is not None]
+        hidden, logits = bytearray(), bytearray()
+        for i in positions:
+            try:
+                raw = base64.b64decode(entries[i], validate=True)
+            except (binascii.Error, ValueError, TypeError) as error:
+                raise UserError(
+                    f"router_features from SGLang are not base64 ({error}): was the reply cut off?"
+                ) from None
+            if len(raw) != size:
+                raise UserError(
+                    f"router_features from SGLang have {len(raw)} bytes a token, but {self.moe_layers} MoE layers x"
+                    f" ({self.hidden} values of {self.dtype} + {self.experts} logits of 4 bytes) are {size}"
+                )
+            hidden += raw[:split]
+            logits += raw[split:]
+        return RouterFeatures(
+            torch.tensor(positions, dtype=torch.int32),
+            _tensor(hidden, self.dtype, (len(positions), self.moe_layers, self.hidden)),
+            _tensor(logits, torch.float32, (len(positions), self.moe_layers, self.experts)),
+        )
+
+
+def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+
+
+def join_routes(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """The table of a conversation from those of its turns, each with the new rows alone: [sum of rows, moe_layers, topk].
+
+    Turn t asked with routes_start = rows of the tables before it, which is the token count of the conversation so far
+    less one: the last token of a response gets its route only as input of the next turn. Where weights were pushed in
+    between, `drop_stale_routes` comes first.
+    """
+    return np.concatenate(list(tables))
+
+
+def drop_stale_routes(trajectory: Trajectory, version: str) -> int:
+    """Set all rows of `trajectory.routes` that are not known to come from weights `version` to the sentinel, in place.
+
+    Returns the number of rows dropped: none where the last response token is of that version, else all (see the top of
+    this file; a response without tokens says nothing about its version).
+    """
+    spans = trajectory.weight_spans
+    if trajectory.routes is None or (spans and spans[-1].end > spans[-1].start and spans[-1].version == version):
+        return 0
+    trajectory.routes = np.full_like(trajectory.routes, no_route(trajectory.routes.dtype))
+    return len(trajectory.routes)

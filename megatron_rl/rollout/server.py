@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -21,6 +22,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.platform import sglang as cpu_platform
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
+MODELS_PYTHONPATH = Path(__file__).parent / "pythonpath"
+"""Goes on PYTHONPATH of every SGLang server that predicts routes, external ones included: the package below."""
+MODELS_PACKAGE = "megatron_rl_models"
+"""Value of SGLANG_EXTERNAL_MODEL_PACKAGE of such a server."""
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
@@ -88,12 +93,29 @@ class RolloutServer:
         log_path: str | Path = "sglang.log",
         seed: int = 0,
         pythonpath: Sequence[str | Path] = (),
+        predictor: bool = False,
+        feature_stride: int = 0,
     ):
         """model: Hugging Face folder; dtype: bf16 | fp32; routes: capture the experts of every token; pythonpath:
-        folders with plugins of SGLang (entry point group `sglang.srt.plugins`)."""
+        folders with plugins of SGLang (entry point group `sglang.srt.plugins`); predictor: a route predictor in every
+        router, zero until it is pushed; feature_stride: s > 0 sends the router features of every s-th response token
+        along, in all replies (`FeatureLayout`).
+
+        A server that is started elsewhere predicts routes with PYTHONPATH=.../megatron_rl/rollout/pythonpath and
+        SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_rl_models in its environment, and exports features with the flags
+        --json-model-override-args '{"router_feature_stride": s}' --cuda-graph-backend-decode disabled
+        --cuda-graph-backend-prefill disabled.
+
+        Errors: UserError for a feature_stride without predictor.
+        """
+        if feature_stride and not predictor:
+            raise UserError(
+                "router features come from the served model with predictors: feature_stride needs predictor"
+            )
         self.model, self.config, self.dtype = Path(model), config, dtype
         self.context_length, self.routes, self.seed = context_length, routes, seed
         self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
+        self.predictor, self.feature_stride = predictor, feature_stride
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
@@ -134,6 +156,10 @@ class RolloutServer:
         command += ["--skip-tokenizer-init", "--log-level", "warning"]
         if self.routes:
             command.append("--enable-return-routed-experts")
+        if self.feature_stride:
+            command += ["--json-model-override-args", json.dumps({"router_feature_stride": self.feature_stride})]
+            # A graph's replay runs none of the code that picks the features.
+            command += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
         if not torch.cuda.is_available():
             command += cpu_platform.FLAGS
         return command + self.config.extra_args
@@ -144,7 +170,10 @@ class RolloutServer:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         # A dead worker has to be known at once, not after a dump of the others, during which requests hang.
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-        paths = self.pythonpath + [p for p in [os.environ.get("PYTHONPATH")] if p]
+        paths = self.pythonpath + [str(MODELS_PYTHONPATH)] * self.predictor
+        if self.predictor:
+            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS_PACKAGE
+        paths += [p for p in [os.environ.get("PYTHONPATH")] if p]
         if not torch.cuda.is_available():
             paths.insert(0, str(cpu_platform.PYTHONPATH))
             environment |= cpu_platform.environment(self.config.threads or os.cpu_count() or 1)

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 NO_ROUTE_UINT8 = 255
 """Sentinel of a uint8 route table (experts <= 255: ids 0..254)."""
 NO_ROUTE_INT16 = -1
 """Sentinel of an int16 route table."""
+
+
+def no_route(dtype: np.dtype) -> int:
+    """Sentinel of a route table of that dtype."""
+    return NO_ROUTE_UINT8 if dtype == np.uint8 else NO_ROUTE_INT16
 
 
 @dataclass
@@ -19,6 +25,18 @@ class WeightSpan:
     version: str
     start: int
     end: int
+
+
+@dataclass
+class RouterFeatures:
+    """What the engine's routers saw when they predicted c of the response's tokens; predictors learn from it."""
+
+    positions: Tensor
+    """[c] int32, ascending: response token i was predicted from the features of the input token before it."""
+    hidden: Tensor
+    """[c, moe_layers, hidden] in the engine's dtype: router inputs h."""
+    logits: Tensor
+    """[c, moe_layers, experts] fp32: router logits z without the prediction."""
 
 
 @dataclass
@@ -46,6 +64,8 @@ class Trajectory:
     """Per response token the ids that the sampling support kept, or None where it kept the whole vocabulary."""
     routes: np.ndarray | None = None
     """[n - 1, moe_layers, topk] uint8 (int16 where experts > 255): experts of each input token."""
+    features: RouterFeatures | None = None
+    """Where the engine exports them."""
     weight_spans: list[WeightSpan] = field(default_factory=list)
     text: str = ""
     """The response, decoded."""

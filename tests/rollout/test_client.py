@@ -8,11 +8,15 @@ import socket
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_rl.config import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import EngineLost, SGLangClient, parse_reply
-from megatron_rl.rollout.routes import RouteLayout
-from megatron_rl.rollout.server import free_port
+from megatron_rl.rollout.record import load_trajectories, save_trajectories
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes
+from megatron_rl.rollout.server import RolloutServer, free_port
+from megatron_rl.rollout.trajectory import Trajectory, WeightSpan
 from tools.make_tiny_model import FAMILIES, Sizes
 
 rng = np.random.default_rng()
@@ -48,10 +52,15 @@ def test_layout_of_a_dense_model_names_what_is_missing():
         RouteLayout.from_config({"num_hidden_layers": 2})
 
 
+def some_routes(experts: int, shape: tuple[int, int, int]) -> np.ndarray:
+    """[tokens, layers, topk]: different experts in each row."""
+    return rng.random((*shape[:2], experts)).argsort(-1)[..., : shape[2]]
+
+
 @pytest.mark.parametrize(("experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.int16)])
 def test_routes_survive_the_wire(experts, dtype):
     layout = RouteLayout(layers=3, moe_layers=(1, 2), experts=experts, topk=2)
-    table = rng.integers(0, experts, (11, 3, 2))
+    table = some_routes(experts, (11, 3, 2))
     decoded = layout.decode(encode(table), 11)
     assert decoded.dtype == dtype
     assert (decoded == table[:, 1:]).all()
@@ -60,7 +69,7 @@ def test_routes_survive_the_wire(experts, dtype):
 @pytest.mark.parametrize("damage", [lambda s: s[:-4], lambda s: s[:-3], lambda s: s[:20] + "*" + s[21:], lambda s: ""])
 def test_damaged_routes_are_refused(damage):
     layout = RouteLayout(layers=3, moe_layers=(0, 1, 2), experts=8, topk=2)
-    encoded = encode(rng.integers(0, 8, (11, 3, 2)))
+    encoded = encode(some_routes(8, (11, 3, 2)))
     with pytest.raises(UserError, match="routed_experts.*cut off"):
         layout.decode(damage(encoded), 11)
 
@@ -68,10 +77,121 @@ def test_damaged_routes_are_refused(damage):
 @pytest.mark.parametrize("bad", [-1, 8])
 def test_an_expert_that_does_not_exist_is_refused(bad):
     layout = RouteLayout(layers=1, moe_layers=(0,), experts=8, topk=2)
-    table = rng.integers(0, 8, (5, 1, 2))
+    table = some_routes(8, (5, 1, 2))
     table[3, 0, 1] = bad
     with pytest.raises(UserError, match=f"expert {bad}"):
         layout.decode(encode(table), 5)
+
+
+@pytest.mark.parametrize("sent", [(11, 2, 2), (11, 4, 2), (11, 3, 3), (11, 3, 1), (10, 3, 2), (12, 3, 2)])
+def test_routes_of_another_shape_are_refused(sent):
+    """Wrong layers, wrong topk, a row less (which is also a start that is off by one), a row more."""
+    layout = RouteLayout(layers=3, moe_layers=(1, 2), experts=8, topk=2)
+    with pytest.raises(UserError, match="11 tokens x 3 layers x 2 experts"):
+        layout.decode(encode(some_routes(8, sent)), 11)
+
+
+def test_an_expert_twice_in_a_row_is_refused():
+    """A row that the engine never wrote is all zeros, for one."""
+    layout = RouteLayout(layers=2, moe_layers=(1,), experts=8, topk=2)
+    table = some_routes(8, (5, 2, 2))
+    table[:, 0] = 0  # a dense layer
+    layout.decode(encode(table), 5)
+    table[2, 1] = 6
+    with pytest.raises(UserError, match="an expert twice"):
+        layout.decode(encode(table), 5)
+
+
+FEATURES = FeatureLayout(moe_layers=3, hidden=4, experts=5, dtype=torch.bfloat16)
+
+
+def encode_features(hidden: torch.Tensor, logits: torch.Tensor) -> str:
+    return base64.b64encode(hidden.view(torch.uint8).numpy().tobytes() + logits.numpy().tobytes()).decode()
+
+
+def some_features(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 3, 4).bfloat16(), torch.randn(count, 3, 5)
+
+
+def test_features_survive_the_wire():
+    hidden, logits = some_features(2)
+    one, two = (encode_features(hidden[i], logits[i]) for i in range(2))
+    decoded = FEATURES.decode([one, None, None, two, None])
+    assert decoded.positions.tolist() == [0, 3] and decoded.positions.dtype == torch.int32
+    assert decoded.hidden.equal(hidden) and decoded.logits.equal(logits)
+    none = FEATURES.decode([None])
+    assert none.hidden.shape == (0, 3, 4) and none.logits.shape == (0, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda s: s[:-4], "81 bytes a token.* are 84"),
+        (lambda s: s + s, "168 bytes a token.* are 84"),
+        (lambda s: s[:-3], "not base64"),
+        (lambda s: "*" + s[1:], "not base64"),
+    ],
+)
+def test_damaged_features_are_refused(damage, message):
+    hidden, logits = some_features(1)
+    meta = {"router_features": [damage(encode_features(hidden[0], logits[0])), None]}
+    with pytest.raises(UserError, match=message):
+        parse_reply(reply(**meta), 3, None, False, features=FEATURES)
+
+
+@pytest.mark.parametrize("entries", [None, [None]])
+def test_missing_features_name_what_the_server_needs(entries):
+    with pytest.raises(UserError, match="for a response of 2.*route predictors and a feature stride"):
+        parse_reply(reply(router_features=entries), 3, None, False, features=FEATURES)
+
+
+def test_features_need_predictors(tmp_path):
+    with pytest.raises(UserError, match="feature_stride needs predictor"):
+        RolloutServer(tmp_path, ServerConfig(), feature_stride=4)
+
+
+def trajectory(**fields) -> Trajectory:
+    known = {
+        "tokens": np.arange(5, dtype=np.int32),
+        "log_probs": np.zeros(2, np.float32),
+        "loss_mask": np.ones(2, bool),
+    }
+    return Trajectory("prompt", 0, prompt_length=3, **known | fields)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_features_survive_the_disk(dtype, tmp_path):
+    hidden, logits = some_features(2)
+    features = FEATURES.decode([encode_features(hidden[0], logits[0]), encode_features(hidden[1], logits[1])])
+    features.hidden = features.hidden.to(dtype)
+    save_trajectories(tmp_path / "step.npz", [trajectory(features=features), trajectory()])
+    kept, without = load_trajectories(tmp_path / "step.npz")
+    assert without.features is None and kept.features.hidden.dtype == dtype
+    for key, value in vars(features).items():
+        assert getattr(kept.features, key).equal(value)
+
+
+@pytest.mark.parametrize(("dtype", "sentinel"), [(np.uint8, 255), (np.int16, -1)])
+@pytest.mark.parametrize(
+    ("spans", "kept"),
+    [
+        ([("7", 0, 2)], True),
+        ([("6", 0, 1), ("7", 1, 2)], True),  # the rows of the first token are of version 7 too
+        ([("7", 0, 1), ("8", 1, 2)], False),
+        ([("8", 0, 2)], False),
+        ([], False),
+        ([("7", 0, 0)], False),
+    ],
+)
+def test_routes_of_other_weights_are_dropped(spans, kept, dtype, sentinel):
+    table = some_routes(8, (4, 3, 2)).astype(dtype)
+    one = trajectory(routes=table, weight_spans=[WeightSpan(*span) for span in spans])
+    assert drop_stale_routes(one, "7") == (0 if kept else 4)
+    assert (one.routes == (table if kept else sentinel)).all() and one.routes.dtype == dtype
+
+
+def test_nothing_to_drop():
+    assert drop_stale_routes(trajectory(), "7") == 0
 
 
 def reply(**meta) -> dict:

@@ -1,0 +1,223 @@
+"""Routes and router features of the real engine: over turns, caches, chunks and pushes in the middle of a response.
+
+`server` has SGLang's own model class; `predicted` the one with predictors, and a prefill cut into small chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.config import SyncConfig
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.routes import FeatureLayout, drop_stale_routes, join_routes
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.rollout.trajectory import NO_ROUTE_UINT8
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect
+from tests.rollout.routers import PredictedReference, agreement, plant
+
+CHUNK = 16
+STRIDE = 3
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+rng = np.random.default_rng()
+
+
+@pytest.fixture(scope="module")
+def predicted(reference, tmp_path_factory):
+    with RolloutServer(
+        reference.folder,
+        replace(CPU_SERVER, extra_args=["--chunked-prefill-size", str(CHUNK)]),
+        dtype="fp32",
+        context_length=512,
+        routes=True,
+        log_path=tmp_path_factory.mktemp("predicted") / "sglang.log",
+        pythonpath=[SERVER_PYTHONPATH],
+        predictor=True,
+        feature_stride=STRIDE,
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def push(predicted, reference):
+    """push(predictors, version): the folder's weights with these predictors."""
+    weights = load_file(reference.folder / "model.safetensors")
+    with WeightSync(SyncConfig(transport="tensor", timeout_s=60.0), [predicted.address], rollout_dtype="fp32") as sync:
+        yield lambda predictors, version: sync.push(iter((weights | predictors).items()), version=version)
+
+
+@pytest.fixture(scope="module")
+def planted(reference):
+    return plant(reference.folder, seed=1)
+
+
+@pytest.fixture(scope="module")
+def zero(planted):
+    return {name: torch.zeros_like(weight) for name, weight in planted.items()}
+
+
+def tokens(low: int, high: int | None = None) -> list[int]:
+    return rng.integers(3, 512, low if high is None else int(rng.integers(low, high))).tolist()
+
+
+def generate(server, prompts, sampling=GREEDY, **options):
+    async def ask():
+        async with client_of(server) as client:
+            return await client.generate(prompts, sampling, **options)
+
+    return [group[0] for group in asyncio.run(ask())]
+
+
+def post(server, path: str, body: dict) -> dict:
+    return httpx.post(f"{server.address}{path}", json=body, timeout=120).raise_for_status().json()
+
+
+def checksums(server) -> dict[str, str]:
+    return post(server, "/weights_checker", {"action": "checksum", "selector": "target"})["ranks"][0]["checksums"]
+
+
+def test_a_fresh_predictor_is_zero_and_changes_no_bit(server, predicted, reference, zero):
+    held = checksums(predicted)
+    assert {name: held[name] for name in zero} == {name: describe(weight) for name, weight in zero.items()}
+    for _ in range(3):
+        prompt = [tokens(4, CHUNK - 4)]  # one chunk: other shapes round differently
+        ordinary, ours = (
+            generate(one, prompt, routes=reference.layout, prompt_log_probs=True)[0] for one in (server, predicted)
+        )
+        assert (ours.tokens == ordinary.tokens).all() and (ours.log_probs == ordinary.log_probs).all()
+        assert (ours.prompt_log_probs == ordinary.prompt_log_probs).all()
+        assert (ours.routes == ordinary.routes).all()
+
+
+def test_a_planted_predictor_changes_the_experts_as_the_reference_does(predicted, reference, push, planted, zero):
+    push(planted, "planted")
+    view = PredictedReference(reference.folder, planted)
+    plain = PredictedReference(reference.folder, zero)
+    replies = generate(predicted, prompts := [tokens(5, 60) for _ in range(8)], routes=reference.layout)
+    sequences = [prompt + reply.tokens.tolist() for prompt, reply in zip(prompts, replies, strict=True)]
+    routes = np.concatenate([reply.routes for reply in replies])
+    same = agreement(routes, np.concatenate([view(s).routes[:-1] for s in sequences]))
+    moved = agreement(routes, np.concatenate([plain(s).routes[:-1] for s in sequences]))
+    print(f"{same:.2%} of sets as predicted, {moved:.2%} as without prediction")
+    assert same >= 0.99 and moved < 0.8
+
+
+def test_predictors_survive_an_update_of_the_other_weights(predicted, reference, push, planted):
+    push(planted, "planted")
+    before = checksums(predicted)
+    post(predicted, "/pause_generation", {"mode": "retract"})
+    post(predicted, "/begin_weight_update", {})
+    post(predicted, "/update_weights_from_disk", {"model_path": str(reference.folder)})
+    post(predicted, "/end_weight_update", {})
+    post(predicted, "/continue_generation", {})
+    assert checksums(predicted) == before
+
+
+def test_features_are_those_of_the_token_before(predicted, reference, push, planted):
+    """Prompts of several lengths and chunks, two samples each, the second from a cached prefix."""
+    push(planted, "planted")
+    view = PredictedReference(reference.folder, planted)
+    layout = FeatureLayout.from_config(reference.model.config.to_dict(), torch.float32)
+    prompts = [Question(str(i), tokens(2, 3 * CHUNK)) for i in range(6)]
+    trajectories, _ = collect(
+        client_of(predicted), prompts, SamplingSupport(), samples_per_prompt=2, max_new_tokens=20, features=layout
+    )
+    for t in trajectories:
+        assert t.features.positions.tolist() == list(range(0, t.response_length, STRIDE))
+        seen = view(t.tokens)
+        rows = t.prompt_length - 1 + t.features.positions.long()
+        assert t.features.hidden.shape == (len(rows), layout.moe_layers, layout.hidden)
+        hidden = (t.features.hidden - seen.hidden[rows]).abs().amax((1, 2))
+        logits = (t.features.logits - seen.logits[rows]).abs().amax((1, 2))
+        # Where two experts nearly tie in an earlier layer, later ones see something else.
+        assert hidden.median() < 1e-4 and logits.median() < 1e-4
+        # The row before, the row after and the predicted logits are all far off.
+        assert (seen.hidden[rows] - seen.hidden[rows - 1]).abs().amax((1, 2)).median() > 0.1
+
+
+def test_only_new_rows_travel_in_a_conversation(server, predicted, reference, push, zero):
+    """Three turns, joined, against one prefill of all their tokens."""
+    push(zero, "zero")
+    conversation, tables = [], []
+    for _ in range(3):
+        conversation += tokens(5, 12)
+        start = sum(map(len, tables))
+        [reply] = generate(server, [conversation], routes=reference.layout, routes_start=[start])
+        conversation += reply.tokens.tolist()
+        assert len(reply.routes) == len(conversation) - 1 - start
+        tables.append(reply.routes)
+    joined = join_routes(tables)
+    [whole] = generate(predicted, [conversation[:-1]], GREEDY | {"max_new_tokens": 1}, routes=reference.layout)
+    assert joined.shape == whole.routes.shape and joined.dtype == whole.routes.dtype
+    assert agreement(joined, whole.routes) >= 0.99
+    with pytest.raises(UserError, match="higher than the number of input tokens"):
+        generate(server, [tokens(4)], routes=reference.layout, routes_start=[5])
+
+
+def test_a_cached_prefix_and_a_chunked_prefill_have_the_same_routes(server, predicted, reference, push, zero):
+    push(zero, "zero")
+    prompt = tokens(5 * CHUNK + 3)
+    body = {"input_ids": prompt, "sampling_params": GREEDY, "return_routed_experts": True}
+    first, cached = (post(server, "/generate", body) for _ in range(2))
+    chunked = post(predicted, "/generate", body)
+    assert first["meta_info"]["cached_tokens"] == 0 < len(prompt) - 2 <= cached["meta_info"]["cached_tokens"]
+    assert chunked["output_ids"] == cached["output_ids"] == first["output_ids"]
+    rows = len(prompt) + len(first["output_ids"]) - 1
+    table, *others = (reference.layout.decode(r["meta_info"]["routed_experts"], rows) for r in (first, cached, chunked))
+    for other in others:
+        assert agreement(other, table) >= 0.99
+
+
+def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, reference, push, planted):
+    """What megatron_rl/rollout/routes.py says about retraction, and what drop_stale_routes makes of it."""
+    versions = {"old": planted, "new": plant(reference.folder, seed=2)}
+    views = {name: PredictedReference(reference.folder, predictors) for name, predictors in versions.items()}
+    layout = FeatureLayout.from_config(reference.model.config.to_dict(), torch.float32)
+    for delay_s in (0.3, 0.6, 1.2, 0.1):  # until the push meets the requests half-way
+        push(planted, "old")
+        prompts = [Question(str(i), tokens(10, 40)) for i in range(4)]
+        with ThreadPoolExecutor(1) as beside:
+            asked = beside.submit(
+                collect,
+                client_of(predicted),
+                prompts,
+                SamplingSupport(),
+                samples_per_prompt=1,
+                max_new_tokens=300,
+                routes=reference.layout,
+                features=layout,
+            )
+            time.sleep(delay_s)
+            push(versions["new"], "new")
+        found, _ = asked.result()
+        if all(len(t.weight_spans) == 2 and t.weight_spans[0].end > 8 for t in found):
+            break
+    for t in found:
+        old, new = t.weight_spans
+        assert (old.version, new.version) == ("old", "new") and old.end == new.start > 8
+        seen = {name: view(t.tokens) for name, view in views.items()}
+        assert agreement(t.routes, seen["new"].routes) >= 0.99
+        assert agreement(t.routes[: t.prompt_length + old.end - 1], seen["old"].routes) < 0.8
+        # Log-probs and features are of the weights that sampled.
+        early = np.abs(t.log_probs - seen["old"].log_probs[t.prompt_length - 1 :])[: old.end]
+        late = np.abs(t.log_probs - seen["new"].log_probs[t.prompt_length - 1 :])[old.end :]
+        assert np.median(early) < 1e-4 and np.median(late) < 1e-4
+        assert t.features.positions.tolist() == list(range(0, t.response_length, STRIDE))
+        taken = (t.features.hidden - seen["old"].hidden[t.prompt_length - 1 + t.features.positions.long()]).abs()
+        before = t.features.positions < old.end
+        assert taken[before].amax((1, 2)).median() < 1e-4 and taken[~before].amax((1, 2)).median() > 1e-2
+
+        table = t.routes.copy()
+        assert drop_stale_routes(t, "new") == 0 and (t.routes == table).all()
+        assert drop_stale_routes(t, "old") == len(table) and (t.routes == NO_ROUTE_UINT8).all()

@@ -118,7 +118,7 @@ class RoutingConfig:
     as recorded, by routers that anticipate their own drift; predicted_rollout (Pr3): so in the engine."""
     predictor_loss: Literal["kl", "delta"] = "kl"
     """What predictors minimise: KL from the current router, or the squared error of the change of its logits."""
-    predictor_lr_multiplier: PositiveFloat = 10.0
+    predictor_lr_multiplier: PositiveFloat = 1.0
     """Learning rate of the predictors, as a multiple of the optimizer's."""
     cached_tokens: Positive = 1024
     """Tokens of each response, evenly spread, whose router inputs and logits are kept for predictors and metrics."""

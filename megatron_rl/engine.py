@@ -13,11 +13,12 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config
 from megatron_rl.environments import Prompt, combine, score
 from megatron_rl.errors import UserError
+from megatron_rl.models.build import DTYPES
 from megatron_rl.models.parallel_check import architecture
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.rollout.trajectory import Trajectory
@@ -73,6 +74,8 @@ class Engine:
                 dtype=self.config.precision.rollout,
                 context_length=rollout.context_length,
                 routes=self._asks_routes,
+                predictor=self._predicts,
+                feature_stride=self._feature_stride,
                 log_path=self.config.run_dir / "sglang.log",
                 seed=self.config.seed,
                 pythonpath=[SERVER_PYTHONPATH],
@@ -88,10 +91,25 @@ class Engine:
     def _asks_routes(self) -> bool:
         return self.config.rollout.routes or (self.kind == "train" and self.config.routing.source in FROM_ENGINE)
 
+    @property
+    def _predicts(self) -> bool:
+        """Whether the served model has route predictors."""
+        return self.kind == "train" and self.config.routing.source == "predicted_rollout"
+
+    @property
+    def _feature_stride(self) -> int:
+        """So that a response of full length has at most cached_tokens features; 0: none are exported."""
+        if not self._predicts or self.config.routing.features != "engine":
+            return 0
+        return -(-self.config.rollout.max_new_tokens // self.config.routing.cached_tokens)
+
     def join(self, run: Run) -> None:
         """Wait until the server answers; make client and weight sync. Every process calls it."""
         self.run = run
-        self._routes = RouteLayout.from_config(run.hf_config.to_dict()) if self._asks_routes else None
+        model = run.hf_config.to_dict()
+        self._routes = RouteLayout.from_config(model) if self._asks_routes else None
+        dtype = DTYPES[self.config.precision.rollout]
+        self._features = FeatureLayout.from_config(model, dtype) if self._feature_stride else None
         self._stop_tokens = run.stop_tokens()
         if self.config.rollout.replay:
             return
@@ -171,15 +189,35 @@ class Engine:
         rollout = self.config.rollout
         rank = self.run.ranks.data_rank
         if rollout.replay:
-            return load_trajectories(file_of(Path(rollout.replay), step, rank))
-        trajectories = self.ask(prompts, self.run.support, samples=self.config.batch.samples_per_prompt)
-        if rollout.record and self.run.ranks.is_leader:
-            save_trajectories(file_of(self.config.run_dir / "rollouts", step, rank), trajectories)
+            trajectories = self._load(file_of(Path(rollout.replay), step, rank))
+        else:
+            samples = self.config.batch.samples_per_prompt
+            trajectories = self.ask(prompts, self.run.support, samples=samples, with_routes=True)
+            if rollout.record and self.run.ranks.is_leader:
+                save_trajectories(file_of(self.config.run_dir / "rollouts", step, rank), trajectories)
+        for trajectory in trajectories:  # what is dropped is counted with all tokens without a route
+            drop_stale_routes(trajectory, str(self._version))
         return trajectories
 
-    def ask(self, prompts: Sequence[Prompt], support: SamplingSupport, *, samples: int) -> list[Trajectory]:
+    def _load(self, path: Path) -> list[Trajectory]:
+        """Recorded trajectories. Errors: UserError where their routes are not those of this model."""
+        trajectories = load_trajectories(path)
+        for number, t in enumerate(trajectories):
+            if self._routes is None:
+                t.routes = t.features = None
+            elif t.routes is not None:
+                try:
+                    self._routes.kept.check(t.routes, len(t.tokens) - 1)
+                except ValueError as error:
+                    raise UserError(f"rollout.replay: {path}, trajectory {number}: {error}") from None
+        return trajectories
+
+    def ask(
+        self, prompts: Sequence[Prompt], support: SamplingSupport, *, samples: int, with_routes: bool = False
+    ) -> list[Trajectory]:
         """`samples` responses to each prompt of this data-parallel rank's share, with rewards; groups count over ranks.
 
+        with_routes: also the engine's routes and router features, where the config asks for them.
         Every process calls it. When the child server dies, it is restarted with the current weights, and what was not
         answered is asked again.
         """
@@ -190,7 +228,8 @@ class Engine:
             samples_per_prompt=samples,
             max_new_tokens=self.config.rollout.max_new_tokens,
             stop_token_ids=self._stop_tokens,
-            routes=self._routes,
+            routes=self._routes if with_routes else None,
+            features=self._features if with_routes else None,
         )
         attempts = 0
         while True:

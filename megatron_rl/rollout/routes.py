@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory, no_route
+from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
+from megatron_rl.routing.table import RouteShape
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class RouteLayout:
         experts = first("n_routed_experts", "num_local_experts", "num_experts")
         return cls(layers, moe, experts, first("num_experts_per_tok", "experts_per_token"))
 
+    @property
+    def kept(self) -> RouteShape:
+        """The columns that a trajectory keeps."""
+        return RouteShape(self.moe_layers, self.experts, self.topk)
+
     def decode(self, encoded: str, tokens: int) -> np.ndarray:
         """Base64 of raw int32 [tokens, layers, topk] -> [tokens, moe_layers, topk] uint8 (int16 above 255 experts)."""
         try:
@@ -76,7 +82,7 @@ class RouteLayout:
             raise UserError(
                 "routed_experts from SGLang names an expert twice in one row: were all tokens' routes captured?"
             )
-        return table.astype(np.uint8 if self.experts <= 255 else np.int16)
+        return table.astype(self.kept.dtype)
 
 
 @dataclass(frozen=True)
@@ -140,13 +146,17 @@ def join_routes(tables: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def drop_stale_routes(trajectory: Trajectory, version: str) -> int:
-    """Set all rows of `trajectory.routes` that are not known to come from weights `version` to the sentinel, in place.
+    """Forget the routes of a trajectory, and its features, where they are not known to come from weights `version`.
 
     Returns the number of rows dropped: none where the last response token is of that version, else all (see the top of
     this file; a response without tokens says nothing about its version).
     """
-    spans = trajectory.weight_spans
-    if trajectory.routes is None or (spans and spans[-1].end > spans[-1].start and spans[-1].version == version):
+    if trajectory.routes is None:
         return 0
-    trajectory.routes = np.full_like(trajectory.routes, no_route(trajectory.routes.dtype))
-    return len(trajectory.routes)
+    last = trajectory.weight_spans[-1] if trajectory.weight_spans else None
+    if last is None or last.end == last.start or last.version != version:
+        dropped, trajectory.routes, trajectory.features = len(trajectory.routes), None, None
+        return dropped
+    if trajectory.features is not None:
+        trajectory.features = trajectory.features.since(last.start)
+    return 0

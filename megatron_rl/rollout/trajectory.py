@@ -7,16 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-NO_ROUTE_UINT8 = 255
-"""Sentinel of a uint8 route table (experts <= 255: ids 0..254)."""
-NO_ROUTE_INT16 = -1
-"""Sentinel of an int16 route table."""
-
-
-def no_route(dtype: np.dtype) -> int:
-    """Sentinel of a route table of that dtype."""
-    return NO_ROUTE_UINT8 if dtype == np.uint8 else NO_ROUTE_INT16
-
 
 @dataclass
 class WeightSpan:
@@ -37,6 +27,11 @@ class RouterFeatures:
     """[c, moe_layers, hidden] in the engine's dtype: router inputs h."""
     logits: Tensor
     """[c, moe_layers, experts] fp32: router logits z without the prediction."""
+
+    def since(self, start: int) -> RouterFeatures:
+        """Those of response tokens from `start` on."""
+        keep = self.positions >= start
+        return RouterFeatures(self.positions[keep], self.hidden[keep], self.logits[keep])
 
 
 @dataclass
@@ -63,7 +58,8 @@ class Trajectory:
     kept: list[np.ndarray] | None = None
     """Per response token the ids that the sampling support kept, or None where it kept the whole vocabulary."""
     routes: np.ndarray | None = None
-    """[n - 1, moe_layers, topk] uint8 (int16 where experts > 255): experts of each input token."""
+    """[n - 1, moe_layers, topk] uint8 (int16 where experts > 255): experts of each input token; `routing.table` has the
+    sentinel for those without."""
     features: RouterFeatures | None = None
     """Where the engine exports them."""
     weight_spans: list[WeightSpan] = field(default_factory=list)

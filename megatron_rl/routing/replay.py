@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -36,6 +36,9 @@ class Features:
     bias: Tensor | None
     """[C, E] fp32: the predictor's at that time."""
 
+    def to(self, device: torch.device) -> Features:
+        return Features(*(None if t is None else t.to(device) for t in (self.hidden, self.logits, self.bias)))
+
     @property
     def predicted(self) -> Tensor:
         """[C, E]: logits of the distribution that the recorded routes stand for."""
@@ -60,9 +63,10 @@ class RouteTable:
     """[k + 1] counts by layer: engine's routes against the trainer's own under the old weights."""
 
     def to(self, device: torch.device) -> RouteTable:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, non_blocking=True) for k, v in values.items() if isinstance(v, Tensor)}
-        return RouteTable(**{**values, **moved})
+        """On a device, as it was packed: before its first pass."""
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        features = {layer: kept.to(device) for layer, kept in self.features.items()}
+        return replace(self, **moved, features=features)
 
     def engine_route(self, layer: int) -> Tensor | None:
         """[T, k] ids of the engine for a model layer."""

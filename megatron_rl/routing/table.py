@@ -12,7 +12,7 @@ NO_ROUTE = {torch.uint8: 255, torch.int16: -1}
 
 
 def route_dtype(experts: int) -> torch.dtype:
-    """uint8 while 255 is free to be the sentinel, int16 above."""
+    """uint8 while 255 is free to be the sentinel (ids 0..254), int16 above."""
     return torch.uint8 if experts <= 255 else torch.int16
 
 
@@ -30,11 +30,15 @@ class RouteShape:
     experts: int
     topk: int
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Of a table."""
+        return np.dtype(np.uint8 if route_dtype(self.experts) == torch.uint8 else np.int16)
+
     def empty(self, tokens: int) -> np.ndarray:
         """[tokens, moe_layers, topk] of sentinels."""
-        dtype = route_dtype(self.experts)
-        numpy_dtype = np.uint8 if dtype == torch.uint8 else np.int16
-        return np.full((tokens, len(self.moe_layers), self.topk), NO_ROUTE[dtype], numpy_dtype)
+        sentinel = NO_ROUTE[route_dtype(self.experts)]
+        return np.full((tokens, len(self.moe_layers), self.topk), sentinel, self.dtype)
 
     def check(self, routes: np.ndarray, tokens: int) -> None:
         """Whether [tokens, moe_layers, topk] ids can be replayed in this model. Errors: ValueError saying why not."""
@@ -46,8 +50,8 @@ class RouteShape:
                 ("dimensions", routes.ndim, 3),
             )
             raise ValueError(f"routes have {found} {name}, the model wants {expected}")
-        if routes.dtype != self.empty(0).dtype:
-            raise ValueError(f"routes are {routes.dtype}, those of {self.experts} experts are {self.empty(0).dtype}")
+        if routes.dtype != self.dtype:
+            raise ValueError(f"routes are {routes.dtype}, those of {self.experts} experts are {self.dtype}")
         missing = routes == NO_ROUTE[route_dtype(self.experts)]
         if (missing.any(-1) != missing.all(-1)).any():
             raise ValueError("routes have a token with a part of its experts alone")

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.routing.replay import RouteTable
+from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
+from megatron_rl.routing.replay import Features, RouteTable
 from megatron_rl.routing.table import RouteShape, has_route, spread
 
 IGNORED = -100
@@ -32,11 +32,14 @@ class Sample:
     advantage: float = 0.0
     routes: np.ndarray | None = None
     """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
+    features: RouterFeatures | None = None
+    """The engine's, of some response tokens."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, advantage: float) -> Sample:
         t = trajectory
-        return cls(t.tokens, t.prompt_length, np.asarray(t.loss_mask, bool), t.log_probs, float(advantage), t.routes)
+        mask = np.asarray(t.loss_mask, bool)
+        return cls(t.tokens, t.prompt_length, mask, t.log_probs, float(advantage), t.routes, t.features)
 
     @classmethod
     def demonstration(cls, prompt: list[int], response: list[int]) -> Sample:
@@ -55,10 +58,10 @@ class Layout:
     """What the parallel layout and the model's routers ask of a packed micro-batch."""
 
     tensor: int = 1
-    tensor_rank: int = 0
     context: int = 1
     context_rank: int = 0
     pad_token: int = 0
+    tensor_rank: int = 0
     routes: RouteShape | None = None
     """None: a dense model."""
     cached_tokens: int = 0
@@ -190,7 +193,9 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
         num_sequences=len(indices),
         sequence_lengths=torch.tensor([float(samples[i].loss_mask.sum()) for i in indices]),
         samples=list(indices),
-        routes=None if routes is None else _route_table(routes, mask, sequence_ids, local, layout),
+        routes=None
+        if routes is None
+        else _route_table([samples[i] for i in indices], routes, borders, mask, local, layout),
         without_route=0 if routes is None else int((_missing(routes) & (sequence_ids >= 0))[local].sum()),
     )
 
@@ -210,19 +215,37 @@ def _missing(routes: np.ndarray) -> np.ndarray:
 
 
 def _route_table(
-    routes: np.ndarray, mask: np.ndarray, sequence_ids: np.ndarray, local: np.ndarray, layout: Layout
+    samples: list[Sample], routes: np.ndarray, borders: np.ndarray, mask: np.ndarray, local: np.ndarray, layout: Layout
 ) -> RouteTable:
     """What the routers of this process remember: of the tokens that sequence parallelism leaves it."""
     own = np.split(local, layout.tensor)[layout.tensor_rank]
-    cached = np.zeros(len(mask), bool)
-    for row in range(sequence_ids.max() + 1):
-        learned = np.flatnonzero(mask & (sequence_ids == row))
-        cached[learned[spread(len(learned), layout.cached_tokens)]] = True
+    cached = np.full(len(mask), -1)  # where a token's features lie among all that the engine has sent
+    from_engine = [s.features for s in samples if s.features is not None]
+    sent = 0
+    for sample, start in zip(samples, borders, strict=False):
+        first = start + sample.prompt_length - 1
+        if from_engine:
+            rows = first + (sample.features.positions.numpy() if sample.features is not None else np.arange(0))
+        else:
+            rows = first + np.flatnonzero(sample.loss_mask)
+            rows = rows[spread(len(rows), layout.cached_tokens)]
+        cached[rows] = np.arange(sent, sent + len(rows))
+        sent += len(rows)
+    rows = np.flatnonzero(cached[own] >= 0)
+    features = {}
+    if from_engine:
+        chosen = torch.from_numpy(cached[own][rows])
+        hidden, logits = (torch.cat([getattr(f, name) for f in from_engine])[chosen] for name in ("hidden", "logits"))
+        features = {
+            layer: Features(hidden[:, column], logits[:, column], None)
+            for column, layer in enumerate(layout.routes.moe_layers)
+        }
     return RouteTable(
         moe_layers=layout.routes.moe_layers,
         counted=torch.from_numpy(mask[own]),
-        cached=torch.from_numpy(np.flatnonzero(cached[own])),
-        engine=torch.from_numpy(routes[own]) if not _missing(routes).all() else None,
+        cached=torch.from_numpy(rows),
+        engine=None if _missing(routes).all() else torch.from_numpy(routes[own]),
+        features=features,
     )
 
 

@@ -46,7 +46,7 @@ class Trainer:
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             context=config.parallel.context,
             context_rank=parallel_state.get_context_parallel_rank(),
-            routes=route_shape(model) if not config.model.moe_router_fusion else None,
+            routes=None if config.model.moe_router_fusion else route_shape(model),
             cached_tokens=config.routing.cached_tokens,
         )
         self.chunks = model.make_chunks()
@@ -273,8 +273,7 @@ def route_shape(model: Model) -> RouteShape | None:
     """What the routes of a model look like; None for a dense one."""
     if not expert_count(model.hf_config):
         return None
-    layout = RouteLayout.from_config(model.hf_config.to_dict())
-    return RouteShape(layout.moe_layers, layout.experts, layout.topk)
+    return RouteLayout.from_config(model.hf_config.to_dict()).kept
 
 
 def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, temperature: float) -> Trainer:

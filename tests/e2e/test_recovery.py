@@ -238,7 +238,17 @@ def test_full_disk_is_one_clear_error_and_costs_no_checkpoint(folder, undisturbe
     command = [sys.executable, "-m", "megatron_rl.cli", "train", str(folder / "config.yaml"), "--name", "small"]
     done = subprocess.run(
         [
-            *("unshare", "--map-root-user", "--mount", "bash", "-c", IN_A_SMALL_DISK, "-", str(size * 3 // 2), str(disk)),
+            *(
+                "unshare",
+                "--map-root-user",
+                "--mount",
+                "bash",
+                "-c",
+                IN_A_SMALL_DISK,
+                "-",
+                str(size * 3 // 2),
+                str(disk),
+            ),
             *(*command, "--runs_dir", str(disk)),
         ],
         capture_output=True,

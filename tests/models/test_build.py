@@ -66,6 +66,7 @@ def test_logits_and_weights(family, folders):
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
+
 def mxfp4(folder: Path, out: Path) -> None:
     """Give the gpt-oss folder experts that MXFP4 holds exactly, and write it to `out` with them as MXFP4 (as released).
 

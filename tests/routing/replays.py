@@ -26,8 +26,7 @@ POLICY_LR = 1e-10
 
 
 def shape_of(hf_config) -> RouteShape:
-    layout = RouteLayout.from_config(hf_config.to_dict())
-    return RouteShape(layout.moe_layers, layout.experts, layout.topk)
+    return RouteLayout.from_config(hf_config.to_dict()).kept
 
 
 def random_routes(rng: np.random.Generator, shape: RouteShape, tokens: int, missing: float = 0.1) -> np.ndarray:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, RoutingConfig
 from megatron_rl.environments import Prompt, combine, score
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import DTYPES
@@ -20,9 +20,8 @@ from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.rollout.server import RolloutServer, asks_routes, feature_stride
 from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.run import Kind, Run, preflight
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer
@@ -52,7 +51,8 @@ class Engine:
     """
 
     def __init__(self, config: Config, kind: Kind) -> None:
-        self.config = config
+        # One that only answers has no trainer that would replay its routes, or push predictors to it.
+        self.config = config if kind == "train" else replace(config, routing=RoutingConfig())
         self.kind = kind
         self.stats = EngineStats()
         self._stack = ExitStack()
@@ -68,17 +68,8 @@ class Engine:
             return self
         _check_served(self.config.model.path, hf_config)
         if int(os.environ.get("RANK", 0)) == 0:
-            self._server = RolloutServer(
-                self.config.model.path,
-                rollout.server,
-                dtype=self.config.precision.rollout,
-                context_length=rollout.context_length,
-                routes=self._asks_routes,
-                predictor=self._predicts,
-                feature_stride=self._feature_stride,
-                log_path=self.config.run_dir / "sglang.log",
-                seed=self.config.seed,
-                pythonpath=[SERVER_PYTHONPATH],
+            self._server = RolloutServer.from_config(
+                self.config, pythonpath=[SERVER_PYTHONPATH], log_path=self.config.run_dir / "sglang.log"
             )
             self._stack.callback(self._server.stop)
             self._server.start()
@@ -87,29 +78,13 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    @property
-    def _asks_routes(self) -> bool:
-        return self.config.rollout.routes or (self.kind == "train" and self.config.routing.source in FROM_ENGINE)
-
-    @property
-    def _predicts(self) -> bool:
-        """Whether the served model has route predictors."""
-        return self.kind == "train" and self.config.routing.source == "predicted_rollout"
-
-    @property
-    def _feature_stride(self) -> int:
-        """So that a response of full length has at most cached_tokens features; 0: none are exported."""
-        if not self._predicts or self.config.routing.features != "engine":
-            return 0
-        return -(-self.config.rollout.max_new_tokens // self.config.routing.cached_tokens)
-
     def join(self, run: Run) -> None:
         """Wait until the server answers; make client and weight sync. Every process calls it."""
         self.run = run
         model = run.hf_config.to_dict()
-        self._routes = RouteLayout.from_config(model) if self._asks_routes else None
+        self._routes = RouteLayout.from_config(model) if asks_routes(self.config) else None
         dtype = DTYPES[self.config.precision.rollout]
-        self._features = FeatureLayout.from_config(model, dtype) if self._feature_stride else None
+        self._features = FeatureLayout.from_config(model, dtype) if feature_stride(self.config) else None
         self._stop_tokens = run.stop_tokens()
         if self.config.rollout.replay:
             return

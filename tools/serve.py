@@ -29,15 +29,7 @@ def main() -> int:
     args, overrides = parser.parse_known_args()
     try:
         config = load_config(args.config, overrides)
-        server = RolloutServer(
-            config.model.path,
-            config.rollout.server,
-            dtype=config.precision.rollout,
-            context_length=config.rollout.context_length,
-            routes=config.rollout.routes,
-            seed=config.seed,
-            pythonpath=[SERVER_PYTHONPATH],
-        )
+        server = RolloutServer.from_config(config, pythonpath=[SERVER_PYTHONPATH])
         command, environment = server.command(), server.environment()
     except UserError as error:
         print(f"serve: error: {error}", file=sys.stderr)

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config import ServerConfig
+from megatron_rl.config import Config, ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.platform import sglang as cpu_platform
+from megatron_rl.routing.replay import FROM_ENGINE
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 MODELS_PYTHONPATH = Path(__file__).parent / "pythonpath"
@@ -75,6 +76,19 @@ def reason_of_death(path: Path) -> str:
     return lines[-1] if lines else "its log is empty"
 
 
+def asks_routes(config: Config) -> bool:
+    """Whether replies have the experts of every token."""
+    return config.rollout.routes or config.routing.source in FROM_ENGINE
+
+
+def feature_stride(config: Config) -> int:
+    """Router features come with every so manieth response token, at most cached_tokens of a full response; 0: none."""
+    routing = config.routing
+    if routing.source != "predicted_rollout" or routing.features != "engine":
+        return 0
+    return -(-config.rollout.max_new_tokens // routing.cached_tokens)
+
+
 class RolloutServer:
     """One SGLang server on 127.0.0.1, child of this process.
 
@@ -101,11 +115,6 @@ class RolloutServer:
         router, zero until it is pushed; feature_stride: s > 0 sends the router features of every s-th response token
         along, in all replies (`FeatureLayout`).
 
-        A server that is started elsewhere predicts routes with PYTHONPATH=.../megatron_rl/rollout/pythonpath and
-        SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_rl_models in its environment, and exports features with the flags
-        --json-model-override-args '{"router_feature_stride": s}' --cuda-graph-backend-decode disabled
-        --cuda-graph-backend-prefill disabled.
-
         Errors: UserError for a feature_stride without predictor.
         """
         if feature_stride and not predictor:
@@ -119,6 +128,24 @@ class RolloutServer:
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: Config, *, pythonpath: Sequence[str | Path], log_path: str | Path = "sglang.log"
+    ) -> RolloutServer:
+        """The server that a training run with this config wants."""
+        return cls(
+            config.model.path,
+            config.rollout.server,
+            dtype=config.precision.rollout,
+            context_length=config.rollout.context_length,
+            routes=asks_routes(config),
+            predictor=config.routing.source == "predicted_rollout",
+            feature_stride=feature_stride(config),
+            log_path=log_path,
+            seed=config.seed,
+            pythonpath=pythonpath,
+        )
 
     def __enter__(self) -> RolloutServer:
         try:

@@ -139,7 +139,9 @@ def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> set[i
         return {_stack([(piece.rows, [piece.hashes[cut]]) for piece in pieces]) for cut in cuts}
     total = sum(piece.rows * len(piece.hashes) for piece in pieces)
     if local_rows >= total:
-        return {_stack([(piece.rows, piece.hashes) for piece in pieces])}
+        # On one rank each part may be padded by as much: so SGLang does to shared experts without a GPU.
+        padding = (local_rows - total) // len(pieces) if ranks == 1 else 0
+        return {_stack([(piece.rows + padding, piece.hashes) for piece in pieces])}
     if len(pieces) == 1 and pieces[0].rows == local_rows:
         return {*pieces[0].hashes, *([0] if ranks > len(pieces[0].hashes) else [])}  # 0: a rank with padding alone
     # Rows each rank holds of every piece: the same cut of all, or all queries cut and key-value heads shared by ranks.

@@ -264,7 +264,10 @@ class WeightSync:
         """The engine's own dtype of a tensor: it may keep single ones (routing biases) in fp32."""
         slot = self._slot_of(name)
         if slot is None:
-            raise WeightSyncError(f"weight sync: the served model has no place for '{name}' ({self.addresses[0]})")
+            remedy = ": start it through tools/serve.py with this config" if name.endswith(".predictor.weight") else ""
+            raise WeightSyncError(
+                f"weight sync: the served model has no place for '{name}' ({self.addresses[0]}){remedy}"
+            )
         return self._parameters[0][slot.parameter].dtype
 
     def _buffer_of(self, nbytes: int) -> Tensor:

@@ -118,8 +118,10 @@ class RoutingConfig:
     as recorded, by routers that anticipate their own drift; predicted_rollout (Pr3): so in the engine."""
     predictor_loss: Literal["kl", "delta"] = "kl"
     """What predictors minimise: KL from the current router, or the squared error of the change of its logits."""
-    predictor_lr_multiplier: PositiveFloat = 1.0
+    predictor_lr_multiplier: PositiveFloat = 0.2
     """Learning rate of the predictors, as a multiple of the optimizer's."""
+    predictor_decay: Fraction = 0.2
+    """Share of itself that a predictor forgets at each of its updates, because no drift goes on for ever; 0: none."""
     cached_tokens: Positive = 1024
     """Tokens of each response, evenly spread, whose router inputs and logits are kept for predictors and metrics."""
     features: Literal["trainer", "engine"] = "trainer"

@@ -6,6 +6,7 @@ padding). Terms are zero where the mask is out, whatever the other tensors hold 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -107,7 +108,7 @@ def policy_terms(
     """The configured loss, not averaged. All tensors [T] -> (terms [T], sums of metrics over the masked-in tokens).
 
     Sums (detached scalars, to be divided by the number of tokens): `loss/clip_fraction`, `loss/old_kl` (k3 estimate of
-    the KL from the old policy to the current one), `loss/ratio`.
+    the KL from the old policy to the current one), `loss/ratio`, `loss/ratio_tail` (ratio outside [1/2, 2]).
     """
     # Masked-out tokens may hold anything; zeros in their place keep NaN out of the gradient too.
     log_probs = torch.where(mask, log_probs, 0.0)
@@ -138,6 +139,7 @@ def policy_terms(
             "loss/clip_fraction": clipped.sum(),
             "loss/old_kl": (ratio - 1.0 - log_ratio).sum(),
             "loss/ratio": torch.where(mask, ratio, 0.0).sum(),
+            "loss/ratio_tail": (log_ratio.abs() > math.log(2.0)).sum(),
         }
     return terms, sums
 

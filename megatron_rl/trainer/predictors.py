@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
 
-from megatron_rl.config import OptimizerConfig
+from megatron_rl.config import OptimizerConfig, RoutingConfig
 from megatron_rl.models.router import ReplayRouter
 from megatron_rl.routing.replay import RoutePass
 
@@ -20,10 +20,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Predictors:
     """The predictors of this process's MoE layers: the same on all processes that hold these layers."""
 
-    def __init__(self, routers: Iterable[tuple[int, ReplayRouter]], config: OptimizerConfig, multiplier: float) -> None:
-        self.multiplier = multiplier
+    def __init__(
+        self, routers: Iterable[tuple[int, ReplayRouter]], optimizer: OptimizerConfig, routing: RoutingConfig
+    ) -> None:
+        self.multiplier, self.decay = routing.predictor_lr_multiplier, routing.predictor_decay
         self.weights = {layer: router.predictor.weight for layer, router in routers}
-        self.adam = torch.optim.Adam(self.weights.values(), lr=0.0, betas=config.betas, eps=config.eps)
+        # Without momentum: what it is to follow turns within a few updates.
+        self.adam = torch.optim.AdamW(self.weights.values(), betas=(0.0, optimizer.betas[1]), eps=optimizer.eps)
         for weight in self.weights.values():
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adam.state[weight] = {"step": torch.zeros(()), **moments}
@@ -52,6 +55,7 @@ class Predictors:
             weight.grad = gradient.view_as(weight) / tokens
         for group in self.adam.param_groups:
             group["lr"] = lr * self.multiplier
+            group["weight_decay"] = self.decay / group["lr"] if group["lr"] else 0.0  # AdamW decays by their product
         self.adam.step()
         self.adam.zero_grad()
         return True

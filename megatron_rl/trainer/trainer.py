@@ -80,8 +80,7 @@ class Trainer:
         found = dict(routers(self.chunks))
         for router in found.values():
             router.add_predictor()
-        multiplier = self.config.routing.predictor_lr_multiplier
-        return Predictors(found.items(), self.config.optimizer, multiplier) if found else None
+        return Predictors(found.items(), self.config.optimizer, self.config.routing) if found else None
 
     # -- micro-batches ------------------------------------------------------------------------------------------------
 

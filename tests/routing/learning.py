@@ -16,7 +16,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
-LEARNING = {"optimizer": {"lr": 1e-3}, "routing": {"predictor_lr_multiplier": 1.0}}
+LEARNING = {"optimizer": {"lr": 1e-3}, "routing": {"predictor_lr_multiplier": 1.0, "predictor_decay": 0.1}}
 DRIFTING_STEPS, UPDATES = 8, 8
 
 

@@ -66,7 +66,12 @@ def make_config(model: str, overrides: dict, source: str) -> Config:
         # The policy hardly moves from one pass to the next, the predictors do.
         "optimizer": {"lr": POLICY_LR, "clip_grad": 0.5},
         "precision": {"train": "fp32"},
-        "routing": {"source": source, "cached_tokens": 9, "predictor_lr_multiplier": 0.01 / POLICY_LR},
+        "routing": {
+            "source": source,
+            "cached_tokens": 9,
+            "predictor_lr_multiplier": 0.01 / POLICY_LR,
+            "predictor_decay": 0.0,
+        },
     }
     for section, values in overrides.items():
         base[section] = {**base.get(section, {}), **values}

@@ -1,0 +1,132 @@
+"""Routes on the real stack: the engine's predictors are those of the trainer, and its routes bring both sides together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_rl.rollout.record import file_of, load_trajectories
+
+TIMEOUT = 420
+STEPS = 3
+
+
+def start(folder: Path, name: str, model: Path, changes: dict, steps: int) -> subprocess.CompletedProcess:
+    """A run of one process, to its end."""
+    config = {
+        "name": name,
+        "steps": steps,
+        "runs_dir": str(folder),
+        "model": {"path": str(model)},
+        "data": {"task": "number_sorting"},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "updates_per_step": 2, "tokens_per_micro_batch": 512},
+        "optimizer": {"lr": 1e-3},
+        "precision": {"train": "fp32", "rollout": "bf16"},
+        "rollout": {"max_new_tokens": 24, "context_length": 64},
+        "eval": {"prompts": 0},
+        "logging": {"tensorboard": False},
+    }
+    for section, values in changes.items():
+        config[section] = {**config.get(section, {}), **values}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "train", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def train(folder: Path, name: str, model: Path, changes: dict, steps: int) -> list[dict]:
+    """Lines of a run that must succeed."""
+    done = start(folder, name, model, changes, steps)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_model):
+    """A Pr3 run whose predictors learn from the engine's features; its folder, model and lines."""
+    folder = tmp_path_factory.mktemp("routing")
+    model = tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers")
+    changes = {
+        "routing": {
+            "source": "predicted_rollout",
+            "features": "engine",
+            "cached_tokens": 12,
+            "predictor_lr_multiplier": 20.0,
+            "predictor_decay": 0.0,
+        },
+        "rollout": {"max_new_tokens": 24, "context_length": 64, "record": True},
+    }
+    return folder, model, train(folder, "pr3", model, changes, STEPS)
+
+
+def test_the_engine_routes_with_the_predictors_of_the_trainer(finished):
+    """Each push compares the checksums of all that is served, predictors too; what they change shows in the routes."""
+    folder, _, lines = finished
+    steps = [line for line in lines if line["step"] > 0]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        assert line["routing/fallback_tokens"] == 0
+        assert line["routing/update_2/predictor_loss"] > 0 and "routing/update_1/predictor_loss" not in line
+        assert {f"routing/layer_0{layer}/update_2/agreement" for layer in (0, 1)} <= line.keys()
+    assert steps[0]["routing/engine_agreement"] > 0.98  # zero predictors: what bf16 turns over
+    assert steps[1]["routing/engine_agreement"] < steps[0]["routing/engine_agreement"]
+    assert steps[0]["mismatch/abs_median"] < 0.01 and steps[2]["mismatch/abs_median"] < 0.05
+
+
+def test_the_engine_exports_the_features_that_were_asked_for(finished):
+    for t in load_trajectories(file_of(finished[0] / "pr3" / "rollouts", 0, 0)):
+        assert t.features.positions.tolist() == list(range(0, t.response_length, 2))  # 24 tokens, 12 of them
+        assert t.routes.shape == (len(t.tokens) - 1, 2, 2) and t.routes.dtype == np.uint8
+
+
+def offline(rollouts: Path, source: str) -> dict:
+    rollout = {"max_new_tokens": 24, "context_length": 64, "replay": str(rollouts)}
+    return {"rollout": rollout, "routing": {"source": source}}
+
+
+def test_replayed_routes_bring_the_trainer_to_the_engine(finished):
+    """The same rollouts, bf16 in the engine and fp32 in the trainer, with the trainer's own routes and the engine's."""
+    folder, model, _ = finished
+    apart = {}
+    for source in ("free", "rollout"):
+        [line] = train(folder, source, model, offline(folder / "pr3" / "rollouts", source), 1)
+        apart[source] = line["mismatch/abs_median"], line["mismatch/abs_p99"]
+    print(f"median and 99 % of |dlogp|: {apart}")
+    assert apart["rollout"][0] < apart["free"][0] and apart["rollout"][1] < apart["free"][1]
+
+
+def test_routes_of_other_weights_are_not_replayed(finished):
+    """The second step's rollouts in the place of the first's: their weights are not those that the trainer has."""
+    folder, model, _ = finished
+    late = folder / "late"
+    late.mkdir()
+    shutil.copy(folder / "pr3" / "rollouts" / "step_000001.rank0.npz", late / "step_000000.rank0.npz")
+    [line] = train(folder, "stale", model, offline(late, "rollout"), 1)
+    trajectories = load_trajectories(late / "step_000000.rank0.npz")
+    assert line["routing/fallback_tokens"] == sum(len(t.tokens) - 1 for t in trajectories)
+    assert line["routing/fallback_tokens"] > 0 and "routing/engine_agreement" not in line
+
+
+def test_routes_of_another_model_are_refused_by_name(finished, tiny_model):
+    folder, _, _ = finished
+    other = tiny_model("qwen3_moe", "--layers", "4", "--tokenizer", "numbers")
+    done = start(folder, "other", other, offline(folder / "pr3" / "rollouts", "rollout"), 1)
+    assert done.returncode == 2
+    errors = [
+        line for line in done.stderr.splitlines() if "trajectory 0: routes have 2 MoE layers, the model wants 4" in line
+    ]
+    assert len(errors) == 1 and "step_000000.rank0.npz" in errors[0]

@@ -1,0 +1,81 @@
+"""Sources of routes that cannot work with the rest of a config are refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from megatron_rl.config import build_config
+from megatron_rl.errors import UserError
+from megatron_rl.routing.replay import RouteSelector
+
+REFUSED = {
+    "dense": ("qwen3", {"routing": {"source": "recorded"}}, "Qwen3ForCausalLM is dense; use free"),
+    "fused router": (
+        "qwen3_moe",
+        {"routing": {"source": "recorded"}, "model": {"moe_router_fusion": True}},
+        "the fused router would ignore the routes",
+    ),
+    "one update": ("qwen3_moe", {"routing": {"source": "predicted"}}, "batch.updates_per_step = 1 has no next"),
+    "features": (
+        "qwen3_moe",
+        {"routing": {"source": "rollout", "features": "engine"}},
+        "features = engine goes with routing.source = predicted_rollout",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_source_that_cannot_work_is_refused(case, tiny_model, monkeypatch):
+    from megatron_rl.run import preflight
+
+    family, changes, message = REFUSED[case]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = {"path": str(tiny_model(family)), **changes.get("model", {})}
+    config = build_config({**changes, "model": model})
+    with pytest.raises(UserError, match=message):
+        preflight(config, "train")
+    preflight(config, "ask")  # an evaluation replays nothing
+
+
+def test_a_near_miss_names_the_choice():
+    with pytest.raises(UserError, match="did you mean 'predicted_rollout'"):
+        build_config({"routing": {"source": "predictd_rollout"}})
+    with pytest.raises(UserError, match="did you mean 'routing.predictor_decay'"):
+        build_config({"routing": {"predictor_deacy": 0.1}})
+
+
+def test_a_router_that_does_not_ask_is_an_error():
+    """The last line of defence: Megatron's fused branch never looks at what is to be replayed."""
+    selector = RouteSelector()
+    selector.layer_number = 3
+    with (
+        pytest.raises(RuntimeError, match="router of layer 2: chose its experts without looking"),
+        selector.during(object()),
+    ):
+        pass
+    with selector.during(None):
+        pass
+    assert selector.route_pass is None
+
+
+def freely(model: str) -> tuple[list, list]:
+    """Log-probs of Megatron's own router and of ours without a pass. Runs in a process of its own."""
+    from learning import make_config, make_samples, make_trainer, read_hf_config, shape_of
+
+    trainer = make_trainer(make_config(model, {}, "free"))
+    batches = trainer.pack(make_samples(5, 4, 64, shape_of(read_hf_config(model))))
+    trainer.score(batches, "old")
+    with_pass = [b.scored["old"].tolist() for b in batches]
+    for batch in batches:
+        batch.scored.clear()
+    trainer.score(batches, "old", trainer.chunks)  # as the reference is scored: routers are told nothing
+    return with_pass, [b.scored["old"].tolist() for b in batches]
+
+
+def test_measuring_changes_no_bit(tiny_model):
+    [(with_pass, without)] = run_ranks(1, f"{__name__}:freely", (str(tiny_model("deepseek_v3")),))
+    assert torch.equal(
+        torch.tensor([p for part in with_pass for p in part]), torch.tensor([p for part in without for p in part])
+    )

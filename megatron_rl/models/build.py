@@ -27,6 +27,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.bridges import IncompleteWeights, make_bridge
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, one_line, read_hf_config
+from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.models.spec import layer_spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -99,7 +100,7 @@ class Model:
         predictors: those of the routers too; they are no part of the architecture, and go to an engine that has them.
         """
         tasks = self.bridge.build_conversion_tasks(self.hf_config, chunks)
-        return [task for task in tasks if predictors or not task.global_param_name.endswith(".router.predictor.weight")]
+        return [task for task in tasks if predictors or not task.global_param_name.endswith(PREDICTOR_WEIGHT)]
 
     @torch.no_grad()
     def export_hf_weights(

@@ -13,6 +13,9 @@ from megatron_rl.models.packed import PackedBatch
 from megatron_rl.routing.predictor import RoutePredictor
 from megatron_rl.routing.replay import RouteSelector
 
+PREDICTOR_WEIGHT = ".router.predictor.weight"
+"""How the names of the predictors' parameters end, in a chunk."""
+
 
 class ReplayRouter(TopKRouter):
     """Megatron's router, whose choice of experts a `RoutePass` may record, predict or replay.

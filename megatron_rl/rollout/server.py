@@ -82,7 +82,7 @@ def asks_routes(config: Config) -> bool:
 
 
 def feature_stride(config: Config) -> int:
-    """Router features come with every so manieth response token, at most cached_tokens of a full response; 0: none."""
+    """s, where router features of every s-th response token are wanted: at most cached_tokens in a full response; 0: none."""
     routing = config.routing
     if routing.source != "predicted_rollout" or routing.features != "engine":
         return 0

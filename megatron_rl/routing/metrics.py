@@ -38,7 +38,7 @@ def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
                 add(f"{PREFIX}{layer}/cached", stats.cached)
                 add(f"{PREFIX}{layer}/kl", stats.kl)
                 add(f"{PREFIX}{layer}/staleness", stats.staleness)
-                if stats.gradient is not None:
+                if stats.predictor_loss is not None:
                     add(f"{PREFIX}{layer}/predictor_loss", stats.predictor_loss)
     sums: dict[str, float] = {}
     numbers = iter(torch.cat(values).tolist() if values else ())  # one transfer from the device

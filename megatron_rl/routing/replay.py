@@ -83,9 +83,7 @@ class LayerStats:
     """Tokens behind the sums below."""
     kl: Tensor | float = 0.0
     staleness: Tensor | float = 0.0
-    predictor_loss: Tensor | float = 0.0
-    gradient: Tensor | None = None
-    """[E, d] of the summed predictor loss."""
+    predictor_loss: Tensor | None = None
 
 
 @dataclass
@@ -98,6 +96,8 @@ class RoutePass:
     stage: Literal["score", "update"]
     learn: PredictorLoss | None = None
     """Loss of the predictors in this pass; None: they rest."""
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """[E, d] by layer, of the predictor loss summed over tokens; one dictionary for all micro-batches of an update."""
     stats: dict[int, LayerStats] = field(default_factory=dict)
 
     # -- called by the router of each layer, in this order ------------------------------------------------------------
@@ -167,7 +167,8 @@ class RoutePass:
                 else:
                     loss = predictive_loss(current, features.logits, bias, score_function=score_function)
                 loss = loss * len(current)
-            (stats.gradient,) = torch.autograd.grad(loss, weight)
+            (gradient,) = torch.autograd.grad(loss, weight)
+            self.gradients[layer] = self.gradients[layer] + gradient if layer in self.gradients else gradient
             stats.predictor_loss = loss.detach()
         return stats
 

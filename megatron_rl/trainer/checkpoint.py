@@ -22,12 +22,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.dist_write import write
+from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 
 _SHARDING = "fully_reshardable"
 _METADATA = {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True}
 # Megatron writes process groups into the dict that it is given: each call gets a copy.
+NO_PREDICTORS = -1
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -94,11 +96,13 @@ def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[st
             problem = f"checkpoint {final}: {error.strerror}"
     _raise_together(ranks, problem)
     state = _state(trainer, ranks, loading=False)
+    # A pipeline stage of dense layers has none, and rank 0 may be of it.
+    predictor_updates = ranks.maximum(trainer.predictors.updates if trainer.predictors else NO_PREDICTORS)
     state["run"] = {
         "step": step,
         "world_size": ranks.world_size,
         "scheduler": trainer.scheduler.state_dict(),
-        "predictor_updates": trainer.predictors.updates if trainer.predictors else 0,
+        "predictor_updates": predictor_updates,
         "extra": extra,
     }
     try:
@@ -127,12 +131,16 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     """
     common = read_common(path, ranks)
     same_size = common["world_size"] == ranks.world_size
-    loaded = _load(_state(trainer, ranks, loading=True, with_random=same_size), path)
+    state = _state(trainer, ranks, loading=True, with_random=same_size)
+    has_predictors = common.get("predictor_updates", NO_PREDICTORS) != NO_PREDICTORS
+    if not has_predictors:
+        _leave_out_predictors(state)
+    loaded = _load(state, path)
     _load_model(trainer, loaded)
     trainer.scheduler.load_state_dict(common["scheduler"])
     trainer.optimizer.load_state_dict(_optimizer_state(trainer, loaded["optimizer"]))
     _separate_steps(trainer)
-    if trainer.predictors:
+    if trainer.predictors and has_predictors:
         trainer.predictors.load_state_dict(loaded["predictors"], common["predictor_updates"])
     if same_size:
         _set_random_states(loaded["random"])
@@ -140,8 +148,10 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
 
 
 def load_weights(path: Path, trainer: Trainer) -> None:
-    """Restore the model's weights alone; the optimizer starts anew."""
-    _load_model(trainer, _load(_model_state(trainer), path))
+    """Restore the model's weights alone; the optimizer and route predictors start anew."""
+    state = _model_state(trainer)
+    _leave_out_predictors(state)
+    _load_model(trainer, _load(state, path))
     trainer.optimizer.reload_model_params()
 
 
@@ -207,13 +217,21 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
         ) from None
 
 
+def _leave_out_predictors(state: dict[str, Any]) -> None:
+    """Ask the checkpoint for no route predictor: it has none, or not for this run. Those of the trainer stay at zero."""
+    state.pop("predictors", None)
+    for part in (value for key, value in state.items() if key.startswith("model")):
+        for name in [name for name in part if name.endswith(PREDICTOR_WEIGHT)]:
+            del part[name]
+
+
 def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
-    if len(trainer.chunks) == 1:
-        trainer.chunks[0].load_state_dict(loaded["model"])
-        return
-    for index, chunk in enumerate(trainer.chunks):
-        parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        chunk.load_state_dict(loaded[f"model{index}"])
+    names = ["model"] if len(trainer.chunks) == 1 else [f"model{index}" for index in range(len(trainer.chunks))]
+    for index, (name, chunk) in enumerate(zip(names, trainer.chunks, strict=True)):
+        if len(names) > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(index)
+        own = {key: value for key, value in chunk.state_dict().items() if key.endswith(PREDICTOR_WEIGHT)}
+        chunk.load_state_dict({**own, **loaded[name]})
 
 
 def _raise_together(ranks: Ranks, problem: str | None, partial: Path | None = None) -> None:

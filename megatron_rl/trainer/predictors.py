@@ -39,16 +39,13 @@ class Predictors:
         lr: the policy's current learning rate. Collective. Returns whether it was done: not without a cached token, nor
         where a gradient is not finite.
         """
-        sums = {layer: torch.zeros_like(weight) for layer, weight in self.weights.items()}
-        for layer, total in sums.items():
-            for gradient in (p.stats[layer].gradient for p in passes):
-                if gradient is not None:
-                    total += gradient
+        mine = passes[0].gradients  # which all passes of an update share
+        sums = [mine.get(layer, torch.zeros_like(weight)) for layer, weight in self.weights.items()]
         first = next(iter(self.weights))
-        tokens = sums[first].new_tensor([sum(p.stats[first].cached for p in passes)])
-        flat = torch.cat([*(total.flatten() for total in sums.values()), tokens])
+        tokens = sums[0].new_tensor([sum(p.stats[first].cached for p in passes)])
+        flat = torch.cat([*(total.flatten() for total in sums), tokens])
         dist.all_reduce(flat, group=self.group)
-        *gradients, tokens = flat.split([*(total.numel() for total in sums.values()), 1])
+        *gradients, tokens = flat.split([*(total.numel() for total in sums), 1])
         if not float(tokens) or not bool(flat.isfinite().all()):
             return False
         for weight, gradient in zip(self.weights.values(), gradients, strict=True):

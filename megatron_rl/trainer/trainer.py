@@ -174,8 +174,10 @@ class Trainer:
         self, batches: list[Batch], stage: Literal["score", "update"], learn: PredictorLoss | None = None
     ) -> list[RoutePass | None]:
         """What the routers of the policy do with each micro-batch; None for a dense model."""
-        source, shape = self.config.routing.source, self.layout.routes
-        return [None if shape is None else RoutePass(b.routes, source, shape.experts, stage, learn) for b in batches]
+        source, shape, gradients = self.config.routing.source, self.layout.routes, {}
+        if shape is None:
+            return [None] * len(batches)
+        return [RoutePass(b.routes, source, shape.experts, stage, learn, gradients) for b in batches]
 
     def _run(
         self, chunks, batches, passes, objective, *, forward_only: bool, with_entropy: bool, pointwise: bool

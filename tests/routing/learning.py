@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from replays import make_config, make_samples, make_trainer, plant_predictors, shape_of, update
 
+from megatron_rl.config import Config
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.router import routers
 from megatron_rl.routing.metrics import route_metrics
@@ -132,7 +133,40 @@ def save_and_go_on(model: str, seed: int, folder: str) -> dict:
     batch(again, 2)
     resumed = predictors_of(again), weights_of(again)
     parallel_state.destroy_model_parallel()
-    return {"path": str(path), "saved": saved, "loaded": loaded, "straight": straight, "resumed": resumed}
+    return {
+        "path": str(path),
+        "saved": saved,
+        "loaded": loaded,
+        "straight": straight,
+        "resumed": resumed,
+        "weights_alone": weights_alone(config, path),
+        "changed": changed_source(model, folder),
+    }
+
+
+def weights_alone(config: Config, path: Path) -> dict[int, np.ndarray]:
+    """Predictors of a trainer that starts from another run's weights."""
+    trainer = make_trainer(config)
+    checkpoint.load_weights(path, trainer)
+    found = predictors_of(trainer)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def changed_source(model: str, folder: str) -> tuple[dict, dict, dict]:
+    """A checkpoint of an R2 run: its weights, and weights and predictors of a Pr2 run that goes on from it."""
+    before = make_trainer(make_config(model, LEARNING, "recorded"))
+    batches = before.pack(make_samples(1, 4, 64, shape_of(read_hf_config(model))))
+    before.score(batches, "old")
+    update(before, batches)
+    path = checkpoint.save(Path(folder) / "r2", 1, before, before.ranks, extra={}, keep=1)
+    weights = weights_of(before)
+    parallel_state.destroy_model_parallel()
+    after = make_trainer(make_config(model, LEARNING, "predicted"))
+    checkpoint.load(path, after, after.ranks)
+    found = weights, weights_of(after), predictors_of(after)
+    parallel_state.destroy_model_parallel()
+    return found
 
 
 def everything(model: str, seed: int, folder: str) -> dict:

@@ -73,6 +73,10 @@ def test_checkpoints_have_the_predictors(model, found):
         assert not np.array_equal(run["straight"][0][layer], weight)
     for name, weight in run["straight"][1].items():
         assert np.array_equal(weight, run["resumed"][1][name]), name
+    assert not any(weight.any() for weight in run["weights_alone"].values()), "another run's predictors"
+    saved, loaded, predictors = run["changed"]
+    assert all(np.array_equal(saved[name], loaded[name]) for name in saved)
+    assert predictors and not any(weight.any() for weight in predictors.values())
     layouts = [{"parallel": {"pipeline": 2}}, {"parallel": {"tensor": 2}}]
     for elsewhere in run_ranks(2, "learning:load_under", (model, run["path"], layouts))[0]:
         assert elsewhere["updates"] == (4, 4)

@@ -34,7 +34,13 @@ METHODS: dict[str, dict[str, object]] = {
     "Pr2": {"routing.source": "predicted"},
     "R3": {"routing.source": "rollout"},
     "Pr3": {"routing.source": "predicted_rollout"},
+    "Pr2 published": {
+        "routing.source": "predicted",
+        "routing.predictor_lr_multiplier": 1.0,
+        "routing.predictor_decay": 0.0,
+    },
 }
+"""The last one is Pr2 with predictors that forget nothing; it runs at off-4 alone."""
 OFF = (2, 4, 8)
 LR_AT_OFF_4 = 1.2e-4
 MODEL = ("--experts", "16", "--topk", "4", "--expert-intermediate", "128")
@@ -45,6 +51,7 @@ COLUMNS = {
     "routing/agreement": ("agreement", ".4f"),
     "last/agreement": ("agreement, last update", ".4f"),
     "routing/kl": ("route KL x 1e6", ".1f"),
+    "routing/drift": ("without prediction", ".1f"),
     "routing/deviation_0": ("no deviation", ".4f"),
     "loss/clip_fraction": ("clipped", ".4f"),
     "loss/ratio_tail": ("ratio outside [1/2, 2]", ".5f"),
@@ -61,7 +68,7 @@ class RunPlan:
 
     @property
     def name(self) -> str:
-        return f"{self.method.lower()}-off{self.off}-seed{self.seed}"
+        return f"{self.method.lower().replace(' ', '-')}-off{self.off}-seed{self.seed}"
 
 
 def make_plan(*, full: bool) -> list[RunPlan]:
@@ -71,7 +78,7 @@ def make_plan(*, full: bool) -> list[RunPlan]:
         for seed in range(3)
         for off in (4, 2, 8)
         for method in METHODS
-        if full or off == 4 or seed == 0
+        if off == 4 or (method != "Pr2 published" and (full or seed == 0))
     ]
 
 
@@ -137,15 +144,18 @@ def run_one(plan: RunPlan, root: Path, model: Path, steps: int) -> float:
     return time.monotonic() - start
 
 
-def figures(folder: Path, off: int) -> dict[str, float]:
-    """A run's figures: evaluations at its end, everything else as means over the steps after the first quarter."""
+def figures(folder: Path, off: int) -> dict[str, float | None]:
+    """A run's figures: evaluations at its end, everything else as means over the steps after the first quarter.
+
+    None where a figure does not apply.
+    """
     lines = read_json_lines(folder / METRICS_FILE)
     first, last = lines[0], lines[-1]
     steps = [line for line in lines if line["step"] > last["step"] / 4]
 
-    def mean(name: str) -> float:
+    def mean(name: str) -> float | None:
         values = [line[name] for line in steps if line.get(name) is not None]
-        return statistics.fmean(values) if values else float("nan")
+        return statistics.fmean(values) if values else None
 
     found = {name: mean(name) for name in COLUMNS if not name.startswith(("eval/", "last/"))}
     found["last/agreement"] = mean(f"routing/update_{off}/agreement")
@@ -153,8 +163,8 @@ def figures(folder: Path, off: int) -> dict[str, float]:
     found |= {"before": first["eval/score"], "reward/mean": mean("reward/mean")}
     found |= {f"routing/update_{u}/agreement": mean(f"routing/update_{u}/agreement") for u in range(1, off + 1)}
     found |= {"routing/engine_agreement": mean("routing/engine_agreement")}
-    found["routing/kl"] *= 1e6
-    found["mismatch/kl"] *= 1e6
+    for name in ("routing/kl", "routing/drift", "mismatch/kl"):
+        found[name] = None if found[name] is None else found[name] * 1e6
     return found
 
 
@@ -169,9 +179,9 @@ def table(results: dict[str, dict]) -> str:
                 continue
             cells = []
             for name, (_, form) in COLUMNS.items():
-                values = [r["figures"][name] for r in runs]
+                values = [r["figures"][name] for r in runs if r["figures"][name] is not None]
                 spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-                cells.append(f"{statistics.fmean(values):{form}}{spread}")
+                cells.append(f"{statistics.fmean(values):{form}}{spread}" if values else "")
             rows.append(f"| {off} | {method} | {len(runs)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -2,7 +2,7 @@
 
 Names of the sums of one update: `routing/LAYER/deviation/J` (tokens whose replayed experts differ from the current
 router's in J slots), `routing/LAYER/engine/J` (the engine's experts against the trainer's own before the first update),
-`routing/LAYER/cached`, `/kl`, `/staleness`, `/predictor_loss` (the last three summed over the cached tokens).
+`routing/LAYER/cached`, `/kl`, `/staleness`, `/drift`, `/predictor_loss` (the last four summed over the cached tokens).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from megatron_rl.routing.replay import RoutePass
 
 PREFIX = "routing/"
-OF_CACHED = ("kl", "staleness", "predictor_loss")
+OF_CACHED = ("kl", "staleness", "drift", "predictor_loss")
 
 
 def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
@@ -38,6 +38,8 @@ def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
                 add(f"{PREFIX}{layer}/cached", stats.cached)
                 add(f"{PREFIX}{layer}/kl", stats.kl)
                 add(f"{PREFIX}{layer}/staleness", stats.staleness)
+                if stats.drift is not None:
+                    add(f"{PREFIX}{layer}/drift", stats.drift)
                 if stats.predictor_loss is not None:
                     add(f"{PREFIX}{layer}/predictor_loss", stats.predictor_loss)
     sums: dict[str, float] = {}
@@ -55,7 +57,8 @@ def route_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
     routing/agreement (mean over tokens, layers and updates of |replayed and current| / k), routing/deviation_J (shares),
     routing/kl and routing/staleness (total variation), both a token and layer, from the distribution that the replayed
-    routes stand for to the current router's; routing/predictor_loss; routing/engine_agreement. The same below
+    routes stand for to the current router's; routing/drift, that KL had nothing been predicted; routing/predictor_loss;
+    routing/engine_agreement. The same below
     routing/update_U/ (from 1) and routing/layer_LL/, agreement and kl also below routing/layer_LL/update_U/.
     """
     cells: dict[tuple[int, int], dict[str, float]] = {}  # (layer, update) -> sums

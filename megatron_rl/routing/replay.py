@@ -83,6 +83,8 @@ class LayerStats:
     """Tokens behind the sums below."""
     kl: Tensor | float = 0.0
     staleness: Tensor | float = 0.0
+    drift: Tensor | None = None
+    """KL as above, had nothing been predicted."""
     predictor_loss: Tensor | None = None
 
 
@@ -158,6 +160,8 @@ class RoutePass:
             kl=route_kl(current, predicted, score_function).sum(),
             staleness=route_staleness(current, predicted, score_function).sum(),
         )
+        if features.bias is not None:
+            stats.drift = route_kl(current, features.logits, score_function).sum()
         if self.learn is not None:
             with torch.enable_grad():
                 weight = predictor.weight.detach().requires_grad_()

@@ -11,7 +11,7 @@ from megatron_rl.ops import sink_attention_torch
 from megatron_rl.ops.sink_attention import PackedSequences, sink_attention, sink_attention_reference
 
 # Largest difference from fp64, relative to the largest entry.
-OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1.5e-6, torch.bfloat16: 6e-3}
+OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2.5e-6, torch.bfloat16: 6e-3}
 GRAD_TOLERANCE = {torch.float64: 1e-12, torch.float32: 6e-6, torch.bfloat16: 2e-2}  # of sums that cancel
 
 

@@ -36,7 +36,7 @@ def predictors_of(trainer: Trainer) -> dict[int, np.ndarray]:
 def drift(model: str, seed: int, source: str, loss: str) -> list[dict[str, float]]:
     """Routers move along a fixed direction with each update, the policy does not; figures of each rollout batch."""
     options = {
-        "routing": {"cached_tokens": 64, "predictor_loss": loss, "predictor_lr_multiplier": 4e6},
+        "routing": {"cached_tokens": 64, "predictor_loss": loss, "predictor_lr_multiplier": 1.5e6},
         "optimizer": {"lr": 1e-10, "betas": [0.9, 0.95]},
     }
     trainer = make_trainer(make_config(model, options, source))
@@ -46,7 +46,7 @@ def drift(model: str, seed: int, source: str, loss: str) -> list[dict[str, float
     start = {layer: router.weight.norm().item() for layer, router in routers(trainer.chunks)}
     lines = []
     for step in range(DRIFTING_STEPS):
-        batches = trainer.pack(make_samples(seed + step, 16, 64, shape))
+        batches = trainer.pack(make_samples(seed + step, 24, 64, shape))
         trainer.score(batches, "old")
         sums = []
         for number in range(UPDATES):

@@ -18,6 +18,8 @@ from megatron_rl.trainer.trainer import Trainer
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 LEARNING = {"optimizer": {"lr": 1e-3}, "routing": {"predictor_lr_multiplier": 1.0, "predictor_decay": 0.1}}
+EXPERTS = [[4, 1], [2, 7]]
+"""By layer."""
 DRIFTING_STEPS, UPDATES = 8, 8
 
 
@@ -77,11 +79,11 @@ def trained(model: str, seed: int, source: str) -> dict:
 
 
 def gradients(model: str, seed: int) -> dict:
-    """Gradients of a replayed pass in which every token goes to experts 1 and 4."""
+    """Gradients of a replayed pass in which every token goes to the same experts, other ones in each layer."""
     trainer = make_trainer(make_config(model, {}, "predicted_rollout"))
     samples = make_samples(seed, 8, 64, shape_of(read_hf_config(model)))
     for sample in samples:
-        sample.routes[:] = [4, 1]
+        sample.routes[:] = EXPERTS
     batches = trainer.pack(samples)
     plant_predictors(trainer, 0.3)
     for _, router in routers(trainer.chunks):

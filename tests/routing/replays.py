@@ -17,6 +17,7 @@ from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
+from tests.trainer import layouts
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
@@ -40,21 +41,11 @@ def random_routes(rng: np.random.Generator, shape: RouteShape, tokens: int, miss
 
 
 def make_samples(seed: int, count: int, vocab: int, shape: RouteShape) -> list[Sample]:
-    """Random sequences of 4..40 tokens with random routes; without special tokens, as in the parity tests."""
+    """The parity tests' random sequences, with random routes."""
+    samples = layouts.make_samples(seed, count, vocab)
     rng = np.random.default_rng(seed)
-    samples = []
-    for _ in range(count):
-        prompt, response = int(rng.integers(1, 15)), int(rng.integers(3, 26))
-        samples.append(
-            Sample(
-                tokens=rng.integers(4, vocab, prompt + response).astype(np.int32),
-                prompt_length=prompt,
-                loss_mask=rng.random(response) < 0.9,
-                rollout_log_probs=rng.normal(-3, 1, response).astype(np.float32),
-                advantage=float(rng.normal()),
-                routes=random_routes(rng, shape, prompt + response - 1),
-            )
-        )
+    for sample in samples:
+        sample.routes = random_routes(rng, shape, sample.inputs)
     return samples
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -220,6 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of runs, e.g. r2-off4-seed0")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, with which the run that goes on is ended
     root = (REPOSITORY / args.runs).resolve()
     plans = [plan for plan in make_plan(full=args.full) if not args.only or plan.name in args.only]
     if not plans:

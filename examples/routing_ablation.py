@@ -23,6 +23,9 @@ from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.metrics.routing_pictures import write_svg
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+CLI = [sys.executable, "-m", "megatron_rl.cli"]
+LONGEST_S = 3600
+"""Of one run."""
 METHODS: dict[str, dict[str, object]] = {
     "GRPO": {},
     "GSPO": {
@@ -84,10 +87,15 @@ def make_plan(*, full: bool) -> list[RunPlan]:
 
 
 def call(command: list[str], log: Path) -> None:
-    """Run a command with its output in a file. Errors: SystemExit with the last line of it."""
+    """Run a command with its output in a file. Errors: SystemExit with the last line of it, or where it takes too long."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        done = subprocess.run(command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, check=False)
+    try:
+        with log.open("w") as file:
+            done = subprocess.run(
+                command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, timeout=LONGEST_S, check=False
+            )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"routing_ablation: {' '.join(command[2:6])} took over {LONGEST_S} s [{log}]") from None
     if done.returncode:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise SystemExit(f"routing_ablation: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
@@ -108,9 +116,6 @@ def warm_start(root: Path) -> Path:
         settings = {"name": "sft", "runs_dir": root, "model.path": model}
         call([*CLI, "sft", "configs/quickstart_sft.yaml", *flags(settings)], root / "sft.log")
     return out
-
-
-CLI = [sys.executable, "-m", "megatron_rl.cli"]
 
 
 def last_step(folder: Path) -> int:

@@ -60,9 +60,8 @@ class Engine:
         self._version = 0
 
     def __enter__(self) -> Engine:
-        hf_config, *_ = preflight(
-            self.config, self.kind
-        )  # what the trainer would refuse should not start a server first
+        # What the trainer would refuse should not start a server first.
+        hf_config, *_ = preflight(self.config, self.kind)
         rollout = self.config.rollout
         if rollout.replay or rollout.addresses:
             return self

@@ -18,11 +18,12 @@ from megatron_rl.models.parallel_check import architecture
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, asks_routes, feature_stride
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Kind, Run, preflight
+from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer
 
@@ -58,6 +59,8 @@ class Engine:
         self._stack = ExitStack()
         self._server: RolloutServer | None = None
         self._version = 0
+        self._weights = ""
+        """Digest of the trainer's weights, where recorded routes are written or read."""
 
     def __enter__(self) -> Engine:
         # What the trainer would refuse should not start a server first.
@@ -82,8 +85,8 @@ class Engine:
         self.run = run
         model = run.hf_config.to_dict()
         self._routes = RouteLayout.from_config(model) if asks_routes(self.config) else None
-        dtype = DTYPES[self.config.precision.rollout]
-        self._features = FeatureLayout.from_config(model, dtype) if feature_stride(self.config) else None
+        self._dtype = DTYPES[self.config.precision.rollout]
+        self._features = FeatureLayout.from_config(model, self._dtype) if feature_stride(self.config) else None
         self._stop_tokens = run.stop_tokens()
         if self.config.rollout.replay:
             return
@@ -112,16 +115,24 @@ class Engine:
     def push(self, trainer: Trainer, version: int) -> None:
         """Send the trainer's weights to every server and compare checksums; a server that has died is restarted first."""
         self._trainer, self._version = trainer, version
-        if self.config.rollout.replay:
-            return
-        self._revive()
-        self._push()
+        if not self.config.rollout.replay:
+            self._revive()
+            self._push()
+        elif self._routes is not None:
+            digest = WeightsDigest(self._dtype)
+            for _ in digest.watch(trainer.export_weights()):
+                pass
+            self._weights = str(digest)
 
     def _push(self) -> None:
         """Push the current weights; again, to a new server, where the server died meanwhile."""
         for attempt in range(RESTARTS + 1):
+            weights, digest = self._trainer.export_weights(), WeightsDigest(self._dtype)
+            if self.config.rollout.record and self._routes is not None:
+                weights = digest.watch(weights)
             try:
-                self.stats.sync_bytes = self._sync.push(self._trainer.export_weights(), str(self._version)).bytes
+                self.stats.sync_bytes = self._sync.push(weights, str(self._version)).bytes
+                self._weights = str(digest)
                 return
             except UserError:  # the same on every process
                 if attempt == RESTARTS or not self._revive(DEATH_S):
@@ -164,26 +175,33 @@ class Engine:
         rank = self.run.ranks.data_rank
         if rollout.replay:
             trajectories = self._load(file_of(Path(rollout.replay), step, rank))
+            fresh = [t.weights == self._weights for t in trajectories]
         else:
             samples = self.config.batch.samples_per_prompt
             trajectories = self.ask(prompts, self.run.support, samples=samples, with_routes=True)
+            fresh = [sampled_by(t, str(self._version)) for t in trajectories]
             if rollout.record and self.run.ranks.is_leader:
+                for trajectory, current in zip(trajectories, fresh, strict=True):
+                    trajectory.weights = self._weights if current else ""
                 save_trajectories(file_of(self.config.run_dir / "rollouts", step, rank), trajectories)
-        for trajectory in trajectories:  # what is dropped is counted with all tokens without a route
-            drop_stale_routes(trajectory, str(self._version))
+        for trajectory, current in zip(trajectories, fresh, strict=True):  # what is dropped is counted without a route
+            drop_stale_routes(trajectory, fresh=current)
         return trajectories
 
     def _load(self, path: Path) -> list[Trajectory]:
-        """Recorded trajectories. Errors: UserError where their routes are not those of this model."""
+        """Recorded trajectories. Errors: UserError where their routes or features are not those of this model."""
         trajectories = load_trajectories(path)
         for number, t in enumerate(trajectories):
-            if self._routes is None:
-                t.routes = t.features = None
-            elif t.routes is not None:
-                try:
+            # What the config does not ask for is not used, though it was recorded.
+            t.routes = t.routes if self._routes else None
+            t.features = t.features if self._features else None
+            try:
+                if t.routes is not None:
                     self._routes.kept.check(t.routes, len(t.tokens) - 1)
-                except ValueError as error:
-                    raise UserError(f"rollout.replay: {path}, trajectory {number}: {error}") from None
+                if t.features is not None:
+                    self._features.check(t.features, t.response_length)
+            except ValueError as error:
+                raise UserError(f"rollout.replay: {path}, trajectory {number}: {error}") from None
         return trajectories
 
     def ask(

@@ -64,7 +64,7 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     metrics = {}
     for key in updates[0]:
         total = sum(u[key] for u in updates)
-        if key == "update/skipped":
+        if key in ("update/skipped", "update/predictors_skipped"):
             metrics[key] = total
         elif key.startswith("update/"):
             metrics[key] = total / len(updates)

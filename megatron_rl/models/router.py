@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -41,9 +42,22 @@ class ReplayRouter(TopKRouter):
             return logits
         hidden = input.detach().reshape(-1, input.shape[-1])
         flat = logits.view(-1, self.num_experts)
-        return route_pass.see_logits(
-            self.router_replay.layer, hidden, flat, self.predictor, self.score_function
-        ).view_as(logits)
+        return route_pass.see_logits(self.router_replay.layer, hidden, flat, self).view_as(logits)
+
+    @torch.no_grad()
+    def choice(self, logits: torch.Tensor) -> torch.Tensor:
+        """[T, E] logits -> [T, k] int64: the experts that it would choose by itself."""
+        _, ids = topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self.config.moe_router_group_topk,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            dense_output=True,
+        )
+        return ids
 
 
 class ReplayTransformerLayer(TransformerLayer):

@@ -12,7 +12,7 @@ import torch
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory, WeightSpan
 
-_PLAIN = ("prompt_id", "group_id", "prompt_length", "finish_reason", "text", "reward", "reward_parts")
+_PLAIN = ("prompt_id", "group_id", "prompt_length", "finish_reason", "weights", "text", "reward", "reward_parts")
 
 
 def file_of(folder: Path, step: int, data_rank: int) -> Path:

@@ -130,33 +130,49 @@ class FeatureLayout:
             _tensor(logits, torch.float32, (len(positions), self.moe_layers, self.experts)),
         )
 
+    def check(self, features: RouterFeatures, tokens: int) -> None:
+        """Whether they belong to this model and a response of so many tokens. Errors: ValueError saying why not."""
+        count, positions = len(features.positions), features.positions
+        for name, width in (("hidden", self.hidden), ("logits", self.experts)):
+            shape, wanted = tuple(getattr(features, name).shape), (count, self.moe_layers, width)
+            if shape != wanted:
+                raise ValueError(f"router features: {name} is {list(shape)}, the model wants {list(wanted)}")
+        if count and not (int(positions.min()) >= 0 and int(positions.max()) < tokens and (positions.diff() > 0).all()):
+            raise ValueError(f"router features: their positions are not ascending within the {tokens} response tokens")
+
 
 def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
 
 
-def join_routes(tables: Sequence[np.ndarray]) -> np.ndarray:
+def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: RouteShape) -> np.ndarray:
     """The table of a conversation from those of its turns, each with the new rows alone: [sum of rows, moe_layers, topk].
 
-    Turn t asked with routes_start = rows of the tables before it, which is the token count of the conversation so far
-    less one: the last token of a response gets its route only as input of the next turn. Where weights were pushed in
-    between, `drop_stale_routes` comes first.
+    turns: (table, version of the last token's weights). Turn t asked with routes_start = rows of the tables before it,
+    which is the token count of the conversation so far less one: the last token of a response gets its route only as
+    input of the next turn. version: the weights whose routes are wanted; a turn of others, from before a push, becomes
+    sentinels. (Asked with routes_start = 0 instead, the turn after a push brings all rows anew.)
     """
-    return np.concatenate(list(tables))
+    return np.concatenate([table if found == version else shape.empty(len(table)) for table, found in turns])
 
 
-def drop_stale_routes(trajectory: Trajectory, version: str) -> int:
-    """Forget the routes of a trajectory, and its features, where they are not known to come from weights `version`.
+def sampled_by(trajectory: Trajectory, version: str) -> bool:
+    """Whether the last response token is known to come from weights `version`: with it the whole table does (see the top
+    of this file). A response without tokens says nothing about its version."""
+    last = trajectory.weight_spans[-1] if trajectory.weight_spans else None
+    return last is not None and last.end > last.start and last.version == version
 
-    Returns the number of rows dropped: none where the last response token is of that version, else all (see the top of
-    this file; a response without tokens says nothing about its version).
+
+def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> int:
+    """Forget the routes of a trajectory, and its features, unless they are of the trainer's weights (`fresh`).
+
+    Of a fresh one, forgets the features that earlier weights have seen. Returns the number of rows dropped.
     """
     if trajectory.routes is None:
         return 0
-    last = trajectory.weight_spans[-1] if trajectory.weight_spans else None
-    if last is None or last.end == last.start or last.version != version:
+    if not fresh:
         dropped, trajectory.routes, trajectory.features = len(trajectory.routes), None, None
         return dropped
     if trajectory.features is not None:
-        trajectory.features = trajectory.features.since(last.start)
+        trajectory.features = trajectory.features.since(trajectory.weight_spans[-1].start)
     return 0

@@ -63,6 +63,8 @@ class Trajectory:
     features: RouterFeatures | None = None
     """Where the engine exports them."""
     weight_spans: list[WeightSpan] = field(default_factory=list)
+    weights: str = ""
+    """Digest of the weights that its last token, and so its routes, came from; of a recorded trajectory with routes."""
     text: str = ""
     """The response, decoded."""
     reward: float = 0.0

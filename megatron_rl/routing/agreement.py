@@ -22,9 +22,13 @@ def topk_agreement(a: Tensor, b: Tensor) -> Tensor:
     return 1 - deviations(a, b).double().mean() / a.shape[1]
 
 
-def deviation_counts(a: Tensor, b: Tensor) -> Tensor:
-    """`[k + 1]` int64: tokens whose sets differ in 0, 1, ..., k slots."""
-    return torch.bincount(deviations(a, b), minlength=a.shape[1] + 1)
+def deviation_counts(a: Tensor, b: Tensor, counted: Tensor) -> Tensor:
+    """`[k + 1]` int64: tokens whose sets differ in 0, 1, ..., k slots, of those that `counted` `[T]` bool names.
+
+    Without a step that would wait for a GPU, as choosing rows or torch.bincount would.
+    """
+    counts = counted.new_zeros(a.shape[1] + 1, dtype=torch.int64)
+    return counts.index_add_(0, deviations(a, b), counted.long())
 
 
 def routing_log_probs(logits: Tensor, score_function: str = "softmax") -> Tensor:

@@ -1,7 +1,8 @@
 """Routing in the log: what routers measured, as sums that can be added over micro-batches and processes, and as figures.
 
 Names of the sums of one update: `routing/LAYER/deviation/J` (tokens whose replayed experts differ from the current
-router's in J slots), `routing/LAYER/engine/J` (the engine's experts against the trainer's own before the first update),
+router's in J slots), `routing/LAYER/unpredicted/J` (so, had nothing been predicted), `routing/LAYER/engine/J` (the
+engine's experts against what the trainer would choose in its place before the first update),
 `routing/LAYER/cached`, `/kl`, `/staleness`, `/drift`, `/predictor_loss` (the last four summed over the cached tokens).
 """
 
@@ -19,12 +20,13 @@ OF_CACHED = ("kl", "staleness", "drift", "predictor_loss")
 
 def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
     """What this process's routers measured in one update."""
+    sums: dict[str, float] = {}
     names: list[str] = []
     values: list[torch.Tensor] = []
 
-    def add(name: str, value: torch.Tensor | float) -> None:
+    def add(name: str, value: torch.Tensor) -> None:
         names.append(name)
-        values.append(torch.as_tensor(value, dtype=torch.float64).reshape(-1))
+        values.append(value.double().reshape(-1))
 
     for route_pass in passes:
         if route_pass is None:
@@ -34,18 +36,20 @@ def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
         for layer, stats in route_pass.stats.items():
             if stats.deviations is not None:
                 add(f"{PREFIX}{layer}/deviation", stats.deviations)
+            if stats.unpredicted is not None:
+                add(f"{PREFIX}{layer}/unpredicted", stats.unpredicted)
             if stats.cached:
-                add(f"{PREFIX}{layer}/cached", stats.cached)
+                cached = f"{PREFIX}{layer}/cached"
+                sums[cached] = sums.get(cached, 0.0) + stats.cached
                 add(f"{PREFIX}{layer}/kl", stats.kl)
                 add(f"{PREFIX}{layer}/staleness", stats.staleness)
                 if stats.drift is not None:
                     add(f"{PREFIX}{layer}/drift", stats.drift)
                 if stats.predictor_loss is not None:
                     add(f"{PREFIX}{layer}/predictor_loss", stats.predictor_loss)
-    sums: dict[str, float] = {}
     numbers = iter(torch.cat(values).tolist() if values else ())  # one transfer from the device
     for name, value in zip(names, values, strict=True):
-        several = name.endswith(("/deviation", "/engine"))
+        several = name.endswith(("/deviation", "/unpredicted", "/engine"))
         for slot in range(len(value)):
             key = f"{name}/{slot}" if several else name
             sums[key] = sums.get(key, 0.0) + next(numbers)
@@ -57,9 +61,9 @@ def route_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
     routing/agreement (mean over tokens, layers and updates of |replayed and current| / k), routing/deviation_J (shares),
     routing/kl and routing/staleness (total variation), both a token and layer, from the distribution that the replayed
-    routes stand for to the current router's; routing/drift, that KL had nothing been predicted; routing/predictor_loss;
-    routing/engine_agreement. The same below
-    routing/update_U/ (from 1) and routing/layer_LL/, agreement and kl also below routing/layer_LL/update_U/.
+    routes stand for to the current router's; routing/agreement_unpredicted and routing/drift, agreement and KL had nothing
+    been predicted; routing/predictor_loss; routing/engine_agreement. The same below routing/update_U/ (from 1) and
+    routing/layer_LL/, agreement and kl also below routing/layer_LL/update_U/.
     """
     cells: dict[tuple[int, int], dict[str, float]] = {}  # (layer, update) -> sums
     for number, sums in enumerate(updates, 1):
@@ -95,8 +99,9 @@ def _figures(cells: list[dict[str, float]]) -> dict[str, float]:
     if sum(counts):
         figures["agreement"] = _agreement(counts)
         figures |= {f"deviation_{slot}": count / sum(counts) for slot, count in enumerate(counts)}
-    if sum(engine := _counts(total, "engine")):
-        figures["engine_agreement"] = _agreement(engine)
+    for kind, name in {"unpredicted": "agreement_unpredicted", "engine": "engine_agreement"}.items():
+        if sum(counts := _counts(total, kind)):
+            figures[name] = _agreement(counts)
     for name in OF_CACHED:
         tokens = sum(sums["cached"] for sums in cells if name in sums)
         if tokens:

@@ -37,11 +37,18 @@ def predictive_loss(
     return route_kl(current_logits.detach(), recorded_logits.detach() + predicted_bias, score_function).mean()
 
 
-def delta_loss(current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor) -> Tensor:
-    """Mean over tokens of |bias - stopgrad(z - z_old)|^2, both centred over the experts (Pr2, Appendix G)."""
+def delta_loss(
+    current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor, *, score_function: str = "softmax"
+) -> Tensor:
+    """Mean over tokens of |bias - stopgrad(z - z_old)|^2 (Pr2, Appendix G).
+
+    For softmax both are centred over the experts, since it does not see a common shift; sigmoid scores do.
+    """
     _check(current_logits, recorded_logits, predicted_bias)
     error = predicted_bias - (current_logits - recorded_logits).detach()
-    return (error - error.mean(-1, keepdim=True)).square().sum(-1).mean()
+    if score_function == "softmax":
+        error = error - error.mean(-1, keepdim=True)
+    return error.square().sum(-1).mean()
 
 
 def _check(*tensors: Tensor) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from megatron_rl.routing.agreement import deviation_counts, route_kl, route_staleness
 from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predictive_loss
@@ -23,6 +24,16 @@ from megatron_rl.routing.table import has_route, route_dtype
 RouteSource = Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"]
 PREDICTING = ("predicted", "predicted_rollout")
 FROM_ENGINE = ("rollout", "predicted_rollout")
+
+
+class Router(Protocol):
+    """What a pass asks of a layer's router."""
+
+    predictor: RoutePredictor | None
+    score_function: str
+
+    def choice(self, logits: Tensor) -> Tensor:
+        """[T, E] logits -> [T, k] int64: the experts that it would choose, whatever is replayed."""
 
 
 @dataclass
@@ -58,6 +69,8 @@ class RouteTable:
     """[T, moe_layers, k] expert ids of the rollout engine, sentinels where it has none."""
     recorded: dict[int, Tensor] = field(default_factory=dict)
     """[T, k] ids by model layer, from the trainer's own recording pass."""
+    unpredicted: dict[int, Tensor] = field(default_factory=dict)
+    """[T, k] ids by model layer, with predictors: what the same pass would have chosen without them."""
     features: dict[int, Features] = field(default_factory=dict)
     engine_deviations: dict[int, Tensor] = field(default_factory=dict)
     """[k + 1] counts by layer: engine's routes against the trainer's own under the old weights."""
@@ -79,6 +92,8 @@ class LayerStats:
 
     deviations: Tensor | None = None
     """[k + 1] counts of tokens: replayed (or recorded) against the current router's own experts."""
+    unpredicted: Tensor | None = None
+    """Counts as above, had nothing been predicted."""
     cached: int = 0
     """Tokens behind the sums below."""
     kl: Tensor | float = 0.0
@@ -101,23 +116,27 @@ class RoutePass:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """[E, d] by layer, of the predictor loss summed over tokens; one dictionary for all micro-batches of an update."""
     stats: dict[int, LayerStats] = field(default_factory=dict)
+    _engine_like: dict[int, Tensor] = field(default_factory=dict)
+    """[T, k] ids by layer that the engine would choose by this pass's logits, where those are not the pass's own."""
 
     # -- called by the router of each layer, in this order ------------------------------------------------------------
 
-    def see_logits(
-        self, layer: int, hidden: Tensor, logits: Tensor, predictor: RoutePredictor | None, score_function: str
-    ) -> Tensor:
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Router input [T, d] and logits [T, E] before the choice of experts; returns the logits to choose with."""
         if self.stage == "score":
-            return self._record_features(layer, hidden.detach(), logits, predictor)
+            return self._record_features(layer, hidden.detach(), logits, router)
         if layer not in self.stats:  # recomputation runs a layer again
-            self.stats[layer] = self._measure(layer, logits.detach(), predictor, score_function)
+            self.stats[layer] = self._measure(layer, logits.detach(), router)
         return logits
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
         """Expert ids [T, k] int64 of this pass. own: [T, k], the choice of the model's router by itself."""
         replayed = self._replayed(layer)
-        self._compare(layer, replayed, own)
+        engine_like = self._engine_like.pop(layer, own)
+        if self.stage == "score" and self.source in PREDICTING:
+            plain = own if self.source in FROM_ENGINE else engine_like
+            self.table.unpredicted[layer] = plain.to(route_dtype(self.experts))
+        self._compare(layer, replayed, own, engine_like)
         if replayed is not None:
             return torch.where(has_route(replayed)[:, None], replayed.long(), own)
         if self.stage == "score":
@@ -134,27 +153,27 @@ class RoutePass:
             return None
         return self.table.recorded.get(layer)  # one update per rollout batch has no recording pass, and needs none
 
-    def _record_features(self, layer: int, hidden: Tensor, logits: Tensor, predictor: RoutePredictor | None) -> Tensor:
+    def _record_features(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         table = self.table
         if self.source not in PREDICTING:
             table.features[layer] = Features(None, logits[table.cached], None)
             return logits
+        bias = router.predictor(hidden)
         if (given := table.features.get(layer)) is not None:  # by the engine
-            given.bias = predictor(given.hidden)
-            return logits
-        kept = hidden[table.cached]
+            given.bias = router.predictor(given.hidden)
+        else:
+            table.features[layer] = Features(hidden[table.cached], logits[table.cached], bias[table.cached])
         if self.source in FROM_ENGINE:  # which has chosen with its predictor; here weights are the router's alone
-            table.features[layer] = Features(kept, logits[table.cached], predictor(kept))
+            self._engine_like[layer] = router.choice(logits + bias)
             return logits
-        bias = predictor(hidden)
-        table.features[layer] = Features(kept, logits[table.cached], bias[table.cached])
+        self._engine_like[layer] = router.choice(logits)
         return logits + bias
 
-    def _measure(self, layer: int, logits: Tensor, predictor: RoutePredictor | None, score_function: str) -> LayerStats:
+    def _measure(self, layer: int, logits: Tensor, router: Router) -> LayerStats:
         features = self.table.features.get(layer)
         if features is None or not len(features.logits):
             return LayerStats()
-        current, predicted = logits[self.table.cached], features.predicted
+        current, predicted, score_function = logits[self.table.cached], features.predicted, router.score_function
         stats = LayerStats(
             cached=len(current),
             kl=route_kl(current, predicted, score_function).sum(),
@@ -164,31 +183,34 @@ class RoutePass:
             stats.drift = route_kl(current, features.logits, score_function).sum()
         if self.learn is not None:
             with torch.enable_grad():
-                weight = predictor.weight.detach().requires_grad_()
-                bias = torch.nn.functional.linear(features.hidden.to(weight.dtype), weight)
-                if self.learn == "delta":
-                    loss = delta_loss(current, features.logits, bias)
-                else:
-                    loss = predictive_loss(current, features.logits, bias, score_function=score_function)
-                loss = loss * len(current)
+                # A copy of the weight: the parameter itself must never have a gradient, which would be the policy's.
+                weight = router.predictor.weight.detach().requires_grad_()
+                bias = functional_call(router.predictor, {"weight": weight}, features.hidden)
+                loss_of = delta_loss if self.learn == "delta" else predictive_loss
+                loss = loss_of(current, features.logits, bias, score_function=score_function) * len(current)
             (gradient,) = torch.autograd.grad(loss, weight)
             self.gradients[layer] = self.gradients[layer] + gradient if layer in self.gradients else gradient
             stats.predictor_loss = loss.detach()
         return stats
 
-    def _compare(self, layer: int, replayed: Tensor | None, own: Tensor) -> None:
+    def _compare(self, layer: int, replayed: Tensor | None, own: Tensor, engine_like: Tensor) -> None:
         table = self.table
         engine = table.engine_route(layer)
         if engine is not None and layer not in table.engine_deviations:
-            table.engine_deviations[layer] = self._deviations(engine, own)
-        if self.stage == "update" and self.stats[layer].deviations is None:
-            reference = table.recorded.get(layer) if replayed is None else replayed
-            if reference is not None:
-                self.stats[layer].deviations = self._deviations(reference, own)
+            table.engine_deviations[layer] = self._deviations(engine, engine_like, engine)
+        if self.stage == "score" or self.stats[layer].deviations is not None:
+            return
+        reference = replayed
+        if replayed is None and self.source not in FROM_ENGINE:  # where the engine has sent none, none are replayed
+            reference = table.recorded.get(layer)
+        if reference is not None:
+            self.stats[layer].deviations = self._deviations(reference, own, reference)
+            if (unpredicted := table.unpredicted.get(layer)) is not None:
+                self.stats[layer].unpredicted = self._deviations(unpredicted, own, reference)
 
-    def _deviations(self, routes: Tensor, own: Tensor) -> Tensor:
-        rows = self.table.counted & has_route(routes)
-        return deviation_counts(routes[rows], own[rows])
+    def _deviations(self, routes: Tensor, own: Tensor, reference: Tensor) -> Tensor:
+        """[k + 1] counts over the tokens in the loss for which `reference` has a route."""
+        return deviation_counts(routes, own, self.table.counted & has_route(reference))
 
 
 class RouteSelector:

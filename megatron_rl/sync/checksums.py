@@ -6,10 +6,11 @@ See `megatron_rl_plugin.fingerprint` for the hash and why that of a fused tensor
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,6 +33,25 @@ class EngineParameter:
     def has_experts(self) -> bool:
         """Whether it is [experts on this rank, rows of an expert, columns]."""
         return len(self.shape) == 3
+
+
+class WeightsDigest:
+    """A name for a set of weights, the same under every parallel layout and precision that a rollout dtype forgets."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """dtype: the engine's."""
+        self._dtype = dtype
+        self._values: dict[str, int] = {}
+
+    def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass Hugging Face tensors on and look at each. Predictors are left out: routes do not depend on whose they are."""
+        for name, tensor in named_tensors:
+            if not name.endswith(".predictor.weight"):
+                self._values[name] = fingerprint(as_matrix(tensor.to(self._dtype)))
+            yield name, tensor
+
+    def __str__(self) -> str:
+        return hashlib.sha256(repr(sorted(self._values.items())).encode()).hexdigest()[:16]
 
 
 def parse(text: str) -> EngineParameter | None:

@@ -25,8 +25,9 @@ class Predictors:
     ) -> None:
         self.multiplier, self.decay = routing.predictor_lr_multiplier, routing.predictor_decay
         self.weights = {layer: router.predictor.weight for layer, router in routers}
-        # Without momentum: what it is to follow turns within a few updates.
-        self.adam = torch.optim.AdamW(self.weights.values(), betas=(0.0, optimizer.betas[1]), eps=optimizer.eps)
+        # Momentum is a memory of its own, which would outlive what a predictor is to forget.
+        betas = (0.0, optimizer.betas[1]) if self.decay else optimizer.betas
+        self.adam = torch.optim.AdamW(self.weights.values(), betas=betas, eps=optimizer.eps)
         for weight in self.weights.values():
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adam.state[weight] = {"step": torch.zeros(()), **moments}

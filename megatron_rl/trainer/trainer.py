@@ -141,8 +141,9 @@ class Trainer:
         metrics = self._total(sums, route_sums(passes))
         lr = metrics["update/lr"] = self.optimizer.param_groups[0]["lr"]
         done, norm = self._step()
-        if learn:
-            self.predictors.step(passes, lr)
+        if self.config.routing.source in PREDICTING:
+            failed = bool(learn) and not self.predictors.step(passes, lr)
+            metrics["update/predictors_skipped"] = float(self.ranks.maximum(int(failed)))
         metrics["update/grad_norm"] = norm
         metrics["update/skipped"] = float(not done)
         if done:

@@ -14,7 +14,7 @@ from megatron_rl.config import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import EngineLost, SGLangClient, parse_reply
 from megatron_rl.rollout.record import load_trajectories, save_trajectories
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
 from megatron_rl.rollout.server import RolloutServer, free_port
 from megatron_rl.rollout.trajectory import Trajectory, WeightSpan
 from tools.make_tiny_model import FAMILIES, Sizes
@@ -164,9 +164,10 @@ def test_features_survive_the_disk(dtype, tmp_path):
     hidden, logits = some_features(2)
     features = FEATURES.decode([encode_features(hidden[0], logits[0]), encode_features(hidden[1], logits[1])])
     features.hidden = features.hidden.to(dtype)
-    save_trajectories(tmp_path / "step.npz", [trajectory(features=features), trajectory()])
+    save_trajectories(tmp_path / "step.npz", [trajectory(features=features, weights="a1b2"), trajectory()])
     kept, without = load_trajectories(tmp_path / "step.npz")
     assert without.features is None and kept.features.hidden.dtype == dtype
+    assert (kept.weights, without.weights) == ("a1b2", "")
     for key, value in vars(features).items():
         assert getattr(kept.features, key).equal(value)
 
@@ -187,7 +188,7 @@ def test_routes_of_other_weights_are_dropped(spans, kept):
     features = FEATURES.decode([encode_features(hidden[0], logits[0]), encode_features(hidden[1], logits[1])])
     table = some_routes(8, (4, 3, 2))
     one = trajectory(routes=table, features=features, weight_spans=[WeightSpan(*span) for span in spans])
-    assert drop_stale_routes(one, "7") == (0 if kept else 4)
+    assert drop_stale_routes(one, fresh=sampled_by(one, "7")) == (0 if kept else 4)
     if kept:  # features stay those of the weights that sampled
         assert one.routes is table and one.features.positions.tolist() == [0, 1][spans[-1][1] :]
     else:
@@ -195,7 +196,7 @@ def test_routes_of_other_weights_are_dropped(spans, kept):
 
 
 def test_nothing_to_drop():
-    assert drop_stale_routes(trajectory(), "7") == 0
+    assert drop_stale_routes(trajectory(), fresh=False) == 0
 
 
 def reply(**meta) -> dict:

@@ -7,13 +7,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config import SyncConfig
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
-from tests.rollout.conftest import CPU_SERVER, client_of
+from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect
 from tests.rollout.routers import PredictedReference, Weights, agreement, plant
 
 
@@ -63,3 +65,44 @@ def test_a_pushed_predictor_routes_as_the_reference_does(family, transport, tiny
         assert same >= 0.99 and np.median(differences) <= 1e-5
     changed = agreement(np.concatenate([r for _, r in after]), np.concatenate([r for _, r in before]))
     assert changed < 0.8, "the planted predictor is too small to show anything"
+
+
+def test_a_prediction_below_the_resolution_of_bf16_routes(tiny_model, tmp_path):
+    """The engine's routes against the top-k of its own exported logits and the prediction, which a bf16 sum would lose."""
+    folder = tiny_model("qwen3_moe")
+    config = json.loads((folder / "config.json").read_text())
+    layout, features = RouteLayout.from_config(config), FeatureLayout.from_config(config, torch.bfloat16)
+    planted = list(plant(folder, seed=1, scale=2e-4).items())
+    with RolloutServer(
+        folder,
+        CPU_SERVER,
+        context_length=128,
+        routes=True,
+        log_path=tmp_path / "sglang.log",
+        pythonpath=[SERVER_PYTHONPATH],
+        predictor=True,
+        feature_stride=1,
+    ) as server:
+        config = SyncConfig(transport="tensor", timeout_s=60.0)
+        with WeightSync(config, [server.address], rollout_dtype="bf16") as sync:
+            weights = load_file(folder / "model.safetensors") | dict(planted)
+            sync.push(iter(weights.items()), version="planted")
+        prompts = [Question(str(i), [3 + i, 4, 5]) for i in range(40)]
+        options = {"samples_per_prompt": 1, "max_new_tokens": 100, "routes": layout, "features": features}
+        found, _ = collect(client_of(server), prompts, SamplingSupport(), **options)
+    followed, lost = [], []
+    for t in found:
+        rows = t.features.positions.long() + t.prompt_length - 1
+        routes = torch.from_numpy(t.routes).long()[rows].sort(-1).values
+        for layer, (_, predictor) in enumerate(planted):
+            z = t.features.logits[:, layer].double()
+            predicted = z + t.features.hidden[:, layer].double() @ predictor.double().T
+            wanted, rounded = (
+                logits.topk(layout.topk).indices.sort(-1).values for logits in (predicted, predicted.bfloat16())
+            )
+            assert z.equal(z.bfloat16().double()), "the router's own logits are not bf16: nothing would be lost"
+            followed.append((routes[:, layer] == wanted).all(-1))
+            lost.append((rounded != wanted).any(-1))
+    followed, lost = torch.cat(followed), torch.cat(lost)
+    print(f"{followed.double().mean():.2%} of {len(lost)} sets are those predicted; in bf16 {lost.sum()} would not be")
+    assert lost.sum() >= 3 and followed[lost].all() and followed.double().mean() > 0.999

@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 
 from megatron_rl.config import SyncConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.routes import FeatureLayout, drop_stale_routes, join_routes
+from megatron_rl.rollout.routes import FeatureLayout, drop_stale_routes, join_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.routing.table import has_route
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect
@@ -145,21 +146,34 @@ def test_features_are_those_of_the_token_before(predicted, reference, push, plan
         assert (seen.hidden[rows] - seen.hidden[rows - 1]).abs().amax((1, 2)).median() > 0.1
 
 
-def test_only_new_rows_travel_in_a_conversation(server, predicted, reference, push, zero):
-    """Three turns, joined, against one prefill of all their tokens."""
-    push(zero, "zero")
-    conversation, tables = [], []
-    for _ in range(3):
+def converse(server: RolloutServer, reference, before) -> tuple[list[int], list[tuple[np.ndarray, str]]]:
+    """Tokens of a conversation of three turns; the new rows of each, with the version that sampled them."""
+    conversation, turns = [], []
+    for turn in range(3):
+        before(turn)
         conversation += tokens(5, 12)
-        start = sum(map(len, tables))
+        start = sum(len(table) for table, _ in turns)
         [reply] = generate(server, [conversation], routes=reference.layout, routes_start=[start])
         conversation += reply.tokens.tolist()
         assert len(reply.routes) == len(conversation) - 1 - start
-        tables.append(reply.routes)
-    joined = join_routes(tables)
+        turns.append((reply.routes, reply.weight_spans[-1].version))
+    return conversation, turns
+
+
+def test_only_new_rows_travel_in_a_conversation(server, predicted, reference, push, zero, planted):
+    """Three turns, joined, against one prefill of all their tokens; and with a push after the first turn."""
+    push(zero, "zero")
+    conversation, turns = converse(server, reference, lambda turn: None)
+    joined = join_routes(turns, turns[0][1], reference.layout.kept)
     [whole] = generate(predicted, [conversation[:-1]], GREEDY | {"max_new_tokens": 1}, routes=reference.layout)
     assert joined.shape == whole.routes.shape and joined.dtype == whole.routes.dtype
     assert agreement(joined, whole.routes) >= 0.99
+    conversation, turns = converse(predicted, reference, lambda turn: push(planted, "late") if turn == 1 else None)
+    assert [version for _, version in turns] == ["zero", "late", "late"]
+    joined, first = join_routes(turns, "late", reference.layout.kept), len(turns[0][0])
+    assert not has_route(torch.from_numpy(joined[:first])).any(), "rows of the old weights are no routes of the new"
+    view = PredictedReference(reference.folder, planted)(conversation[:-1])
+    assert agreement(joined[first:], view.routes[first:]) >= 0.99
     with pytest.raises(UserError, match="higher than the number of input tokens"):
         generate(server, [tokens(4)], routes=reference.layout, routes_start=[5])
 
@@ -218,6 +232,8 @@ def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, ref
         assert taken[before].amax((1, 2)).median() < 1e-4 and taken[~before].amax((1, 2)).median() > 1e-2
 
         table = t.routes.copy()
-        assert drop_stale_routes(t, "new") == 0 and (t.routes == table).all()
+        assert drop_stale_routes(t, fresh=sampled_by(t, "new")) == 0 and (t.routes == table).all()
         assert len(t.features.positions) and t.features.positions.min() >= new.start, "features of the old weights stay"
-        assert drop_stale_routes(t, "old") == len(table) and t.routes is None and t.features is None
+        assert (
+            drop_stale_routes(t, fresh=sampled_by(t, "old")) == len(table) and t.routes is None and t.features is None
+        )

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from replays import make_config, make_samples, make_trainer, plant_predictors, shape_of, update
+from replays import POLICY_LR, make_config, make_samples, make_trainer, plant_predictors, shape_of, update
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, RoutingConfig
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.router import routers
 from megatron_rl.routing.metrics import route_metrics
+from megatron_rl.routing.replay import LayerStats, RoutePass, RouteTable
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.trainer import Trainer
 
@@ -35,12 +36,19 @@ def predictors_of(trainer: Trainer) -> dict[int, np.ndarray]:
     }
 
 
-def drift(model: str, seed: int, source: str, loss: str) -> list[dict[str, float]]:
-    """Routers move along a fixed direction with each update, the policy does not; figures of each rollout batch."""
-    options = {
-        "routing": {"cached_tokens": 64, "predictor_loss": loss, "predictor_lr_multiplier": 1.5e6},
-        "optimizer": {"lr": 1e-10, "betas": [0.9, 0.95]},
-    }
+MOVE = 0.006
+"""Of a router in one update, relative to its norm."""
+
+
+def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, float]]:
+    """Routers move along a fixed direction with each update, the policy does not; figures of each rollout batch.
+
+    The predictors' learning rate is `predictor_lr_multiplier` times what an entry of a router moves by in one update,
+    as it is with a policy whose routers go where Adam sends them.
+    """
+    entry = MOVE * 5.0 * 0.02  # a random model's routers have entries of 0.02
+    multiplier = routing["predictor_lr_multiplier"] * entry / POLICY_LR
+    options = {"routing": {"cached_tokens": 64, **routing, "predictor_lr_multiplier": multiplier}}
     trainer = make_trainer(make_config(model, options, source))
     shape = shape_of(read_hf_config(model))
     for _, router in routers(trainer.chunks):
@@ -56,7 +64,7 @@ def drift(model: str, seed: int, source: str, loss: str) -> list[dict[str, float
             for layer, router in routers(trainer.chunks):
                 generator = torch.Generator().manual_seed(seed + layer)
                 direction = torch.randn(router.weight.shape, generator=generator)
-                router.weight.data.add_(direction, alpha=0.006 * start[layer] / float(direction.norm()))
+                router.weight.data.add_(direction, alpha=MOVE * start[layer] / float(direction.norm()))
         lines.append(route_metrics(sums))
     parallel_state.destroy_model_parallel()
     return lines
@@ -173,13 +181,36 @@ def changed_source(model: str, folder: str) -> tuple[dict, dict, dict]:
 
 def everything(model: str, seed: int, folder: str) -> dict:
     """All of the above in one process: most of its time is its start."""
-    cases = {"recorded": ("recorded", "kl"), "kl": ("predicted", "kl"), "delta": ("predicted", "delta")}
+    keeps, shipped = {"predictor_lr_multiplier": 0.25}, RoutingConfig()
+    shipped = {key: getattr(shipped, key) for key in ("predictor_lr_multiplier", "predictor_decay", "predictor_loss")}
+    cases = {
+        "recorded": ("recorded", keeps),
+        "kl": ("predicted", keeps),
+        "delta": ("predicted", keeps | {"predictor_loss": "delta"}),
+        "shipped": ("predicted", shipped),
+    }
     return {
         "drift": {name: drift(model, seed, *case) for name, case in cases.items()},
         "trained": {source: trained(model, seed, source) for source in ("recorded", "predicted")},
         "gradients": gradients(model, seed),
+        "steps": steps(model),
         "checkpoint": save_and_go_on(model, seed, folder),
     }
+
+
+def steps(model: str) -> dict:
+    """Predictors before and after an update without a gradient, one that is not finite, one without a cached token."""
+    trainer = make_trainer(make_config(model, {"routing": {"predictor_decay": 0.15}}, "predicted"))
+    plant_predictors(trainer, 0.3)
+    table = RouteTable((0, 1), torch.ones(1, dtype=torch.bool), torch.arange(1))
+    results = {"before": predictors_of(trainer)}
+    for name, gradient, cached in (("infinite", float("inf"), 1), ("nothing", 0.0, 0), ("zero", 0.0, 1)):
+        gradients = {layer: torch.full_like(w, gradient) for layer, w in trainer.predictors.weights.items()}
+        stats = {layer: LayerStats(cached=cached) for layer in gradients}
+        done = trainer.predictors.step([RoutePass(table, "predicted", 8, "update", "kl", gradients, stats)], 1e-3)
+        results[name] = done, predictors_of(trainer)
+    parallel_state.destroy_model_parallel()
+    return results
 
 
 def load_under(model: str, path: str, layouts: list[dict]) -> list[dict]:

@@ -12,7 +12,8 @@ import torch
 from megatron_rl.config import Config, build_config
 from megatron_rl.models.router import routers
 from megatron_rl.rollout.routes import RouteLayout
-from megatron_rl.routing.table import RouteShape
+from megatron_rl.routing.replay import RoutePass, RouteTable
+from megatron_rl.routing.table import RouteShape, route_dtype
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import policy_objective
 from megatron_rl.trainer.packing import Sample
@@ -132,12 +133,33 @@ def replay(trainer: Trainer, samples: list[Sample], source: str) -> dict:
     return result
 
 
+def exported_predictors(trainer: Trainer) -> dict[str, np.ndarray]:
+    """As a push sends them: whole, by name."""
+    plan = trainer.model.export_plan(trainer.chunks, predictors=True)
+    exported = trainer.model.export_hf_weights(trainer.chunks, plan)
+    return {name: t.numpy().copy() for name, t in exported if name.endswith(".predictor.weight")}
+
+
+def replayed_weights(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
+    """What a router of the model makes of random logits [T, E] with random routes [T, k]: weights [T, E]."""
+    layer, router = next(routers(trainer.chunks))
+    generator, experts = torch.Generator().manual_seed(seed), router.num_experts
+    logits = 3 * torch.randn(40, experts, generator=generator)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[: router.topk] for _ in logits])
+    ones = torch.ones(len(logits), dtype=torch.bool)
+    table = RouteTable((layer,), ones, torch.arange(0), engine=ids[:, None].to(route_dtype(experts)))
+    with router.router_replay.during(RoutePass(table, "rollout", experts, "score")):
+        weights, _ = router.routing(logits[:, None])
+    return {"logits": logits, "ids": ids, "weights": weights.detach()}
+
+
 def replays(cases: list[tuple[str, list[Sample], dict]], sources: list[str]) -> list[dict[str, dict]]:
     """Several (model, samples, layout) of one world size, one after the other on the same processes, all sources each."""
     results = []
     for model, samples, layout in cases:
         trainer = make_trainer(make_config(model, layout, "predicted"))
         plant_predictors(trainer, 0.3)
-        results.append({source: replay(trainer, samples, source) for source in sources})
+        beside = {"exported": exported_predictors(trainer), "weights": replayed_weights(trainer, len(results))}
+        results.append({source: replay(trainer, samples, source) | beside for source in sources})
         parallel_state.destroy_model_parallel()
     return results

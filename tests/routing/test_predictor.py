@@ -37,13 +37,16 @@ def test_sigmoid_scores_are_weighted_as_the_model_weights_them():
         routing_log_probs(current, "sqrtsoftplus")
 
 
-def test_delta_loss_is_blind_to_a_shift_of_all_logits():
+def test_delta_loss_is_blind_to_what_the_scores_do_not_see():
+    """Softmax does not see a shift of all logits, sigmoid scores do."""
     current, recorded, bias = draw()
     delta = current - recorded
     error = (bias - bias.mean(-1, keepdim=True)) - (delta - delta.mean(-1, keepdim=True))
     torch.testing.assert_close(delta_loss(current, recorded, bias), error.square().sum(-1).mean())
     torch.testing.assert_close(delta_loss(current + 5.0, recorded, bias - 2.0), delta_loss(current, recorded, bias))
     assert float(delta_loss(current, recorded, current - recorded + 1.0)) == pytest.approx(0.0, abs=1e-20)
+    error = (bias - delta).square().sum(-1).mean()
+    torch.testing.assert_close(delta_loss(current, recorded, bias, score_function="sigmoid"), error)
 
 
 @pytest.mark.parametrize("loss", [predictive_loss, delta_loss])
@@ -83,7 +86,9 @@ def test_agreement_of_sets_whatever_their_order_and_dtype():
     common = torch.tensor([len(set(x.tolist()) & set(y.tolist())) for x, y in zip(a, b, strict=True)])
     assert deviations(a, b).tolist() == (k - common).tolist()
     assert float(topk_agreement(a, b)) == pytest.approx(float(common.double().mean()) / k)
-    assert deviation_counts(a, b).tolist() == [int((common == k - j).sum()) for j in range(k + 1)]
+    counted = torch.rand(50) < 0.7
+    expected = [int((common[counted] == k - j).sum()) for j in range(k + 1)]
+    assert deviation_counts(a, b, counted).tolist() == expected
     shuffled = torch.stack([row[torch.randperm(k)] for row in a])
     assert float(topk_agreement(a.to(torch.uint8), shuffled)) == 1.0
 

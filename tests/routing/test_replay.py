@@ -1,12 +1,14 @@
-"""Replay is exact: under every parallel layout, with recomputation and packing, for every family of routers.
+"""Replay is exact: under every parallel layout, with recomputation and packing, and for every family of routers.
 
-Random routes, another one for each token and layer, are replayed, so that any wrong slice changes the log-probs.
+Random routes, another one for each token and layer, are replayed, so that any wrong slice changes the log-probs. Layouts
+are tried with Qwen3-MoE, and with DeepSeek-V3, which has a dense layer, groups, sigmoid scores and an expert bias.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from ranks import run_ranks
 from replays import make_samples, shape_of
 
@@ -28,7 +30,11 @@ TWO_RANKS = {
     "cp2": {"parallel": {"context": 2}},
     "cp2_all_gather": {"parallel": {"context": 2, "cp_comm_type": "all_gather"}},
 }
-FOUR_RANKS = {"tp2_cp2": {"parallel": {"tensor": 2, "context": 2}}}
+FOUR_RANKS = {
+    "tp2_cp2": {"parallel": {"tensor": 2, "context": 2}},
+    "tp2_pp2": {"parallel": {"tensor": 2, "pipeline": 2}},
+}
+DEEPSEEK = ("tp2_sp", "ep2", "pp2", "cp2")
 FAMILIES = ("olmoe", "mixtral", "gpt_oss", "deepseek_v3")
 """Besides Qwen3-MoE: softmax before the top-k, after it, a bias of the router, sigmoid scores with groups and bias."""
 
@@ -61,8 +67,15 @@ def samples(model):
 
 
 @pytest.fixture(scope="module")
-def reference(model, samples):
-    return run({name: (model, samples, layout) for name, layout in ONE_RANK.items()}, 1)
+def deepseek(tiny_model) -> tuple[str, list]:
+    model = str(tiny_model("deepseek_v3", "--layers", "4"))
+    return model, samples_of(model)
+
+
+@pytest.fixture(scope="module")
+def reference(model, samples, deepseek):
+    cases = {name: (model, samples, layout) for name, layout in ONE_RANK.items()}
+    return run(cases | {"deepseek": (*deepseek, {})}, 1)
 
 
 def predictors_of(result: dict) -> dict[int, np.ndarray]:
@@ -88,6 +101,9 @@ def compare(name: str, source: str, reference: dict, result: dict) -> None:
             counts = key.rsplit("/", 1)[1].isdigit() or key.endswith("cached")
             tolerance = 0.0 if counts else 1e-3 * max(1.0, abs(value))
             assert abs(ours[key] - value) <= tolerance, f"{where}: {key} is {ours[key]}, one process has {value}"
+    assert result["exported"].keys() == reference["exported"].keys()
+    for key, value in reference["exported"].items():
+        assert np.array_equal(result["exported"][key], value), f"{where}: a push would send another {key}"
     ours, theirs = predictors_of(result), predictors_of(reference)
     assert ours.keys() == theirs.keys()
     for layer, weight in theirs.items():
@@ -96,20 +112,31 @@ def compare(name: str, source: str, reference: dict, result: dict) -> None:
 
 
 def test_recompute_and_packing(reference):
-    for (name, source), result in reference.items():
-        compare(name, source, reference["reference", source], result)
+    for name in ONE_RANK:
+        for source in SOURCES:
+            compare(name, source, reference["reference", source], reference[name, source])
 
 
-def test_two_ranks(model, samples, reference):
+def test_two_ranks(model, samples, deepseek, reference):
     cases = {name: (model, samples, layout) for name, layout in TWO_RANKS.items()}
+    cases |= {f"deepseek {name}": (*deepseek, TWO_RANKS[name]) for name in DEEPSEEK}
     for (name, source), result in run(cases, 2).items():
-        compare(name, source, reference["reference", source], result)
+        compare(name, source, reference["deepseek" if "deepseek" in name else "reference", source], result)
 
 
 def test_four_ranks(model, samples, reference):
     cases = {name: (model, samples, layout) for name, layout in FOUR_RANKS.items()}
     for (name, source), result in run(cases, 4, ("rollout", "predicted")).items():
         compare(name, source, reference["reference", source], result)
+
+
+def test_what_is_pushed_for_predictors_is_what_routes(model, reference):
+    """By the names under which the served model has them (`megatron_rl_models`)."""
+    exported = reference["reference", "rollout"]["exported"]
+    assert list(exported) == [f"model.layers.{layer}.mlp.gate.predictor.weight" for layer in range(4)]
+    for layer, weight in enumerate(exported.values()):
+        planted = 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(layer))
+        assert np.array_equal(weight, planted.numpy())
 
 
 def test_the_measured_sums_are_those_of_the_tokens(samples, reference):
@@ -129,6 +156,22 @@ def test_the_measured_sums_are_those_of_the_tokens(samples, reference):
     assert reference["reference", "rollout"]["without_route"] == missing > 0
 
 
+def check_weights(family: str, config, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Weights of replayed experts: the current scores over the replayed set, by each family's own formula in fp64."""
+    logits = logits.double()
+    if family == "gpt_oss":
+        expected = logits.gather(1, ids).softmax(-1)
+    elif family == "deepseek_v3":
+        scores = logits.sigmoid().gather(1, ids)  # its expert bias chooses and does not weight
+        expected = config.routed_scaling_factor * scores / scores.sum(-1, keepdim=True)
+    else:
+        scores = logits.softmax(-1).gather(1, ids)
+        renormalised = family == "mixtral" or config.norm_topk_prob
+        expected = scores / scores.sum(-1, keepdim=True) if renormalised else scores
+    assert (weights != 0).sum() == ids.numel()
+    torch.testing.assert_close(weights.gather(1, ids).double(), expected, rtol=1e-5, atol=1e-7, msg=family)
+
+
 def test_families(tiny_model):
     cases = {}
     for family in FAMILIES:
@@ -141,6 +184,7 @@ def test_families(tiny_model):
         compare(name, source, results[name.removesuffix(" recomputed"), source], result)
     for family in FAMILIES:
         random, *others = (results[family, source]["log_probs"] for source in SOURCES)
+        check_weights(family, read_hf_config(cases[family][0]), **results[family, "rollout"]["weights"])
         for other in others:
             moved = np.mean([abs(random[key] - other[key]) for key in random])
             assert moved > 1e-5, f"{family}: random routes change log-probs by {moved}"

@@ -76,12 +76,12 @@ def with_predictors(base: type[nn.Module]) -> type[nn.Module]:
                 router.register_forward_hook(functools.partial(self._predict, layer))
 
         def _predict(self, layer: int, router: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
-            """Forward hook of a router: z + W_p h in z's own dtype, so that a zero predictor changes no bit."""
+            """Forward hook of a router: z + W_p h in fp32, whatever z is: in bf16 a small prediction would be lost."""
             h = args[0]
             z, *rest = output if isinstance(output, tuple) else (output,)
             if self._export is not None:
                 self._export.keep(layer, h, z)
-            z = (z.float() + router.predictor(h)).to(z.dtype)
+            z = z.float() + router.predictor(h)
             return (z, *rest) if isinstance(output, tuple) else z
 
         @functools.wraps(base.forward)

@@ -1,0 +1,67 @@
+"""Routers on a GPU, without one: torch's fake tensors know their device and refuse to be looked at.
+
+An operation that mixes devices is an error here as it is there, and one that makes the host wait for the device (a value
+read, rows chosen by a mask) is one too: in a router it would stall every layer of every micro-batch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from megatron_rl.routing.metrics import route_sums
+from megatron_rl.routing.predictor import RoutePredictor
+from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING, Features, LayerStats, RoutePass, RouteTable
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 12, 16, 8, 2
+
+
+class Router:
+    score_function = "softmax"
+
+    def __init__(self, predictor: RoutePredictor) -> None:
+        self.predictor = predictor
+
+    def choice(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.topk(TOPK).indices
+
+
+def forward(route_pass: RoutePass, router: Router) -> None:
+    for layer in route_pass.table.moe_layers:
+        hidden, logits = (torch.randn(TOKENS, width, device="cuda") for width in (HIDDEN, EXPERTS))
+        chosen = route_pass.choose(layer, router.choice(route_pass.see_logits(layer, hidden, logits, router)))
+        assert chosen.device.type == "cuda" and chosen.shape == (TOKENS, TOPK)
+
+
+@pytest.mark.parametrize("loss", ["kl", "delta"])
+@pytest.mark.parametrize("source", ["free", "recorded", "rollout", "predicted", "predicted_rollout"])
+def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypatch):
+    # A backward pass would want the driver of the device; what it does is the reverse of the forward pass.
+    monkeypatch.setattr(torch.autograd, "grad", lambda loss, weight: (torch.zeros_like(weight) * loss.detach(),))
+    with FakeTensorMode():
+        engine = torch.zeros(TOKENS, 2, TOPK, dtype=torch.uint8) if source in FROM_ENGINE else None
+        features = Features(torch.zeros(5, HIDDEN, dtype=torch.bfloat16), torch.zeros(5, EXPERTS), None)
+        kept = {3: features} if source == "predicted_rollout" else {}  # the other layer's are the trainer's own
+        table = RouteTable((1, 3), torch.ones(TOKENS, dtype=torch.bool), torch.arange(5), engine, features=kept)
+        table = table.to(torch.device("cuda"))
+        with torch.device("cuda"):
+            router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
+        with torch.no_grad():
+            forward(RoutePass(table, source, EXPERTS, "score"), router)
+        learn = loss if source in PREDICTING else None
+        update = RoutePass(table, source, EXPERTS, "update", learn)
+        forward(update, router)
+        assert update.stats[1].deviations.device.type == "cuda" and update.stats[1].cached == 5
+        assert set(update.gradients) == ({1, 3} if learn else set())
+        # The sums of an update are read in one go: everything before that is on the device.
+        with pytest.raises(DataDependentOutputException):
+            route_sums([update])
+
+
+def test_sums_without_a_tensor_are_sums():
+    assert route_sums([None]) == {}
+    table = RouteTable((0,), torch.ones(1, dtype=torch.bool), torch.arange(1))
+    stats = {0: LayerStats(cached=3, kl=torch.tensor(0.5), staleness=torch.tensor(0.25))}
+    passes = [RoutePass(table, "free", EXPERTS, "update", stats=stats) for _ in range(2)]
+    assert route_sums(passes) == {"routing/0/cached": 6.0, "routing/0/kl": 1.0, "routing/0/staleness": 0.5}

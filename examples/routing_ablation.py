@@ -1,7 +1,7 @@
 """The runs of routing_ablation.sh: plan, start what is missing, put the results together.
 
 One warm start is shared by all. A run is done when its log has its last step; what is done is not run again, and a run that
-was stopped starts anew. The learning rate falls as 1 / n for n updates a rollout batch, as in Pr2's Appendix E.1, so that
+was stopped starts anew. Results are written whenever the script ends, of all runs that are done. The learning rate falls as 1 / n for n updates a rollout batch, as in Pr2's Appendix E.1, so that
 the policy moves about as far over one rollout batch whatever n.
 """
 
@@ -43,8 +43,12 @@ METHODS: dict[str, dict[str, object]] = {
         "routing.predictor_lr_multiplier": 1.0,
         "routing.predictor_decay": 0.0,
     },
+    "Pr3 engine features": {"routing.source": "predicted_rollout", "routing.features": "engine"},
 }
-"""The last one is Pr2 with predictors that forget nothing; it runs at off-4 alone."""
+AT_OFF_4 = ("Pr2 published", "Pr3 engine features")
+"""Variants that run at off-4 alone: predictors that forget nothing, and those that learn from what the engine saw."""
+PAIRS = {"R2": "GRPO", "Pr2": "R2", "R3": "GRPO", "Pr3": "R3", "Pr2 published": "R2"}
+"""Methods whose difference from another one is taken seed by seed."""
 OFF = (2, 4, 8)
 LR_AT_OFF_4 = 1.2e-4
 MODEL = ("--experts", "16", "--topk", "4", "--expert-intermediate", "128")
@@ -53,9 +57,10 @@ COLUMNS = {
     "eval/score": ("score", ".3f"),
     "eval/greedy": ("greedy", ".3f"),
     "routing/agreement": ("agreement", ".4f"),
+    "routing/agreement_unpredicted": ("agreement without prediction", ".4f"),
     "last/agreement": ("agreement, last update", ".4f"),
     "routing/kl": ("route KL x 1e6", ".1f"),
-    "routing/drift": ("without prediction", ".1f"),
+    "routing/drift": ("route KL without prediction x 1e6", ".1f"),
     "routing/deviation_0": ("no deviation", ".4f"),
     "loss/clip_fraction": ("clipped", ".4f"),
     "loss/ratio_tail": ("ratio outside [1/2, 2]", ".5f"),
@@ -82,7 +87,7 @@ def make_plan(*, full: bool) -> list[RunPlan]:
         for seed in range(3)
         for off in (4, 2, 8)
         for method in METHODS
-        if off == 4 or (method != "Pr2 published" and (full or seed == 0))
+        if off == 4 or (method not in AT_OFF_4 and (full or seed == 0))
     ]
 
 
@@ -125,7 +130,7 @@ def last_step(folder: Path) -> int:
 def run_one(plan: RunPlan, root: Path, model: Path, steps: int) -> float:
     """Seconds that it took; 0 where it was done before."""
     folder = root / plan.name
-    if last_step(folder) >= steps:
+    if last_step(folder) == steps:
         return 0.0
     shutil.rmtree(folder, ignore_errors=True)
     settings = {
@@ -168,8 +173,8 @@ def figures(folder: Path, off: int) -> dict[str, float | None]:
     found |= {name: last[name] for name in ("eval/score", "eval/greedy")}
     found |= {"before": first["eval/score"], "reward/mean": mean("reward/mean")}
     found |= {f"routing/update_{u}/agreement": mean(f"routing/update_{u}/agreement") for u in range(1, off + 1)}
-    found |= {"routing/engine_agreement": mean("routing/engine_agreement")}
-    for name in ("routing/kl", "routing/drift", "mismatch/kl"):
+    found |= {name: mean(name) for name in ("routing/engine_agreement", "routing/update_1/drift")}
+    for name in ("routing/kl", "routing/drift", "routing/update_1/drift", "mismatch/kl"):
         found[name] = None if found[name] is None else found[name] * 1e6
     return found
 
@@ -192,9 +197,31 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(rows)
 
 
-def write_results(plans: list[RunPlan], root: Path, out: Path, steps: int, minutes: float) -> None:
+def paired_table(results: dict[str, dict]) -> str:
+    """Markdown; differences between two methods at the same off-n and seed, mean and standard deviation over seeds."""
+    names = {name: column for name, column in COLUMNS.items() if "without prediction" not in column[0]}
+    rows = ["| off-n | difference | seeds | " + " | ".join(title for title, _ in names.values()) + " |"]
+    rows.append("|---" * (len(names) + 3) + "|")
+    by_key = {(r["method"], r["off"], r["seed"]): r["figures"] for r in results.values()}
+    for off in OFF:
+        for method, other in PAIRS.items():
+            seeds = [s for s in range(3) if (method, off, s) in by_key and (other, off, s) in by_key]
+            if not seeds:
+                continue
+            cells = []
+            for name, (_, form) in names.items():
+                values = [by_key[method, off, s][name] - by_key[other, off, s][name] for s in seeds]
+                spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+                cells.append(f"{statistics.fmean(values):+{form}}{spread}")
+            rows.append(f"| {off} | {method} - {other} | {len(seeds)} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
     """out/routing-ablation.json and .md, and the pictures, of the runs that are done."""
-    done = [plan for plan in plans if last_step(root / plan.name) >= steps]
+    done = [plan for plan in make_plan(full=True) if last_step(root / plan.name) == steps]
+    if not done:
+        return
     results = {
         plan.name: {
             "method": plan.method,
@@ -205,14 +232,16 @@ def write_results(plans: list[RunPlan], root: Path, out: Path, steps: int, minut
         for plan in done
     }
     out.mkdir(parents=True, exist_ok=True)
-    summary = {"steps": steps, "minutes": round(minutes, 1), "runs": results}
+    taken = round(sum(minutes.get(plan.name, 0.0) for plan in done), 1)
+    summary = {"steps": steps, "minutes": taken, "runs": results}
     (out / "routing-ablation.json").write_text(json.dumps(summary, indent=1) + "\n")
-    text = table(results)
+    text = f"{table(results)}\n\n{paired_table(results)}"
     (out / "routing-ablation.md").write_text(text + "\n")
     for off in OFF:
         groups = {
             method: [root / plan.name for plan in done if (plan.method, plan.off) == (method, off)]
             for method in METHODS
+            if method not in AT_OFF_4
         }
         write_svg({method: folders for method, folders in groups.items() if folders}, out, f"routing-off{off}")
     print(text)
@@ -227,21 +256,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of runs, e.g. r2-off4-seed0")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, with which the run that goes on is ended
-    root = (REPOSITORY / args.runs).resolve()
-    plans = [plan for plan in make_plan(full=args.full) if not args.only or plan.name in args.only]
-    if not plans:
-        parser.error(f"no run is called {' or '.join(args.only)}; e.g. {make_plan(full=True)[0].name}")
+    runs = (REPOSITORY / args.runs).resolve()
+    every = {plan.name: plan for plan in make_plan(full=True)}
+    if unknown := [name for name in args.only or () if name not in every]:
+        parser.error(f"no run is called {' or '.join(unknown)}; there are {', '.join(every)}")
+    plans = [every[name] for name in args.only] if args.only else make_plan(full=args.full)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
-    model = warm_start(root)
+    model = warm_start(runs)
+    root = runs / f"{args.steps}_steps"  # runs of another length are others
+    root.mkdir(exist_ok=True)
     taken = root / "minutes.json"
     minutes = json.loads(taken.read_text()) if taken.exists() else {}
-    for number, plan in enumerate(plans, 1):
-        seconds = run_one(plan, root, model, args.steps)
-        if seconds:
-            minutes[plan.name] = seconds / 60
-            taken.write_text(json.dumps(minutes))
-        print(f"{number}/{len(plans)} {plan.name}: {f'{seconds:.0f} s' if seconds else 'was done'}", flush=True)
-    write_results(plans, root, args.out, args.steps, sum(minutes.get(plan.name, 0.0) for plan in plans))
+    try:
+        for number, plan in enumerate(plans, 1):
+            seconds = run_one(plan, root, model, args.steps)
+            if seconds:
+                minutes[plan.name] = seconds / 60
+                taken.write_text(json.dumps(minutes))
+            print(f"{number}/{len(plans)} {plan.name}: {f'{seconds:.0f} s' if seconds else 'was done'}", flush=True)
+    finally:
+        write_results(root, args.out, args.steps, minutes)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The runs of routing_ablation.sh: plan, start what is missing, put the results together.
 
 One warm start is shared by all. A run is done when its log has its last step; what is done is not run again, and a run that
-was stopped starts anew. Results are written whenever the script ends, of all runs that are done. The learning rate falls as 1 / n for n updates a rollout batch, as in Pr2's Appendix E.1, so that
-the policy moves about as far over one rollout batch whatever n.
+was stopped starts anew. Results are written whenever the script ends, of all runs that are done. The learning rate falls as
+1 / n for n updates a rollout batch, as in Pr2's Appendix E.1, so that the policy moves about as far over one rollout batch
+whatever n.
 """
 
 from __future__ import annotations
@@ -179,6 +180,12 @@ def figures(folder: Path, off: int) -> dict[str, float | None]:
     return found
 
 
+def mean_and_spread(values: list[float], form: str, sign: str = "") -> str:
+    """Mean and, of several values, standard deviation; nothing of none."""
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}{form}}{spread}" if values else ""
+
+
 def table(results: dict[str, dict]) -> str:
     """Markdown; mean and, over several seeds, the standard deviation."""
     rows = ["| off-n | method | seeds | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
@@ -191,8 +198,7 @@ def table(results: dict[str, dict]) -> str:
             cells = []
             for name, (_, form) in COLUMNS.items():
                 values = [r["figures"][name] for r in runs if r["figures"][name] is not None]
-                spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-                cells.append(f"{statistics.fmean(values):{form}}{spread}" if values else "")
+                cells.append(mean_and_spread(values, form))
             rows.append(f"| {off} | {method} | {len(runs)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -210,9 +216,8 @@ def paired_table(results: dict[str, dict]) -> str:
                 continue
             cells = []
             for name, (_, form) in names.items():
-                values = [by_key[method, off, s][name] - by_key[other, off, s][name] for s in seeds]
-                spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-                cells.append(f"{statistics.fmean(values):+{form}}{spread}")
+                pairs = [(by_key[method, off, s][name], by_key[other, off, s][name]) for s in seeds]
+                cells.append(mean_and_spread([a - b for a, b in pairs if None not in (a, b)], form, sign="+"))
             rows.append(f"| {off} | {method} - {other} | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

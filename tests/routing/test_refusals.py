@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from ranks import run_ranks
 
-from megatron_rl.config import build_config
+from megatron_rl.config import RoutingConfig, build_config
 from megatron_rl.errors import UserError
-from megatron_rl.routing.replay import RouteSelector
+from megatron_rl.routing.predictor import PredictorLoss
+from megatron_rl.routing.replay import RouteSelector, RouteSource
 
 REFUSED = {
     "dense": ("qwen3", {"routing": {"source": "recorded"}}, "Qwen3ForCausalLM is dense; use free"),
@@ -37,6 +40,13 @@ def test_a_source_that_cannot_work_is_refused(case, tiny_model, monkeypatch):
     with pytest.raises(UserError, match=message):
         preflight(config, "train")
     preflight(config, "ask")  # an evaluation replays nothing
+
+
+def test_the_choices_of_the_config_are_those_of_the_code():
+    """The config imports no torch, and the routing code no config."""
+    fields = get_type_hints(RoutingConfig)
+    assert get_args(fields["source"]) == get_args(RouteSource)
+    assert get_args(fields["predictor_loss"]) == get_args(PredictorLoss)
 
 
 def test_a_near_miss_names_the_choice():

@@ -90,6 +90,7 @@ def test_the_engine_routes_with_the_predictors_of_the_trainer(finished):
     # Both sides predict from here on. Weights by the prediction in the engine alone set later layers apart.
     assert all(line["routing/engine_agreement"] > 0.9 for line in steps)
     assert steps[1]["routing/update_1/agreement"] < 0.95, "the predictors are too small to show anything"
+    assert all(line["routing/update_1/agreement_unpredicted"] > 0.999 for line in steps)
     assert steps[0]["mismatch/abs_median"] < 0.01 and steps[2]["mismatch/abs_median"] < 0.05
 
 

@@ -48,7 +48,7 @@ METHODS: dict[str, dict[str, object]] = {
 }
 AT_OFF_4 = ("Pr2 published", "Pr3 engine features")
 """Variants that run at off-4 alone: predictors that forget nothing, and those that learn from what the engine saw."""
-PAIRS = {"R2": "GRPO", "Pr2": "R2", "R3": "GRPO", "Pr3": "R3", "Pr2 published": "R2"}
+PAIRS = {"R2": "GRPO", "Pr2": "R2", "R3": "GRPO", "Pr3": "R3", "Pr2 published": "R2", "Pr3 engine features": "Pr3"}
 """Methods whose difference from another one is taken seed by seed."""
 OFF = (2, 4, 8)
 LR_AT_OFF_4 = 1.2e-4
@@ -60,6 +60,7 @@ COLUMNS = {
     "routing/agreement": ("agreement", ".4f"),
     "routing/agreement_unpredicted": ("agreement without prediction", ".4f"),
     "last/agreement": ("agreement, last update", ".4f"),
+    "last/agreement_unpredicted": ("the same without prediction", ".4f"),
     "routing/kl": ("route KL x 1e6", ".1f"),
     "routing/drift": ("route KL without prediction x 1e6", ".1f"),
     "routing/deviation_0": ("no deviation", ".4f"),
@@ -170,7 +171,8 @@ def figures(folder: Path, off: int) -> dict[str, float | None]:
         return statistics.fmean(values) if values else None
 
     found = {name: mean(name) for name in COLUMNS if not name.startswith(("eval/", "last/"))}
-    found["last/agreement"] = mean(f"routing/update_{off}/agreement")
+    for name in ("agreement", "agreement_unpredicted"):
+        found[f"last/{name}"] = mean(f"routing/update_{off}/{name}")
     found |= {name: last[name] for name in ("eval/score", "eval/greedy")}
     found |= {"before": first["eval/score"], "reward/mean": mean("reward/mean")}
     found |= {f"routing/update_{u}/agreement": mean(f"routing/update_{u}/agreement") for u in range(1, off + 1)}

@@ -121,7 +121,8 @@ class RoutingConfig:
     predictor_lr_multiplier: PositiveFloat = 0.2
     """Learning rate of the predictors, as a multiple of the optimizer's."""
     predictor_decay: Fraction = 0.2
-    """Share of itself that a predictor forgets at each of its updates, because no drift goes on for ever; 0: none."""
+    """Share of itself that a predictor forgets at each of its updates, because no drift goes on for ever, and
+    the reason why their Adam has no momentum; 0: none, and with the optimizer's momentum."""
     cached_tokens: Positive = 1024
     """Tokens of each response, evenly spread, whose router inputs and logits are kept for predictors and metrics."""
     features: Literal["trainer", "engine"] = "trainer"

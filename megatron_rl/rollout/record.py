@@ -74,7 +74,7 @@ def _trajectory(arrays, index: int, row: dict) -> Trajectory:
         if features.hidden.dtype == torch.int16:
             features.hidden = features.hidden.view(torch.bfloat16)
     return Trajectory(
-        **{key: row[key] for key in _PLAIN},
+        **{key: row[key] for key in _PLAIN if key in row},  # what an older record does not know has a default
         tokens=arrays[f"{index}.tokens"],
         log_probs=arrays[f"{index}.log_probs"],
         loss_mask=arrays[f"{index}.loss_mask"],

@@ -70,7 +70,7 @@ class RouteTable:
     recorded: dict[int, Tensor] = field(default_factory=dict)
     """[T, k] ids by model layer, from the trainer's own recording pass."""
     unpredicted: dict[int, Tensor] = field(default_factory=dict)
-    """[T, k] ids by model layer, with predictors: what the same pass would have chosen without them."""
+    """[T, k] ids by model layer, where that pass predicts: what it would have chosen of the same inputs without."""
     features: dict[int, Features] = field(default_factory=dict)
     engine_deviations: dict[int, Tensor] = field(default_factory=dict)
     """[k + 1] counts by layer: engine's routes against the trainer's own under the old weights."""
@@ -133,9 +133,8 @@ class RoutePass:
         """Expert ids [T, k] int64 of this pass. own: [T, k], the choice of the model's router by itself."""
         replayed = self._replayed(layer)
         engine_like = self._engine_like.pop(layer, own)
-        if self.stage == "score" and self.source in PREDICTING:
-            plain = own if self.source in FROM_ENGINE else engine_like
-            self.table.unpredicted[layer] = plain.to(route_dtype(self.experts))
+        if self.stage == "score" and self.source == "predicted":
+            self.table.unpredicted[layer] = engine_like.to(route_dtype(self.experts))
         self._compare(layer, replayed, own, engine_like)
         if replayed is not None:
             return torch.where(has_route(replayed)[:, None], replayed.long(), own)
@@ -183,7 +182,7 @@ class RoutePass:
             stats.drift = route_kl(current, features.logits, score_function).sum()
         if self.learn is not None:
             with torch.enable_grad():
-                # A copy of the weight: the parameter itself must never have a gradient, which would be the policy's.
+                # Not the parameter itself, which must never have a gradient: it would be the policy's.
                 weight = router.predictor.weight.detach().requires_grad_()
                 bias = functional_call(router.predictor, {"weight": weight}, features.hidden)
                 loss_of = delta_loss if self.learn == "delta" else predictive_loss

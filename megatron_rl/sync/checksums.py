@@ -44,13 +44,17 @@ class WeightsDigest:
         self._values: dict[str, int] = {}
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass Hugging Face tensors on and look at each. Predictors are left out: routes do not depend on whose they are."""
+        """Pass Hugging Face tensors on and look at each. Predictors that are zero are as good as none."""
         for name, tensor in named_tensors:
-            if not name.endswith(".predictor.weight"):
-                self._values[name] = fingerprint(as_matrix(tensor.to(self._dtype)))
+            seen = tensor if name.endswith(".predictor.weight") else tensor.to(self._dtype)
+            if value := fingerprint(seen):  # zero where all elements are
+                self._values[name] = value
             yield name, tensor
 
     def __str__(self) -> str:
+        """Empty where nothing was watched."""
+        if not self._values:
+            return ""
         return hashlib.sha256(repr(sorted(self._values.items())).encode()).hexdigest()[:16]
 
 

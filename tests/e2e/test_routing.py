@@ -90,7 +90,6 @@ def test_the_engine_routes_with_the_predictors_of_the_trainer(finished):
     # Both sides predict from here on. Weights by the prediction in the engine alone set later layers apart.
     assert all(line["routing/engine_agreement"] > 0.9 for line in steps)
     assert steps[1]["routing/update_1/agreement"] < 0.95, "the predictors are too small to show anything"
-    assert all(line["routing/update_1/agreement_unpredicted"] > 0.999 for line in steps)
     assert steps[0]["mismatch/abs_median"] < 0.01 and steps[2]["mismatch/abs_median"] < 0.05
 
 
@@ -118,9 +117,9 @@ def test_replayed_routes_bring_the_trainer_to_the_engine(finished):
     """The same rollouts, bf16 in the engine and fp32 in the trainer, with the trainer's own routes and the engine's."""
     folder, model, _ = finished
     apart = {}
-    for source in ("free", "rollout"):
+    for source, steps in (("free", 1), ("rollout", 2)):
         changes = offline(folder / "pr3" / "rollouts", source) | {"optimizer": {"lr": 5e-4}}
-        line, *after = train(folder, source, model, changes, 1 + len(apart))
+        line, *after = train(folder, source, model, changes, steps)
         apart[source] = line["mismatch/abs_median"], line["mismatch/abs_p99"]
     print(f"median and 99 % of |dlogp|: {apart}")
     assert apart["rollout"][0] < apart["free"][0] and apart["rollout"][1] < apart["free"][1]

@@ -67,9 +67,10 @@ def test_a_pushed_predictor_routes_as_the_reference_does(family, transport, tiny
     assert changed < 0.8, "the planted predictor is too small to show anything"
 
 
-def test_a_prediction_below_the_resolution_of_bf16_routes(tiny_model, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_prediction_below_the_resolution_of_bf16_routes(family, tiny_model, tmp_path):
     """The engine's routes against the top-k of its own exported logits and the prediction, which a bf16 sum would lose."""
-    folder = tiny_model("qwen3_moe")
+    folder = tiny_model(family)
     config = json.loads((folder / "config.json").read_text())
     layout, features = RouteLayout.from_config(config), FeatureLayout.from_config(config, torch.bfloat16)
     planted = list(plant(folder, seed=1, scale=2e-4).items())

@@ -86,6 +86,17 @@ def predictors_of(result: dict) -> dict[int, np.ndarray]:
     return merged
 
 
+def tokens_of(sums: dict[str, float]) -> dict[str, float]:
+    """Tokens that were counted, by what was counted of them: the slots in which their experts differ add up to all."""
+    tokens: dict[str, float] = {}
+    for key, value in sums.items():
+        kind, last = key.rsplit("/", 1)
+        if last.isdigit() or last == "cached":
+            name = kind if last.isdigit() else key
+            tokens[name] = tokens.get(name, 0.0) + value
+    return tokens
+
+
 def compare(name: str, source: str, reference: dict, result: dict) -> None:
     where = f"{name}, {source}"
     assert result["compared"] > 0
@@ -97,9 +108,10 @@ def compare(name: str, source: str, reference: dict, result: dict) -> None:
     assert result["without_route"] == reference["without_route"]
     for ours, theirs in zip(result["sums"], reference["sums"], strict=True):
         assert ours.keys() == theirs.keys(), where
+        assert tokens_of(ours) == tokens_of(theirs), where
         for key, value in theirs.items():
-            counts = key.rsplit("/", 1)[1].isdigit() or key.endswith("cached")
-            tolerance = 0.0 if counts else 1e-3 * max(1.0, abs(value))
+            # Two experts that tie but for rounding move a token from one count to the next; a wrong slice moves hundreds.
+            tolerance = 2.0 if key.rsplit("/", 1)[1].isdigit() else 1e-3 * max(1.0, abs(value))
             assert abs(ours[key] - value) <= tolerance, f"{where}: {key} is {ours[key]}, one process has {value}"
     assert result["exported"].keys() == reference["exported"].keys()
     for key, value in reference["exported"].items():

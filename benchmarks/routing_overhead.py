@@ -1,14 +1,15 @@
 """Scoring and updates of one rollout batch under several sources of routes, in turns on the same batch. One JSON line.
 
-Started by `benchmarks/step.py --routing`. Sources take turns within each round in one process, because a machine's speed
-wanders by more than what is looked for; the figures are medians over rounds of each source's own seconds, and of the
-difference to the first source in the same round.
+Started by `benchmarks/step.py --routing`. Sources take turns in one process, because a machine's speed wanders by more than
+what is looked for; the figures are medians over rounds of each source's own seconds, and of the difference to the first
+source in the same round, with its quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from dataclasses import replace
@@ -20,7 +21,7 @@ from megatron_rl.config import build_config
 from megatron_rl.routing.replay import PREDICTING
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import policy_objective
-from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.packing import Batch, Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 WARM_UP = 2
@@ -40,22 +41,37 @@ def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sample]:
     ]
 
 
-def one_batch(trainer: Trainer, samples: list[Sample], updates: int, source: str) -> dict[str, float]:
-    """Seconds of packing and scoring, and of all updates."""
-    trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
-    start = time.perf_counter()
+def one_round(trainer: Trainer, samples: list[Sample], updates: int, sources: list[str]) -> dict[str, dict[str, float]]:
+    """By source: seconds of packing and scoring, and of all updates, of one rollout batch each.
+
+    Sources take turns at every update, each time in another order: what is compared lies a fraction of a second apart.
+    """
+    seconds = {source: {"score": 0.0, "train": 0.0} for source in sources}
     per_update = len(samples) // updates
-    packed = [trainer.pack(samples[i : i + per_update]) for i in range(0, len(samples), per_update)]
-    for batches in packed:
-        trainer.score(batches, "old")
-    scored = time.perf_counter()
-    for index, batches in enumerate(packed):
-        objective = partial(
-            policy_objective, trainer.config.algorithm, trainer.scale(batches), all_reduce=trainer.context_sum
-        )
-        learn = index > 0 and source in PREDICTING
-        trainer.update(batches, objective, pointwise=True, learn_routes=learn)
-    return {"score": scored - start, "train": time.perf_counter() - scored}
+    packed: dict[tuple[str, int], list[Batch]] = {}
+
+    def use(source: str) -> None:
+        trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
+
+    for index in range(updates):
+        for source in random.sample(sources, len(sources)):
+            use(source)
+            start = time.perf_counter()
+            batches = packed[source, index] = trainer.pack(samples[index * per_update : (index + 1) * per_update])
+            trainer.score(batches, "old")
+            seconds[source]["score"] += time.perf_counter() - start
+    for index in range(updates):
+        for source in random.sample(sources, len(sources)):
+            use(source)
+            start = time.perf_counter()
+            batches = packed[source, index]
+            objective = partial(
+                policy_objective, trainer.config.algorithm, trainer.scale(batches), all_reduce=trainer.context_sum
+            )
+            learn = index > 0 and source in PREDICTING
+            trainer.update(batches, objective, pointwise=True, learn_routes=learn)
+            seconds[source]["train"] += time.perf_counter() - start
+    return seconds
 
 
 def main() -> None:
@@ -87,9 +103,8 @@ def main() -> None:
     vocab = trainer.model.hf_config.vocab_size
     samples = make_samples(args.sequences, args.prompt_tokens, args.new_tokens, vocab)
     rounds = []
-    for number in range(WARM_UP + args.rounds):
-        order = args.sources if number % 2 else args.sources[::-1]
-        rounds.append({source: one_batch(trainer, samples, args.updates, source) for source in order})
+    for _ in range(WARM_UP + args.rounds):
+        rounds.append(one_round(trainer, samples, args.updates, args.sources))
     rounds = rounds[WARM_UP:]
     first = args.sources[0]
     result = {}
@@ -97,7 +112,8 @@ def main() -> None:
         whole = [sum(one[source].values()) for one in rounds]
         added = [a - sum(one[first].values()) for a, one in zip(whole, rounds, strict=True)]
         result[source] = {part: statistics.median(one[source][part] for one in rounds) for part in ("score", "train")}
-        result[source]["added_s"] = statistics.median(added)
+        low, result[source]["added_s"], high = statistics.quantiles(added, n=4)
+        result[source]["added_quartiles_s"] = [low, high]
     print(json.dumps({"rounds": len(rounds), "sources": result}))
 
 

@@ -23,7 +23,12 @@ class RoutePredictor(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size, dtype=torch.float32))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden.to(self.weight.dtype), self.weight)
+        return predicted_bias(hidden, self.weight)
+
+
+def predicted_bias(hidden: Tensor, weight: Tensor) -> Tensor:
+    """W_p h in fp32: hidden `[..., d]`, weight `[E, d]` -> `[..., E]`."""
+    return nn.functional.linear(hidden.to(weight.dtype), weight)
 
 
 def predictive_loss(

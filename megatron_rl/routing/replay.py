@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
-from megatron_rl.routing.agreement import deviation_counts, route_kl, route_staleness
-from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predictive_loss
+from megatron_rl.routing.agreement import deviation_counts, kl_divergence, routing_log_probs, total_variation
+from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predicted_bias, predictive_loss
 from megatron_rl.routing.table import has_route, route_dtype
 
 RouteSource = Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"]
@@ -172,21 +172,23 @@ class RoutePass:
         features = self.table.features.get(layer)
         if features is None or not len(features.logits):
             return LayerStats()
-        current, predicted, score_function = logits[self.table.cached], features.predicted, router.score_function
+        current = logits[self.table.cached]
+        log_probs = partial(routing_log_probs, score_function=router.score_function)
+        now, then = log_probs(current), log_probs(features.predicted)
         stats = LayerStats(
             cached=len(current),
-            kl=route_kl(current, predicted, score_function).sum(),
-            staleness=route_staleness(current, predicted, score_function).sum(),
+            kl=kl_divergence(now, then).sum(),
+            staleness=total_variation(now, then).sum(),
         )
         if features.bias is not None:
-            stats.drift = route_kl(current, features.logits, score_function).sum()
+            stats.drift = kl_divergence(now, log_probs(features.logits)).sum()
         if self.learn is not None:
             with torch.enable_grad():
                 # Not the parameter itself, which must never have a gradient: it would be the policy's.
                 weight = router.predictor.weight.detach().requires_grad_()
-                bias = functional_call(router.predictor, {"weight": weight}, features.hidden)
+                bias = predicted_bias(features.hidden, weight)
                 loss_of = delta_loss if self.learn == "delta" else predictive_loss
-                loss = loss_of(current, features.logits, bias, score_function=score_function) * len(current)
+                loss = loss_of(current, features.logits, bias, score_function=router.score_function) * len(current)
             (gradient,) = torch.autograd.grad(loss, weight)
             self.gradients[layer] = self.gradients[layer] + gradient if layer in self.gradients else gradient
             stats.predictor_loss = loss.detach()

@@ -43,7 +43,8 @@ def test_predictors_learn_a_drift_that_goes_on(found):
         assert 1 - late(learned, "agreement_unpredicted") > (1 - late(learned, "agreement")) / 0.92
         assert late(learned, "staleness") < 0.8 * late("recorded", "staleness")
     # As shipped a predictor reaches no further than one update, of which 11.5 instead of 17.5 would be left.
-    print(f"as shipped: KL {late('shipped', 'kl') / late('shipped', 'drift'):.2f} of what it were without predictors")
+    left = {name: f"{late(name, 'kl') / late(name, 'drift'):.2f}" for name in ("shipped", "kl", "delta")}
+    print(f"route KL as a share of what it were without predictors: {left}")
     assert late("shipped", "kl") < 0.85 * late("shipped", "drift")
     assert late("shipped", "agreement") > late("shipped", "agreement_unpredicted")
     for name in ("recorded", "kl"):

@@ -70,7 +70,7 @@ def test_a_pushed_predictor_routes_as_the_reference_does(family, transport, tiny
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_prediction_below_the_resolution_of_bf16_routes(family, tiny_model, tmp_path):
     """The engine's routes against the top-k of its own exported logits and the prediction, which a bf16 sum would lose."""
-    folder = tiny_model(family)
+    folder = tiny_model(family, "--dtype", "bfloat16")
     config = json.loads((folder / "config.json").read_text())
     layout, features = RouteLayout.from_config(config), FeatureLayout.from_config(config, torch.bfloat16)
     planted = list(plant(folder, seed=1, scale=2e-4).items())

@@ -184,7 +184,8 @@ def test_a_cached_prefix_and_a_chunked_prefill_have_the_same_routes(server, pred
     body = {"input_ids": prompt, "sampling_params": GREEDY, "return_routed_experts": True}
     first, cached = (post(server, "/generate", body) for _ in range(2))
     chunked = post(predicted, "/generate", body)
-    assert first["meta_info"]["cached_tokens"] == 0 < len(prompt) - 2 <= cached["meta_info"]["cached_tokens"]
+    before, after = (reply["meta_info"]["cached_tokens"] for reply in (first, cached))
+    assert before < CHUNK and after >= len(prompt) - 2  # a first token or two may be those of an earlier prompt
     assert chunked["output_ids"] == cached["output_ids"] == first["output_ids"]
     rows = len(prompt) + len(first["output_ids"]) - 1
     table, *others = (reference.layout.decode(r["meta_info"]["routed_experts"], rows) for r in (first, cached, chunked))

@@ -31,6 +31,8 @@ TIED_IN_SGLANG = ("DeepseekV3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM
 """Architectures for which SGLang 0.5.23 heeds tie_word_embeddings."""
 RESTARTS = 3
 """Times that a dead server is started again for one batch of requests, or for one push."""
+OF_THE_FOLDERS_DTYPE = ("GptOssForCausalLM",)
+"""Architectures whose layers SGLang 0.5.23 makes in the dtype of config.json, whatever --dtype says."""
 DEATH_S = 3.0
 """Seconds after a failed push in which a server that was killed is gone: its parts do not end at the same moment."""
 
@@ -68,7 +70,7 @@ class Engine:
         rollout = self.config.rollout
         if rollout.replay or rollout.addresses:
             return self
-        _check_served(self.config.model.path, hf_config)
+        _check_served(self.config.model.path, hf_config, self.config.precision.rollout)
         if int(os.environ.get("RANK", 0)) == 0:
             self._server = RolloutServer.from_config(
                 self.config, pythonpath=[SERVER_PYTHONPATH], log_path=self.config.run_dir / "sglang.log"
@@ -257,8 +259,9 @@ class Engine:
         return trajectories
 
 
-def _check_served(path: str, hf_config: PreTrainedConfig) -> None:
-    """Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them."""
+def _check_served(path: str, hf_config: PreTrainedConfig, rollout: str) -> None:
+    """Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them, or
+    with which it would die at the first request."""
     name = architecture(hf_config)
     if getattr(hf_config, "tie_word_embeddings", False) and name not in TIED_IN_SGLANG:
         raise UserError(
@@ -270,4 +273,11 @@ def _check_served(path: str, hf_config: PreTrainedConfig) -> None:
             f"model {path}: SGLang would hold its weights as {quantized['quant_method']} (quantization_config in config.json),"
             f" which a push does not fill; write plain ones: megatron-rl convert {path} CHECKPOINT, then"
             " megatron-rl convert CHECKPOINT FOLDER"
+        )
+    dtype = getattr(hf_config, "dtype", None)
+    if name in OF_THE_FOLDERS_DTYPE and dtype not in (None, DTYPES[rollout]):
+        found = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"model {path}: SGLang serves {name} in the dtype of config.json alone, which is {found}, but precision.rollout is"
+            f" {rollout}: set it to match, or dtype in config.json"
         )

@@ -105,9 +105,10 @@ def test_a_folder_without_a_model_is_named(tmp_path):
     [
         ("mixtral", {"tie_word_embeddings": True}, r"MixtralForCausalLM without tied embeddings.*tie_word_embeddings"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"as mxfp4.*megatron-rl convert"),
+        ("gpt_oss", {}, r"in the dtype of config.json alone, which is float32, but precision.rollout is bf16"),
     ],
 )
-def test_weights_that_a_push_does_not_fill_are_refused(family, change, message, tmp_path):
+def test_weights_that_are_not_served_as_they_are_pushed_are_refused(family, change, message, tmp_path):
     folder = make_tiny_model(family, tmp_path / "model")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -6,30 +6,30 @@ chosen by a mask) is one too: in a router it would stall every layer of every mi
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from megatron_rl.models.router import ReplayRouter
 from megatron_rl.routing.metrics import route_sums
 from megatron_rl.routing.predictor import RoutePredictor
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING, Features, LayerStats, RoutePass, RouteTable
-
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function  # isort: skip (after megatron_rl)
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 12, 16, 8, 2
 
 
 class Router:
-    score_function = "softmax"
+    """What a pass asks of a ReplayRouter of DeepSeek-V3's kind."""
+
+    score_function, topk = "sigmoid", TOPK
+    config = SimpleNamespace(moe_router_pre_softmax=False, moe_router_num_groups=2, moe_router_group_topk=1)
+    choice = ReplayRouter.choice
 
     def __init__(self, predictor: RoutePredictor) -> None:
         self.predictor = predictor
-
-    def choice(self, logits: torch.Tensor) -> torch.Tensor:
-        """As ReplayRouter, with what DeepSeek-V3 asks of Megatron's function."""
-        options = {"num_groups": 2, "group_topk": 1, "score_function": "sigmoid", "dense_output": True}
-        bias = torch.zeros(EXPERTS, device=logits.device)
-        return topk_routing_with_score_function(logits, TOPK, expert_bias=bias, **options)[1]
+        self.expert_bias = torch.zeros(EXPERTS, device=predictor.weight.device)
 
 
 def forward(route_pass: RoutePass, router: Router) -> None:

@@ -102,15 +102,7 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
         "logging": {"tensorboard": False},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_rl.cli",
-        "train",
-        str(folder / "config.yaml"),
-        "--nproc",
-        str(args.nproc),
-    ]
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(folder / "config.yaml"), "--nproc", str(args.nproc)]
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, args.threads // args.nproc))}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr)
     memory = PeakMemory(process.pid)
@@ -211,9 +203,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1, help="trainer processes")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peer", choices=("trl",))
-    parser.add_argument(
-        "--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all"
-    )
+    parser.add_argument("--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all")
     parser.add_argument("--routing", nargs="+", metavar="SOURCE", help="values of routing.source to compare")
     parser.add_argument("--routing-rounds", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=3600.0)

@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron_rl.sync.layout import Slot
+from megatron_rl.sync.layout import PREDICTOR_WEIGHT, Slot
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import MODULUS, PREFIX, as_matrix, below, fingerprint
 
 
@@ -46,7 +46,7 @@ class WeightsDigest:
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass Hugging Face tensors on and look at each. Predictors that are zero are as good as none."""
         for name, tensor in named_tensors:
-            seen = tensor if name.endswith(".predictor.weight") else tensor.to(self._dtype)
+            seen = tensor if name.endswith(PREDICTOR_WEIGHT) else tensor.to(self._dtype)
             if value := fingerprint(seen):  # zero where all elements are
                 self._values[name] = value
             yield name, tensor

@@ -30,6 +30,8 @@ _EXPERT = {
     "w2": ("w2_weight", 0),
 }
 _ALL_EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+PREDICTOR_WEIGHT = ".predictor.weight"
+"""How the names of route predictors end (`megatron_rl_models`)."""
 _ONE_CALL = "fused_qkv_a_proj_with_mqa"
 """SGLang fuses this one inside a single load_weights call and forgets a half that comes alone."""
 

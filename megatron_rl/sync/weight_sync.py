@@ -29,7 +29,7 @@ from megatron_rl.sync.checksums import EngineParameter, ExpectedChecksums, parse
 from megatron_rl.sync.disk import DiskTransport
 from megatron_rl.sync.distributed import DistributedTransport
 from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.layout import Slot, keep_together, locate
+from megatron_rl.sync.layout import PREDICTOR_WEIGHT, Slot, keep_together, locate
 from megatron_rl.sync.tensor import TensorTransport
 from megatron_rl.sync.transport import Transport
 
@@ -264,7 +264,7 @@ class WeightSync:
         """The engine's own dtype of a tensor: it may keep single ones (routing biases) in fp32."""
         slot = self._slot_of(name)
         if slot is None:
-            remedy = ": start it through tools/serve.py with this config" if name.endswith(".predictor.weight") else ""
+            remedy = ": start it through tools/serve.py with this config" if name.endswith(PREDICTOR_WEIGHT) else ""
             raise WeightSyncError(
                 f"weight sync: the served model has no place for '{name}' ({self.addresses[0]}){remedy}"
             )

@@ -1,4 +1,4 @@
-"""Replay is exact: under every parallel layout, with recomputation and packing, and for every family of routers.
+"""Replay is exact: under the parallel layouts below, with recomputation and packing, and for every family of routers.
 
 Random routes, another one for each token and layer, are replayed, so that any wrong slice changes the log-probs. Layouts
 are tried with Qwen3-MoE, and with DeepSeek-V3, which has a dense layer, groups, sigmoid scores and an expert bias.

@@ -118,11 +118,12 @@ pause() { # a sleep that a signal interrupts
 
 finished() { # has the run made all its steps?
     .venv/bin/python - "$1" <<'END'
-import json, pathlib, sys, yaml
+import pathlib, sys, yaml
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 run = pathlib.Path(sys.argv[1])
 steps = yaml.safe_load((run / "config.yaml").read_text())["steps"]
-lines = (run / "metrics.jsonl").read_text().splitlines()
-sys.exit(not lines or json.loads(lines[-1])["step"] < steps)
+lines = read_json_lines(run / METRICS_FILE)
+sys.exit(not lines or lines[-1]["step"] < steps)
 END
 }
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
 from megatron_rl.rollout.trajectory import Trajectory
 
@@ -123,8 +124,8 @@ def final_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def steps_logged(folder: Path, name: str) -> list[int]:
-    path = folder / "runs" / name / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    """Read while the run writes: a line that is half there does not count yet."""
+    return [record["step"] for record in read_json_lines(folder / "runs" / name / METRICS_FILE)]
 
 
 @pytest.fixture(scope="module")

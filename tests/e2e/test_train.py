@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+
+from megatron_rl.metrics.logger import read_json_lines
 
 STEPS = 4
 TIMEOUT = 420
@@ -32,10 +33,6 @@ def run(arguments: list[str], log: Path) -> subprocess.Popen:
             stderr=subprocess.STDOUT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-
-
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def scheduler_of(process: subprocess.Popen) -> psutil.Process | None:
@@ -75,7 +72,7 @@ def finished(tmp_path_factory, tiny_model):
     run_dir = folder / "killed"
     try:
         deadline = time.monotonic() + TIMEOUT
-        while not any(r["step"] == 1 for r in records(run_dir / "metrics.jsonl")):
+        while not any(r["step"] == 1 for r in read_json_lines(run_dir / "metrics.jsonl")):
             assert process.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, "no step within the time"
             time.sleep(0.01)
@@ -90,7 +87,7 @@ def finished(tmp_path_factory, tiny_model):
 
 def test_the_run_goes_on_when_the_server_is_killed(finished):
     run_dir, log = finished
-    rows = [r for r in records(run_dir / "metrics.jsonl") if r["step"] > 0]
+    rows = [r for r in read_json_lines(run_dir / "metrics.jsonl") if r["step"] > 0]
     assert [r["step"] for r in rows] == list(range(1, STEPS + 1)), log.read_text()[-3000:]
     assert rows[-1]["rollout/restarts"] >= 1
     for row in rows:
@@ -100,7 +97,7 @@ def test_the_run_goes_on_when_the_server_is_killed(finished):
 
 def test_engine_and_trainer_agree_in_fp32(finished):
     """Log-probs of sampled tokens: SGLang's decode against the trainer's pass over the packed sequences."""
-    for row in records(finished[0] / "metrics.jsonl"):
+    for row in read_json_lines(finished[0] / "metrics.jsonl"):
         if row["step"] > 0:
             assert row["mismatch/abs_median"] <= 1e-4
             assert row["mismatch/kl"] <= 1e-6
@@ -132,9 +129,10 @@ def test_report_is_one_page(finished):
     run_dir, _ = finished
     subprocess.run([sys.executable, "-m", "megatron_rl.cli", "report", str(run_dir)], check=True, timeout=120)
     page = (run_dir / "report.html").read_text()
-    sample = records(run_dir / "samples.jsonl")[0]
+    sample = read_json_lines(run_dir / "samples.jsonl")[0]
     assert sample["prompt"].strip("<>: ") in page
-    assert f"{records(run_dir / 'metrics.jsonl')[-1]['entropy']:.3f}"[:4] in page, "the curves' numbers are in the page"
+    entropy = read_json_lines(run_dir / "metrics.jsonl")[-1]["entropy"]
+    assert f"{entropy:.3f}"[:4] in page, "the curves' numbers are in the page"
     assert not re.search(r"""(src|href)=["']?http""", page), "the page needs nothing from outside"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.rollout.record import file_of, load_trajectories
 
 TIMEOUT = 420
@@ -61,7 +61,7 @@ def train(folder: Path, name: str, model: Path, changes: dict, steps: int) -> li
     """Lines of a run that must succeed."""
     done = start(folder, name, model, changes, steps)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return read_json_lines(folder / name / METRICS_FILE)
 
 
 @pytest.fixture(scope="module")

@@ -87,3 +87,24 @@ def test_wrong_use_is_told_at_once(tmp_path, environment, message):
     done = run(SCRIPTS[0], **{"SLURM_SUBMIT_DIR": str(tmp_path), **environment})
     assert done.returncode != 0 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("log", "status"),
+    [
+        (None, 1),
+        ('{"step": 2}\n', 1),
+        ('{"step": 2}\n{"step": 3, "rewa', 1),  # killed while it wrote
+        ('{"step": 2}\n{"step": 3}\n', 0),
+    ],
+)
+def test_a_run_whose_log_has_its_last_step_is_finished(log, status, tmp_path):
+    """Any other is requeued when SLURM ends the job."""
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    if log is not None:
+        (tmp_path / "metrics.jsonl").write_text(log)
+    common = (REPOSITORY / "examples" / "slurm" / "common.sh").read_text()
+    [function] = re.findall(r"^finished\(\).*?^}$", common, re.MULTILINE | re.DOTALL)
+    command = ["bash", "-c", f'{function}\nfinished "$1"', "-", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (status, "")

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from tests.ranks import run_ranks
-from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect, prefill_log_probs
+from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect, prefill_log_probs
 
 
 def trainer_log_probs(
@@ -35,17 +35,6 @@ def trainer_log_probs(
     return [found[i][: len(sequence) - 1] for i, sequence in enumerate(sequences)]
 
 
-def compare(ours: list[np.ndarray], theirs: list[np.ndarray], *, median: float, largest: float) -> None:
-    """Of all tokens the median difference, of four sequences in five the largest one.
-
-    Where two experts nearly tie, a token may go to either, and all later tokens of its sequence attend to it.
-    """
-    differences = [np.abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    found = np.median(np.concatenate(differences)), np.quantile([d.max() for d in differences], 0.8)
-    print(f"median {found[0]:.2g}, largest of four sequences in five {found[1]:.2g}")
-    assert found[0] <= median and found[1] <= largest
-
-
 @pytest.mark.parametrize(("dtype", "median", "largest"), [("fp32", 1e-5, 1e-5), ("bf16", 0.01, 0.1)])
 def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request, tmp_path):
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
@@ -59,7 +48,7 @@ def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request,
             served = prefill_log_probs(client_of(server), sequences)
     [trained] = run_ranks(1, f"{__name__}:trainer_log_probs", (str(reference.folder), dtype, sequences))
     assert sum(map(len, served)) == sum(len(sequence) - 1 for sequence in sequences)
-    compare(trained, served, median=median, largest=largest)
+    assert_agree(trained, served, median=median, largest=largest)
     assert np.std(np.concatenate(served)) > 0.05, "log-probs too alike for a comparison"
 
 
@@ -73,4 +62,4 @@ def test_trainer_agrees_with_what_was_sampled_at_a_temperature(server, reference
     sequences = [t.tokens.tolist() for t in trajectories]
     [trained] = run_ranks(1, f"{__name__}:trainer_log_probs", (str(reference.folder), "fp32", sequences, 0.6))
     ours = [one[t.prompt_length - 1 :] for one, t in zip(trained, trajectories, strict=True)]
-    compare(ours, [t.log_probs for t in trajectories], median=1e-5, largest=1e-5)
+    assert_agree(ours, [t.log_probs for t in trajectories], median=1e-5, largest=1e-5)

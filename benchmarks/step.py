@@ -3,12 +3,13 @@
     python benchmarks/step.py --model runs/quickstart/model --steps 12 --json out.json
     python benchmarks/step.py --model MODEL --peer trl --json out.json     # needs requirements/benchmark.txt
 
-    python benchmarks/step.py --model MODEL --updates 4 --routing recorded predicted --json out.json
+    python benchmarks/step.py --model MODEL --updates 4 --compare recorded predicted --json out.json
+    python benchmarks/step.py --model MODEL --compare free pruned corrected --json out.json
 
 Ours is the real command: `megatron-rl train` in a process of its own, timed by the run's own metrics.jsonl. The peer trains
 the same model on the same prompts, with as many new tokens, in the same call. The figures are medians over the steps after
-the first two. --routing adds what sources of routes cost beside the first of them: their scoring and updates take turns on
-one batch, and the difference is given as a share of our step.
+the first two. --compare adds what variants of the update cost beside the first of them: their scoring and updates take turns
+on one batch, and the difference is given as a share of our step. Variants are the sources of routes, pruned and corrected.
 """
 
 from __future__ import annotations
@@ -166,23 +167,23 @@ def run_trl(args: argparse.Namespace, prompts: Path) -> dict:
     }
 
 
-def run_routing(args: argparse.Namespace, step_s: float) -> dict:
-    """What each source of routes adds to the first one, in seconds and as a share of a step of `step_s`."""
+def run_variants(args: argparse.Namespace, step_s: float) -> dict:
+    """What each variant adds to the first one, in seconds and as a share of a step of `step_s`."""
     command = [
-        sys.executable, str(REPOSITORY / "benchmarks" / "routing_overhead.py"),
+        sys.executable, str(REPOSITORY / "benchmarks" / "update_overhead.py"),
         *("--model", str(Path(args.model).resolve()), "--sequences", str(args.prompts * args.samples)),
         *("--prompt-tokens", str(args.prompt_tokens), "--new-tokens", str(args.new_tokens)),
         *("--updates", str(args.updates), "--micro-batch-tokens", str(args.micro_batch_tokens)),
-        *("--precision", args.precision, "--rounds", str(args.routing_rounds), "--sources", *args.routing),
+        *("--precision", args.precision, "--rounds", str(args.compare_rounds), "--variants", *args.compare),
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=args.timeout, check=False
     )
     if done.returncode:
-        raise SystemExit(f"benchmarks/step.py: the routing part failed: {done.stderr.strip().splitlines()[-1]}")
+        raise SystemExit(f"benchmarks/step.py: the comparison failed: {done.stderr.strip().splitlines()[-1]}")
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    for figures in result["sources"].values():
+    for figures in result["variants"].values():
         figures["added_share_of_step"] = figures["added_s"] / step_s
     return result
 
@@ -204,8 +205,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peer", choices=("trl",))
     parser.add_argument("--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all")
-    parser.add_argument("--routing", nargs="+", metavar="SOURCE", help="values of routing.source to compare")
-    parser.add_argument("--routing-rounds", type=int, default=20)
+    parser.add_argument("--compare", nargs="+", metavar="VARIANT", help="routing.source values, pruned, corrected")
+    parser.add_argument("--compare-rounds", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=3600.0)
     parser.add_argument("--json", help="file to write; standard output without it")
     args = parser.parse_args()
@@ -222,8 +223,8 @@ def main() -> None:
         if args.peer:
             result["peer"] = run_trl(args, prompts)
             result["ratio"] = result["ours"]["step_s"] / result["peer"]["step_s"]
-        if args.routing:
-            result["routing"] = run_routing(args, result["ours"]["step_s"])
+        if args.compare:
+            result["compare"] = run_variants(args, result["ours"]["step_s"])
     text = json.dumps(result, indent=2)
     if args.json:
         Path(args.json).write_text(text + "\n")

@@ -1,32 +1,34 @@
 """The runs of routing_ablation.sh: plan, start what is missing, put the results together.
 
-One warm start is shared by all. A run is done when its log has its last step; what is done is not run again, and a run that
-was stopped starts anew. Results are written whenever the script ends, of all runs that are done. The learning rate falls as
-1 / n for n updates a rollout batch, as in Pr2's Appendix E.1, so that the policy moves about as far over one rollout batch
-whatever n.
+The learning rate falls as 1 / n for n updates a rollout batch, as in Pr2's Appendix E.1, so that the policy moves about as
+far over one rollout batch whatever n.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shutil
-import signal
-import statistics
-import subprocess
-import sys
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from ablations import (
+    REPOSITORY,
+    Figures,
+    Settings,
+    check_names,
+    last_step,
+    make_parser,
+    markdown,
+    mean_of,
+    run_all,
+    save,
+    use_all_cores,
+    warm_start,
+)
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.metrics.routing_pictures import write_svg
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-CLI = [sys.executable, "-m", "megatron_rl.cli"]
-LONGEST_S = 3600
-"""Of one run."""
 METHODS: dict[str, dict[str, object]] = {
     "GRPO": {},
     "GSPO": {
@@ -93,53 +95,9 @@ def make_plan(*, full: bool) -> list[RunPlan]:
     ]
 
 
-def call(command: list[str], log: Path) -> None:
-    """Run a command with its output in a file. Errors: SystemExit with the last line of it, or where it takes too long."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with log.open("w") as file:
-            done = subprocess.run(
-                command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, timeout=LONGEST_S, check=False
-            )
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"routing_ablation: {' '.join(command[2:6])} took over {LONGEST_S} s [{log}]") from None
-    if done.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise SystemExit(f"routing_ablation: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
-
-
-def flags(settings: dict[str, object]) -> list[str]:
-    return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-
-
-def warm_start(root: Path) -> Path:
-    """The model that all runs start from, made once."""
-    out = root / "sft" / "hf"
-    if not out.is_dir():
-        print("warm start", flush=True)
-        model = root / "model"
-        tool = [sys.executable, "tools/make_tiny_model.py", "--preset", "quickstart", str(model), *MODEL]
-        call(tool, root / "model.log")
-        settings = {"name": "sft", "runs_dir": root, "model.path": model}
-        call([*CLI, "sft", "configs/quickstart_sft.yaml", *flags(settings)], root / "sft.log")
-    return out
-
-
-def last_step(folder: Path) -> int:
-    return max((line["step"] for line in read_json_lines(folder / METRICS_FILE)), default=-1)
-
-
-def run_one(plan: RunPlan, root: Path, model: Path, steps: int) -> float:
-    """Seconds that it took; 0 where it was done before."""
-    folder = root / plan.name
-    if last_step(folder) == steps:
-        return 0.0
-    shutil.rmtree(folder, ignore_errors=True)
-    settings = {
-        "name": plan.name,
-        "runs_dir": root,
+def settings_of(plan: RunPlan, model: Path) -> Settings:
+    return {
         "model.path": model,
-        "steps": steps,
         "seed": plan.seed,
         "data.seed": plan.seed,
         "batch.updates_per_step": plan.off,
@@ -148,13 +106,8 @@ def run_one(plan: RunPlan, root: Path, model: Path, steps: int) -> float:
         "precision.rollout": "bf16",
         "rollout.routes": "true",
         "eval.every": 0,
-        "logging.tensorboard": "false",
         **METHODS[plan.method],
     }
-    start = time.monotonic()
-    call([*CLI, "train", "configs/quickstart.yaml", *flags(settings)], root / f"{plan.name}.log")
-    shutil.rmtree(folder / "checkpoints")
-    return time.monotonic() - start
 
 
 def figures(folder: Path, off: int) -> dict[str, float | None]:
@@ -166,10 +119,7 @@ def figures(folder: Path, off: int) -> dict[str, float | None]:
     first, last = lines[0], lines[-1]
     steps = [line for line in lines if line["step"] > last["step"] / 4]
 
-    def mean(name: str) -> float | None:
-        values = [line[name] for line in steps if line.get(name) is not None]
-        return statistics.fmean(values) if values else None
-
+    mean = partial(mean_of, lines=steps)
     found = {name: mean(name) for name in COLUMNS if not name.startswith(("eval/", "last/"))}
     for name in ("agreement", "agreement_unpredicted"):
         found[f"last/{name}"] = mean(f"routing/update_{off}/{name}")
@@ -182,46 +132,29 @@ def figures(folder: Path, off: int) -> dict[str, float | None]:
     return found
 
 
-def mean_and_spread(values: list[float], form: str, sign: str = "") -> str:
-    """Mean and, of several values, standard deviation; nothing of none."""
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}{form}}{spread}" if values else ""
-
-
 def table(results: dict[str, dict]) -> str:
-    """Markdown; mean and, over several seeds, the standard deviation."""
-    rows = ["| off-n | method | seeds | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
-    rows.append("|---" * (len(COLUMNS) + 3) + "|")
-    for off in OFF:
-        for method in METHODS:
-            runs = [r for r in results.values() if (r["method"], r["off"]) == (method, off)]
-            if not runs:
-                continue
-            cells = []
-            for name, (_, form) in COLUMNS.items():
-                values = [r["figures"][name] for r in runs if r["figures"][name] is not None]
-                cells.append(mean_and_spread(values, form))
-            rows.append(f"| {off} | {method} | {len(runs)} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+    """Mean and, over several seeds, the standard deviation."""
+    runs = {(off, method): [] for off in OFF for method in METHODS}
+    for result in results.values():
+        runs[result["off"], result["method"]].append(result["figures"])
+    return markdown(("off-n", "method"), COLUMNS, [(key, found) for key, found in runs.items() if found])
 
 
 def paired_table(results: dict[str, dict]) -> str:
-    """Markdown; differences between two methods at the same off-n and seed, mean and standard deviation over seeds."""
+    """Differences between two methods at the same off-n and seed, mean and standard deviation over seeds."""
     names = {name: column for name, column in COLUMNS.items() if "without prediction" not in column[0]}
-    rows = ["| off-n | difference | seeds | " + " | ".join(title for title, _ in names.values()) + " |"]
-    rows.append("|---" * (len(names) + 3) + "|")
     by_key = {(r["method"], r["off"], r["seed"]): r["figures"] for r in results.values()}
+    rows = []
     for off in OFF:
         for method, other in PAIRS.items():
             seeds = [s for s in range(3) if (method, off, s) in by_key and (other, off, s) in by_key]
-            if not seeds:
-                continue
-            cells = []
-            for name, (_, form) in names.items():
-                pairs = [(by_key[method, off, s][name], by_key[other, off, s][name]) for s in seeds]
-                cells.append(mean_and_spread([a - b for a, b in pairs if None not in (a, b)], form, sign="+"))
-            rows.append(f"| {off} | {method} - {other} | {len(seeds)} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+            found = [difference(by_key[method, off, s], by_key[other, off, s], names) for s in seeds]
+            rows += [((off, f"{method} - {other}"), found)] if found else []
+    return markdown(("off-n", "difference"), names, rows, sign="+")
+
+
+def difference(a: Figures, b: Figures, names: Iterable[str]) -> Figures:
+    return {name: None if None in (a[name], b[name]) else a[name] - b[name] for name in names}
 
 
 def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
@@ -238,12 +171,7 @@ def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) 
         }
         for plan in done
     }
-    out.mkdir(parents=True, exist_ok=True)
-    taken = round(sum(minutes.get(plan.name, 0.0) for plan in done), 1)
-    summary = {"steps": steps, "minutes": taken, "runs": results}
-    (out / "routing-ablation.json").write_text(json.dumps(summary, indent=1) + "\n")
-    text = f"{table(results)}\n\n{paired_table(results)}"
-    (out / "routing-ablation.md").write_text(text + "\n")
+    save(out, "routing-ablation", steps, minutes, results, f"{table(results)}\n\n{paired_table(results)}")
     for off in OFF:
         groups = {
             method: [root / plan.name for plan in done if (plan.method, plan.off) == (method, off)]
@@ -251,38 +179,18 @@ def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) 
             if method not in AT_OFF_4
         }
         write_svg({method: folders for method, folders in groups.items() if folders}, out, f"routing-off{off}")
-    print(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="routing_ablation.sh", description=__doc__.splitlines()[0])
+    parser = make_parser("routing_ablation", __doc__.splitlines()[0], steps=24)
     parser.add_argument("--full", action="store_true", help="three seeds everywhere")
-    parser.add_argument("--steps", type=int, default=24, help="rollout batches of a run")
-    parser.add_argument("--runs", type=Path, default=Path("runs/routing_ablation"), help="folder of the runs")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of runs, e.g. r2-off4-seed0")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, with which the run that goes on is ended
-    runs = (REPOSITORY / args.runs).resolve()
     every = {plan.name: plan for plan in make_plan(full=True)}
-    if unknown := [name for name in args.only or () if name not in every]:
-        parser.error(f"no run is called {' or '.join(unknown)}; there are {', '.join(every)}")
+    check_names(parser, args, list(every))
+    use_all_cores()
+    model = warm_start((REPOSITORY / args.runs).resolve(), MODEL)
     plans = [every[name] for name in args.only] if args.only else make_plan(full=args.full)
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
-    model = warm_start(runs)
-    root = runs / f"{args.steps}_steps"  # runs of another length are others
-    root.mkdir(exist_ok=True)
-    taken = root / "minutes.json"
-    minutes = json.loads(taken.read_text()) if taken.exists() else {}
-    try:
-        for number, plan in enumerate(plans, 1):
-            seconds = run_one(plan, root, model, args.steps)
-            if seconds:
-                minutes[plan.name] = seconds / 60
-                taken.write_text(json.dumps(minutes))
-            print(f"{number}/{len(plans)} {plan.name}: {f'{seconds:.0f} s' if seconds else 'was done'}", flush=True)
-    finally:
-        write_results(root, args.out, args.steps, minutes)
+    run_all(args, {plan.name: settings_of(plan, model) for plan in plans}, write_results)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
             "--nproc", type=int, default=1, metavar="N",
             help="trainer processes on this machine (starts torchrun; leave it out under srun or torchrun)",
         )  # fmt: skip
-    convert = commands.add_parser("convert", help="Hugging Face safetensors <-> Megatron distributed checkpoint",
+    convert = commands.add_parser("convert", help="Hugging Face safetensors <-> Megatron distributed checkpoint; FP8 export",
                                   allow_abbrev=False)  # fmt: skip
     convert.add_argument("source", metavar="SOURCE", help="Hugging Face folder, or a checkpoint folder step_N")
     convert.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
@@ -44,11 +44,21 @@ def make_parser() -> argparse.ArgumentParser:
         convert.add_argument(
             f"--{size}", type=int, default=1, metavar="N", help=f"{size} parallel size of this conversion"
         )
+    convert.add_argument("--quantize", choices=("fp8",), help="write a Hugging Face folder of FP8 weights in blocks")
     convert.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
     report = commands.add_parser(
         "report", help="one HTML page of a run: curves and sample rollouts", allow_abbrev=False
     )
     report.add_argument("run", metavar="RUN", nargs="+", help="run folder(s): runs/NAME")
+    report.add_argument(
+        "--attribute", action="store_true",
+        help="score a recorded batch again with one source of the mismatch removed at a time, and show the shares;"
+        " keys of the run's config can be overridden (--parallel.expert 1)",
+    )  # fmt: skip
+    report.add_argument(
+        "--step", type=int, metavar="N", help="recorded step to attribute, from 0; by default the newest"
+    )
+    report.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine, for --attribute")
     doctor = commands.add_parser(
         "doctor", help="what is installed here, and what each missing part costs", allow_abbrev=False
     )
@@ -77,7 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
-    if rest and args.command not in CONFIG_COMMANDS:
+    attributes = args.command == "report" and args.attribute
+    if rest and args.command not in CONFIG_COMMANDS and not attributes:
         raise UserError(f"unknown argument '{rest[0]}'; see megatron-rl {args.command} --help")
     if args.command == "doctor":
         from megatron_rl.doctor import doctor
@@ -86,6 +97,20 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     if args.command == "report":
         from rich.console import Console
 
+        if args.step is not None and not attributes:
+            raise UserError("report: --step goes with --attribute")
+        if attributes and _needs_torchrun(args.nproc):
+            return _torchrun(args.nproc, arguments)
+        if attributes:
+            from megatron_rl.attribute import attribute_command
+            from megatron_rl.metrics.attribution import table
+
+            if len(args.run) > 1:
+                raise UserError(f"report: --attribute takes one run, found {' '.join(args.run)}; keys go behind it")
+            found = attribute_command(Path(args.run[0]), args.step, rest)
+            if found is None:
+                return None
+            Console().print(table(found))
         from megatron_rl.metrics.report import write_report
         from megatron_rl.metrics.summary import before_after
 
@@ -104,7 +129,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
             return _torchrun(args.nproc, arguments)
         from megatron_rl.models.convert import convert
 
-        out = convert(Path(args.source), Path(args.out), parallel)
+        out = convert(Path(args.source), Path(args.out), parallel, args.quantize)
         if os.environ.get("RANK", "0") == "0":
             print(f"wrote {out}")
         return None

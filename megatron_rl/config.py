@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import typing
 from pathlib import Path
@@ -111,6 +112,37 @@ class AlgorithmConfig:
 
 
 @section
+class PruningConfig:
+    enabled: bool = False
+    """Dynamic vocabulary pruning: engine and trainer both take as the policy the tokens that are within rho of the
+    likeliest one, renormalised, so that the vocabulary's tail is neither sampled nor learned from."""
+    rho: Annotated[float, Field(gt=0, le=1)] = math.exp(-13)
+    """A token stays while its probability is at least rho times that of the likeliest; by default e^-13 = 2.26e-6."""
+
+
+@section
+class CorrectionConfig:
+    mode: Literal["none", "truncate", "mask", "clip"] = "none"
+    """Weight of a token in the loss, from its ratio r = trainer / engine. truncate (TIS): min(r, high); mask (MIS): r
+    where low <= r <= high, else 0; clip: r clamped to [low, high]."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose ratio: the token's, the whole response's, or the geometric mean over the response."""
+    low: NonNegativeFloat | None = None
+    high: PositiveFloat | None = None
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A response with a token whose ratio is below it leaves the update; the paper's is 1e-4."""
+    reject: Literal["none", "k1", "k2", "k3"] = "none"
+    """Drop what is further from the engine than reject_above: k1 = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
+    reject_level: Literal["token", "sequence", "geometric"] = "geometric"
+    """Drop a token by its own statistic, or a response by the sum or the mean over its tokens."""
+    reject_above: PositiveFloat | None = None
+    normalize: bool = False
+    """Divide the weights by their mean over all tokens of the update."""
+    bypass: bool = False
+    """The loss's ratio starts from the engine's log-probs instead of the trainer's: one ratio for mismatch and drift."""
+
+
+@section
 class RoutingConfig:
     source: Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"] = "free"
     """Where the experts of a token come from while the trainer learns from it. free: its router, anew in each pass;
@@ -168,17 +200,20 @@ class ParallelConfig:
 
 @section
 class PrecisionConfig:
-    train: Literal["bf16", "fp32"] = "bf16"
-    rollout: Literal["bf16", "fp32"] = "bf16"
+    train: Literal["bf16", "fp32", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = "bf16"
+    """Matrix products of the trainer. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU, and fake quantisation
+    by ModelOpt without one (fp8_tensorwise, fp8_blockwise); `megatron-rl doctor` says which can run here."""
+    rollout: Literal["bf16", "fp32", "fp8"] = "bf16"
+    """Of the engine. fp8: weights are quantised in blocks of 128 x 128 when they are pushed."""
 
 
 @section
 class SamplingConfig:
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability; below 1 it needs top_k too."""
     top_k: int = -1
-    """-1: all tokens."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """-1: all tokens; 2 to 4096 where the vocabulary is truncated, as the engine names at most 4,096 kept tokens."""
 
 
 @section
@@ -269,6 +304,8 @@ class Config:
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    pruning: PruningConfig = PruningConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     routing: RoutingConfig = RoutingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -311,9 +348,15 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
             _check_keys(value, hints[name], f"{prefix}{name}.")
 
 
+KNOWN_AS = {"min_p": "pruning.rho"}
+"""What others call a key: its last part -> ours."""
+
+
 def nearest_key(key: str) -> str:
     """'did you mean ...?' for a dotted key: the nearest in its own section, else anywhere in the tree."""
     paths = list(key_paths())
+    if elsewhere := KNOWN_AS.get(key.rpartition(".")[2]):
+        return f"did you mean '{elsewhere}'?"
     section_name = key.rpartition(".")[0]
     siblings = [p for p in paths if p.rpartition(".")[0] == section_name]
     close = difflib.get_close_matches(key, siblings, 1, 0.5) or difflib.get_close_matches(key, paths, 1, 0.4)

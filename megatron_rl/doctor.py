@@ -56,6 +56,8 @@ def examine() -> list[Finding]:
         _torch,
         _megatron_without_gpu,
         _transformer_engine,
+        lambda: _regimes("trainer"),
+        lambda: _regimes("rollout"),
         _flash_attention,
         _apex,
         _deepep,
@@ -114,7 +116,7 @@ PACKAGES = [
     ("megatron-core", True, "nothing can be trained"),
     ("megatron-bridge", True, "no Hugging Face model can be loaded"),
     ("transformers", True, "no model or tokenizer can be read"),
-    ("nvidia-modelopt", False, "no quantised (FP8, NVFP4) rollout weights"),
+    ("nvidia-modelopt", False, "no FP8 rollout weights, no FP8 export, no simulated FP8"),
 ]
 
 
@@ -189,6 +191,20 @@ def _transformer_engine() -> Finding:
         "not installed",
         "Megatron's local layers are used: no FP8 training, no fused norms and linear layers",
     )
+
+
+def _regimes(side: Literal["trainer", "rollout"]) -> Finding:
+    """Which regimes of precision.train or precision.rollout run here, as a run is refused or admitted by them."""
+    from megatron_rl.models.precision import rollout_regimes, this_machine, trainer_regimes
+
+    answers = (trainer_regimes if side == "trainer" else rollout_regimes)(this_machine()).values()
+    found = {state: [a for a in answers if a.state == state] for state in ("runs", "simulated", "cannot")}
+    here = [
+        f"{a.regime} (simulated)" if a.state == "simulated" else a.regime for a in found["runs"] + found["simulated"]
+    ]
+    notes = [f"simulated: {reason}" for reason in {a.reason: 0 for a in found["simulated"]}]
+    notes += [f"{a.regime} {a.reason}" for a in found["cannot"]]
+    return Finding(f"{side} precision", "missing" if found["cannot"] else "ok", ", ".join(here), "; ".join(notes))
 
 
 def _flash_attention() -> Finding:

@@ -8,13 +8,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config, RoutingConfig
 from megatron_rl.environments import Prompt, combine, score
 from megatron_rl.errors import UserError
-from megatron_rl.models.build import DTYPES
+from megatron_rl.models import fp8
 from megatron_rl.models.parallel_check import architecture
+from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.preflight import Kind, preflight
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
@@ -22,7 +25,7 @@ from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_ro
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, asks_routes, feature_stride
 from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.run import Kind, Run, preflight
+from megatron_rl.run import Run
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer
@@ -70,7 +73,7 @@ class Engine:
         rollout = self.config.rollout
         if rollout.replay or rollout.addresses:
             return self
-        _check_served(self.config.model.path, hf_config, self.config.precision.rollout)
+        _check_served(self.config, hf_config, pushes=self.kind == "train")
         if int(os.environ.get("RANK", 0)) == 0:
             self._server = RolloutServer.from_config(
                 self.config, pythonpath=[SERVER_PYTHONPATH], log_path=self.config.run_dir / "sglang.log"
@@ -87,7 +90,7 @@ class Engine:
         self.run = run
         model = run.hf_config.to_dict()
         self._routes = RouteLayout.from_config(model) if asks_routes(self.config) else None
-        self._dtype = DTYPES[self.config.precision.rollout]
+        self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
         self._features = FeatureLayout.from_config(model, self._dtype) if feature_stride(self.config) else None
         self._stop_tokens = run.stop_tokens()
         if self.config.rollout.replay:
@@ -198,6 +201,7 @@ class Engine:
             t.routes = t.routes if self._routes else None
             t.features = t.features if self._features else None
             try:
+                self.run.support.check_recorded(t.support)
                 if t.routes is not None:
                     self._routes.kept.check(t.routes, len(t.tokens) - 1)
                 if t.features is not None:
@@ -259,23 +263,26 @@ class Engine:
         return trajectories
 
 
-def _check_served(path: str, hf_config: PreTrainedConfig, rollout: str) -> None:
+def _check_served(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
     """Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them, or
     with which it would die at the first request."""
-    name = architecture(hf_config)
+    path, rollout, name = config.model.path, config.precision.rollout, architecture(hf_config)
+    if rollout == "fp8":
+        fp8.check_folder(Path(path), config.rollout.server.tensor, simulate=not torch.cuda.is_available())
     if getattr(hf_config, "tie_word_embeddings", False) and name not in TIED_IN_SGLANG:
         raise UserError(
             f"model: SGLang serves {name} without tied embeddings: write the embedding as lm_head.weight too, and set"
             " tie_word_embeddings to false in config.json"
         )
-    if quantized := getattr(hf_config, "quantization_config", None):
+    quantized = getattr(hf_config, "quantization_config", None)
+    if quantized and pushes:
         raise UserError(
             f"model {path}: SGLang would hold its weights as {quantized['quant_method']} (quantization_config in config.json),"
             f" which a push does not fill; write plain ones: megatron-rl convert {path} CHECKPOINT, then"
             " megatron-rl convert CHECKPOINT FOLDER"
         )
     dtype = getattr(hf_config, "dtype", None)
-    if name in OF_THE_FOLDERS_DTYPE and dtype not in (None, DTYPES[rollout]):
+    if name in OF_THE_FOLDERS_DTYPE and dtype not in (None, ROLLOUT_DTYPES[rollout]):
         found = str(dtype).removeprefix("torch.")
         raise UserError(
             f"model {path}: SGLang serves {name} in the dtype of config.json alone, which is {found}, but precision.rollout is"

@@ -8,7 +8,6 @@ from dataclasses import replace
 from megatron_rl.config import Config
 from megatron_rl.engine import Engine
 from megatron_rl.environments.evaluation import average_at_n, pass_at_k
-from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.run import Run
 from megatron_rl.step_metrics import reward_metrics
 
@@ -23,8 +22,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     if not prompts:
         return {}
     share = prompts[run.ranks.data_rank :: run.ranks.data_size]
-    support = SamplingSupport.from_config(config.rollout.sampling)
-    sampled = engine.ask(share, support, samples=config.eval.samples)
+    sampled = engine.ask(share, run.support, samples=config.eval.samples)
     rewards = run.gather_groups(sampled)
     n = config.eval.samples
     scores = {
@@ -34,7 +32,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         "eval/prompts": float(len(rewards)),
     }
     if config.eval.greedy:
-        greedy = engine.ask(share, replace(support, temperature=0.0), samples=1)
+        greedy = engine.ask(share, replace(run.support, temperature=0.0), samples=1)
         scores["eval/greedy"] = average_at_n(run.gather_groups(greedy))
     return scores
 

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from megatron_rl.config import Config, to_yaml
 from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import RunLogger
-from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
-from megatron_rl.ops import flash
-from megatron_rl.plan import Plan, make_plan
+from megatron_rl.preflight import Kind, preflight
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.routing.replay import PREDICTING
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.trainer import build_trainer
 
 T = TypeVar("T")
-Kind = Literal["train", "sft", "ask"]
-"""train and sft build the trainer; ask (eval, rollout) only asks the engine."""
 
 
 class Clock:
@@ -49,60 +43,6 @@ class Clock:
         total = time.perf_counter() - self._start
         times = {f"time/{part}_s": seconds for part, seconds in self._parts.items()}
         return {**times, "time/other_s": max(0.0, total - sum(self._parts.values())), "time/step_s": total}
-
-
-def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
-    """All that can be refused before anything starts: model folder, parallel sizes, batch sizes, sampling.
-
-    Errors: UserError naming the key or the file.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    hf_config = read_hf_config(config.model.path)
-    check_parallel(hf_config, config.parallel, world_size)
-    plan = make_plan(config.batch, config.parallel, world_size)
-    if kind == "train" and config.batch.samples_per_prompt < 2:
-        raise UserError(
-            "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
-            " always be 0; use 2 or more"
-        )
-    support = SamplingSupport.from_config(config.rollout.sampling)
-    if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
-        raise UserError(
-            f"config: a sequence of rollout.context_length = {config.rollout.context_length} tokens does not fit into"
-            f" batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}; raise the latter"
-        )
-    if config.model.moe_dispatcher == "allgather" and config.parallel.expert > 1:
-        raise UserError(
-            "config: model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
-            " micro-batches do not have; use alltoall"
-        )
-    _check_routing(config, hf_config, kind)
-    try:
-        flash.activate(config.model.flash_attention)
-    except ValueError as error:
-        raise UserError(f"config: model.flash_attention = {config.model.flash_attention}: {error}") from None
-    return hf_config, plan, support
-
-
-def _check_routing(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
-    """Errors: UserError for a source of routes that cannot work with the rest of the config."""
-    source = config.routing.source
-    if source == "free" or kind != "train":
-        return
-    if not expert_count(hf_config):
-        raise UserError(f"config: routing.source = {source}, but {architecture(hf_config)} is dense; use free")
-    if config.model.moe_router_fusion:
-        raise UserError(
-            f"config: routing.source = {source} with model.moe_router_fusion: the fused router would ignore the routes;"
-            " turn the fusion off, or use routing.source = free"
-        )
-    if source in PREDICTING and config.batch.updates_per_step < 2:
-        raise UserError(
-            f"config: routing.source = {source} predicts how routers move from one update of a rollout batch to the next;"
-            " batch.updates_per_step = 1 has no next: raise it, or use recorded or rollout"
-        )
-    if config.routing.features == "engine" and source != "predicted_rollout":
-        raise UserError("config: routing.features = engine goes with routing.source = predicted_rollout alone")
 
 
 class Run:
@@ -141,7 +81,7 @@ class Run:
             config,
             self.ranks,
             total_updates=config.steps * (config.batch.updates_per_step if training else 1),
-            temperature=self.support.temperature if training else 1.0,
+            support=self.support if training else SamplingSupport(),
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.metrics import mismatch
+from megatron_rl.panel import panel_metrics
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.routing.metrics import PREFIX, route_metrics
 from megatron_rl.routing.replay import FROM_ENGINE
@@ -24,7 +24,7 @@ def log_step(
     clock: Clock,
 ) -> None:
     """Write the line of the step that has just ended (all ranks call; rank 0 writes)."""
-    metrics = reward_metrics(run, trajectories) | update_metrics(update_sums) | mismatch_metrics(run, updates) | engine
+    metrics = reward_metrics(run, trajectories) | update_metrics(update_sums) | panel_metrics(run, updates) | engine
     metrics |= route_metrics(update_sums) | fallback_metrics(run, updates)
     times = clock.times()
     metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
@@ -71,17 +71,6 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
         elif key != "tokens" and not key.startswith(PREFIX):
             metrics[key] = total / max(tokens, 1)
     return metrics
-
-
-def mismatch_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
-    """How far the engine's log-probs are from those of the policy that the updates started from."""
-    mine = [
-        mismatch.measure(batch.scored["old"], batch.rollout_log_probs, batch.mask)
-        for batches in updates
-        for batch in batches
-        if "old" in batch.scored and run.trainer.reports
-    ]
-    return mismatch.metrics(mismatch.merge(part for parts in run.ranks.gather(mine) for part in parts))
 
 
 def fallback_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, int]:

@@ -7,14 +7,13 @@ from functools import partial
 import torch
 
 from megatron_rl.algorithms import advantages as adv
-from megatron_rl.algorithms.losses import POINTWISE
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.engine import Engine
 from megatron_rl.evaluate import evaluate
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Clock, Run
 from megatron_rl.step_metrics import log_step
-from megatron_rl.trainer.objective import policy_objective
+from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
 from megatron_rl.trainer.packing import Sample
 
 
@@ -41,18 +40,21 @@ def train(config: Config) -> None:
                 updates = [trainer.pack(samples[i : i + per_update]) for i in range(0, len(samples), per_update)]
                 for batches in updates:
                     # With one update the current policy is the old one, and the loss takes its own log-probs as such.
-                    if len(updates) > 1:
-                        trainer.score(batches, "old")
+                    if name := score_before(config):
+                        trainer.score(batches, name)
                     trainer.score_reference(batches)
 
             with clock("train"):
                 metrics = []
                 for index, batches in enumerate(updates):
-                    scale = trainer.scale(batches)
-                    objective = partial(policy_objective, config.algorithm, scale, all_reduce=trainer.context_sum)
-                    pointwise = config.algorithm.loss in POINTWISE
+                    objective = partial(
+                        policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum
+                    )
                     # Before the first update routers have not moved: there is nothing to predict.
-                    metrics.append(trainer.update(batches, objective, pointwise=pointwise, learn_routes=index > 0))
+                    learn = index > 0
+                    metrics.append(
+                        trainer.update(batches, objective, pointwise=is_pointwise(config), learn_routes=learn)
+                    )
             run.step += 1
 
             with clock("sync"):

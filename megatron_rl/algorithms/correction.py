@@ -3,6 +3,8 @@
 With r = exp(train log-prob - rollout log-prob): truncated importance sampling (TIS, Yao et al. 2025), masked importance
 sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning" (papers/000, appendix A): a sequence
 in which the trainer finds one token next to impossible (r < 1e-4) is beyond repair and leaves the update.
+
+A token outside the trainer's safe set has a train log-prob of -inf and so the ratio 0 (papers/000, theorem 5.3).
 """
 
 from __future__ import annotations
@@ -14,6 +16,136 @@ from typing import Literal
 import torch
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
+from megatron_rl.algorithms.losses import AllReduce, sequence_sums
+
+Level = Literal["token", "sequence", "geometric"]
+LEVELS = ("token", "sequence", "geometric")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What becomes of a token's ratio r. Errors: ValueError for an unknown choice, a missing bound or bounds that cross."""
+
+    mode: Literal["none", "truncate", "mask", "clip"] = "none"
+    """none: weight 1; truncate: min(r, high); mask: r where low <= r <= high, else 0; clip: r clamped to [low, high]. In
+    mask and clip one of the bounds may be absent."""
+    level: Level = "token"
+    """Of which r: the token's; its sequence's product (over the mask); that product's geometric mean."""
+    low: float | None = None
+    high: float | None = None
+    veto: float | None = None
+    """A sequence with any token ratio below it gets weights of 0."""
+    reject: Literal["none", "k1", "k2", "k3"] = "none"
+    """Statistic of log r by which tokens or sequences get weights of 0: |log r|, (log r)^2 / 2, r - 1 - log r."""
+    reject_level: Level = "geometric"
+    """token: each by its own; sequence: by the sum over the mask; geometric: by the mean over the mask."""
+    reject_above: float | None = None
+
+    def __post_init__(self) -> None:
+        choices = {"mode": ("none", "truncate", "mask", "clip"), "level": LEVELS, "reject_level": LEVELS}
+        choices["reject"] = ("none", "k1", "k2", "k3")
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} '{getattr(self, name)}': choose {', '.join(allowed[:-1])} or {allowed[-1]}")
+        if self.mode == "truncate" and self.high is None:
+            raise ValueError("mode 'truncate' needs high")
+        if self.mode in ("mask", "clip") and self.low is None and self.high is None:
+            raise ValueError(f"mode '{self.mode}' needs low, high or both")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low = {self.low:g} is above high = {self.high:g}: no ratio lies between them")
+        if self.reject != "none" and self.reject_above is None:
+            raise ValueError(f"reject '{self.reject}' needs reject_above")
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a token's weight depends on its own ratio alone."""
+        of_tokens = self.level == "token" and (self.reject == "none" or self.reject_level == "token")
+        return of_tokens and not self.veto
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """All [T], without gradient."""
+
+    weights: torch.Tensor
+    """fp64; 0 where the mask is out."""
+    log_ratios: torch.Tensor
+    """fp64: log r of the correction's level, 0 where the mask is out."""
+    bounded: torch.Tensor
+    """bool: the mode changed the ratio."""
+    vetoed: torch.Tensor
+    """bool: token of a sequence that the veto dropped."""
+    rejected: torch.Tensor
+    """bool: dropped by its statistic, or its sequence's."""
+
+
+def divergence(log_ratios: torch.Tensor, statistic: Literal["k1", "k2", "k3"]) -> torch.Tensor:
+    """k1 = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r; +inf for r = 0. Any shape."""
+    if statistic == "k1":
+        return log_ratios.abs()
+    if statistic == "k2":
+        return log_ratios.square() / 2
+    return log_ratios.clamp(max=MAX_LOG_RATIO).expm1() - log_ratios
+
+
+@torch.no_grad()
+def token_weights(
+    log_ratios: torch.Tensor,
+    mask: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    correction: Correction,
+    *,
+    num_sequences: int,
+    all_reduce: AllReduce | None = None,
+) -> TokenWeights:
+    """Weights of packed tokens: log_ratios = train - rollout log-probs, below +inf; mask; sequence_ids (-1: padding).
+
+    all_reduce sums a tensor over the ranks that hold the other parts of the same sequences (context parallelism).
+    """
+    token = torch.where(mask, log_ratios.double(), 0.0)
+    sums = None
+    if not correction.per_token:
+        parts = [token, mask.double(), torch.zeros_like(token), torch.zeros_like(token)]
+        if correction.veto:
+            parts[2] = (mask & (token < math.log(correction.veto))).double()
+        if correction.reject != "none":
+            parts[3] = torch.where(mask, divergence(token, correction.reject), 0.0)
+        sums = torch.stack([sequence_sums(part, sequence_ids, num_sequences) for part in parts])
+        sums = all_reduce(sums) if all_reduce else sums
+        sums = torch.cat([sums, sums.new_zeros(4, 1)], 1)[:, sequence_ids]  # the last is for padding's id -1
+        sums[1] = sums[1].clamp(min=1)
+
+    def at(level: Level, own: torch.Tensor, row: int) -> torch.Tensor:
+        if level == "token":
+            return own
+        return sums[row] / sums[1] if level == "geometric" else sums[row]
+
+    log_ratio = at(correction.level, token, 0)
+    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
+    if correction.mode == "none":  # a sequence with a token of ratio 0 has ratio 0, whatever its other weights
+        weight, bounded = (log_ratio > -torch.inf).to(ratio), torch.zeros_like(mask)
+    else:
+        weight = _bounded(ratio, correction)
+        bounded = mask & (weight != ratio)
+    out = torch.zeros_like(mask)
+    vetoed = mask & (sums[2] > 0) if correction.veto else out
+    rejected = out
+    if correction.reject != "none":
+        found = at(correction.reject_level, divergence(token, correction.reject), 3)
+        rejected = mask & (found > correction.reject_above)
+    used = mask & ~vetoed & ~rejected & (token > -torch.inf)
+    weights, log_ratios = torch.where(used, weight, 0.0), torch.where(mask, log_ratio, 0.0)
+    return TokenWeights(weights, log_ratios, bounded, vetoed, rejected)
+
+
+def _bounded(ratio: torch.Tensor, correction: Correction) -> torch.Tensor:
+    low, high = correction.low, correction.high
+    if correction.mode == "truncate":
+        return ratio.clamp(max=high)
+    if correction.mode == "clip":
+        return ratio.clamp(low, high)
+    inside = (ratio >= (low or 0.0)) & (ratio <= (math.inf if high is None else high))
+    return torch.where(inside, ratio, 0.0)
 
 
 @dataclass(frozen=True)
@@ -54,25 +186,6 @@ def _log_ratios(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) 
     return difference
 
 
-def _bounded(ratio: torch.Tensor, mode: str, low: float | None, high: float | None) -> torch.Tensor:
-    if mode == "truncate":
-        if high is None:
-            raise ValueError("rollout_correction: mode 'truncate' needs high")
-        return ratio.clamp(max=high)
-    if low is None and high is None:
-        raise ValueError(f"rollout_correction: mode '{mode}' needs low, high or both")
-    if mode == "clip":
-        return ratio.clamp(low, high)
-    if mode == "mask":
-        inside = torch.ones_like(ratio, dtype=torch.bool)
-        if low is not None:
-            inside &= ratio >= low
-        if high is not None:
-            inside &= ratio <= high
-        return torch.where(inside, ratio, 0.0)
-    raise ValueError(f"rollout_correction: mode '{mode}': choose truncate, mask or clip")
-
-
 @torch.no_grad()
 def rollout_correction(
     train_log_probs: torch.Tensor,
@@ -100,31 +213,22 @@ def rollout_correction(
     if not train_log_probs.shape == rollout_log_probs.shape == mask.shape or mask.ndim != 2:
         shapes = [list(t.shape) for t in (train_log_probs, rollout_log_probs, mask)]
         raise ValueError(f"train_log_probs, rollout_log_probs and mask must share one shape [B, T]; found {shapes}")
+    correction = Correction(mode=mode, level=level, low=low, high=high, veto=veto)
     token = _log_ratios(train_log_probs, rollout_log_probs, mask)
-    if level == "token":
-        log_ratio = token
-    elif level in ("sequence", "geometric"):
-        lengths = mask.sum(1, keepdim=True).clamp(min=1) if level == "geometric" else 1
-        log_ratio = (token.sum(1, keepdim=True) / lengths).expand_as(token)
-    else:
-        raise ValueError(f"rollout_correction: level '{level}': choose token, sequence or geometric")
-    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
-    bounded = _bounded(ratio, mode, low, high)
-    keep = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
-    if veto is not None and veto > 0:
-        keep = ~((token < math.log(veto)) & mask).any(1)
-    used = mask & keep[:, None]
-    weights = torch.where(used, bounded, 0.0).to(torch.promote_types(train_log_probs.dtype, torch.float32))
+    rows = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
+    flat = token_weights(token.flatten(), mask.flatten(), rows.flatten(), correction, num_sequences=len(mask))
+    weights, bounded, vetoed = (getattr(flat, name).view_as(mask) for name in ("weights", "bounded", "vetoed"))
+    keep = ~vetoed.any(1)
 
     tokens = mask.sum().clamp(min=1)
     inside = token[mask] if mask.any() else token.new_zeros(1)
     # Among the masked-in tokens: how far from 1 the ratios are, and how many of them the bounds changed.
     metrics = {
-        "correction/weight_mean": weights.double().sum() / tokens,
-        "correction/bounded_fraction": ((bounded != ratio) & mask).sum() / tokens,
+        "correction/weight_mean": weights.sum() / tokens,
+        "correction/bounded_fraction": bounded.sum() / tokens,
         "correction/veto_fraction": (~keep).sum() / max(len(keep), 1),
         "correction/ratio_max": inside.max().clamp(max=MAX_LOG_RATIO).exp(),
         "correction/ratio_min": inside.min().exp(),
-        "correction/ess": effective_sample_size(log_ratio[mask]) / tokens,
+        "correction/ess": effective_sample_size(flat.log_ratios.view_as(mask)[mask]) / tokens,
     }
-    return RolloutCorrection(weights, keep, metrics)
+    return RolloutCorrection(weights.to(torch.promote_types(train_log_probs.dtype, torch.float32)), keep, metrics)

@@ -1,8 +1,8 @@
 """How far the engine that sampled and the trainer that learns are apart, token by token.
 
-d = trainer's log-prob - engine's log-prob of a sampled token, ratio = exp(d). What each rank measures can be added up:
-sums, extremes, and a histogram of d that is fine near zero (its bins are even in asinh(d / 1e-6), 1.7 % wide), so that
-quantiles need no gathering of all tokens.
+d = trainer's log-prob - engine's log-prob of a sampled token, ratio = exp(d), p = the trainer's probability of it. What each
+rank measures can be added up: sums, extremes, and histograms that are fine near zero (their bins are even in asinh(d / 1e-6),
+1.7 % wide), so that quantiles need no gathering of all tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_rl.algorithms.correction import effective_sample_size
+
 LIMIT = 20.0
 """|d| is cut here: e^20 = 5e8."""
 HALF = 1024
 """Bins on each side of zero."""
 FINEST = 1e-6
 SPAN = math.asinh(LIMIT / FINEST)
+VALUES = np.sinh(np.arange(-HALF, HALF + 1) * (SPAN / HALF)) * FINEST
+"""The value that a bin stands for."""
+BELOW = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 1.0)
+"""Upper ends of the classes of p."""
+TAIL = 0.01
+"""p below which a token counts as one of the tail."""
+CERTAIN = 1e-3
+"""1 - p below which rounding of the log-prob itself hides the (1 - p) law: such tokens are left out of its fit."""
+SUMS = ("tokens", "not_finite", "k1", "k3", "absolute", "ratio", "ratio_squared", "surprise")
 
 
 @dataclass(frozen=True)
@@ -37,78 +48,161 @@ class Mismatch:
     """Sum of |d|."""
     ratio: float = 0.0
     ratio_squared: float = 0.0
+    surprise: float = 0.0
+    """Sum of the engine's -log-probs."""
     lowest: float = math.inf
     """Smallest and largest d."""
     highest: float = -math.inf
     histogram: np.ndarray | None = None
     """[2 * HALF + 1] int64 counts of d."""
+    bound: np.ndarray | None = None
+    """[HALF + 1] int64 counts of |d| / (2 (1 - p)): the logit error that proposition 4.2 of papers/000 needs at least;
+    of tokens that one of the two sides is not sure of."""
+    classes: np.ndarray | None = None
+    """[len(BELOW), 5] by p: tokens, sum of |d|, sum of -d, sum of d^2, largest |d|."""
+    sequences: tuple[float, ...] = ()
+    """Sum of d of each sequence."""
 
 
-def measure(train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> Mismatch:
-    """Statistics of the masked-in tokens. All of one shape, on one device; computed in fp64."""
+def _bins(values: torch.Tensor) -> torch.Tensor:
+    return (torch.asinh(values.clamp(-LIMIT, LIMIT) / FINEST) * (HALF / SPAN)).round().long() + HALF
+
+
+def measure(
+    train_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    sequences: Iterable[float] = (),
+) -> Mismatch:
+    """Statistics of the masked-in tokens. All of one shape, on one device; computed in fp64.
+
+    sequences: sum of d over each sequence, -inf where it has a token that the trainer has pruned.
+    """
     mask = mask.bool()
-    d = train_log_probs.detach()[mask].double() - rollout_log_probs[mask].double()
+    engine = rollout_log_probs[mask].double()
+    d = train_log_probs.detach()[mask].double() - engine
     finite = d.isfinite()
-    not_finite = int((~finite).sum())
-    d = d[finite].clamp(-LIMIT, LIMIT)
+    not_finite, sequences = int((~finite).sum()), tuple(sequences)
+    d, engine = d[finite].clamp(-LIMIT, LIMIT), engine[finite].clamp(max=0.0)
     if not len(d):
-        return Mismatch(not_finite=not_finite)
-    ratio = d.exp()
-    bins = (torch.asinh(d / FINEST) * (HALF / SPAN)).round().long() + HALF
-    sums = torch.stack(
-        [-d.sum(), (d.expm1() - d).sum(), d.abs().sum(), ratio.sum(), ratio.square().sum(), d.min(), d.max()]
-    ).tolist()
-    histogram = torch.bincount(bins, minlength=2 * HALF + 1).cpu().numpy()
-    return Mismatch(len(d), not_finite, *sums, histogram)
+        return Mismatch(not_finite=not_finite, sequences=sequences)
+    ratio, absolute = d.exp(), d.abs()
+    parts = [-d, d.expm1() - d, absolute, ratio, ratio.square(), -engine]
+    sums = torch.stack([part.sum() for part in parts] + [d.min(), d.max()]).tolist()
+
+    train = (engine + d).clamp(max=0.0)
+    rest = -torch.minimum(
+        engine, train
+    ).expm1()  # 1 - p, the larger of both sides': above that of any point between them
+    sure = rest < CERTAIN
+    needed = _bins(absolute[~sure] / (2 * rest[~sure])) - HALF
+    members = torch.bucketize(train.exp(), torch.tensor(BELOW[:-1], dtype=torch.float64, device=d.device), right=True)
+    columns = torch.stack([torch.ones_like(d), absolute, -d, d.square()], 1)
+    classes = d.new_zeros(len(BELOW), 5)
+    classes[:, :4].index_add_(0, members, columns)
+    classes[:, 4].scatter_reduce_(0, members, absolute, "amax")
+    return Mismatch(
+        len(d),
+        not_finite,
+        *sums,
+        histogram=torch.bincount(_bins(d), minlength=2 * HALF + 1).cpu().numpy(),
+        bound=torch.bincount(needed, minlength=HALF + 1).cpu().numpy(),
+        classes=classes.cpu().numpy(),
+        sequences=sequences,
+    )
 
 
 def merge(parts: Iterable[Mismatch]) -> Mismatch:
     """Statistics of all the parts' tokens together."""
-    parts = [p for p in parts if p.tokens or p.not_finite]
+    parts = list(parts)
     filled = [p for p in parts if p.tokens]
-    added = {
-        name: sum(getattr(p, name) for p in parts)
-        for name in ("tokens", "not_finite", "k1", "k3", "absolute", "ratio", "ratio_squared")
-    }
+    together: dict = {name: sum(getattr(p, name) for p in parts) for name in SUMS}
+    together["sequences"] = tuple(d for p in parts for d in p.sequences)
+    if not filled:
+        return Mismatch(**together)
+    classes = np.stack([p.classes for p in filled])
     return Mismatch(
-        **added,
-        lowest=min((p.lowest for p in filled), default=math.inf),
-        highest=max((p.highest for p in filled), default=-math.inf),
-        histogram=np.sum([p.histogram for p in filled], axis=0) if filled else None,
+        **together,
+        lowest=min(p.lowest for p in filled),
+        highest=max(p.highest for p in filled),
+        histogram=np.sum([p.histogram for p in filled], axis=0),
+        bound=np.sum([p.bound for p in filled], axis=0),
+        classes=np.concatenate([classes[:, :, :4].sum(0), classes[:, :, 4:].max(0)], 1),
     )
 
 
 def quantile(counts: np.ndarray, values: np.ndarray, share: float) -> float:
-    """The value below or at which `share` of the counts lie."""
+    """The value below or at which `share` of the counts lie; NaN where nothing was counted."""
     cumulative = np.cumsum(counts)
+    if not cumulative[-1]:
+        return math.nan
     return float(values[np.searchsorted(cumulative, max(share * cumulative[-1], 1.0))])
 
 
-def metrics(measured: Mismatch) -> dict[str, float]:
-    """Names and numbers for the log.
+NAMES = (
+    *("kl", "k1", "chi2", "ppl_gap", "ess", "sequence_ess", "ratio_max", "ratio_min", "ratio_p01", "ratio_p99"),
+    *("abs_mean", "abs_median", "abs_p99", "not_finite"),
+)
 
-    mismatch/kl: k3 estimate of KL(engine || trainer), in nats per token (the tokens are the engine's); mismatch/k1: its
-    plain estimate; mismatch/ess: effective sample size of the token ratios as a share of the tokens (1: no mismatch);
-    mismatch/ratio_*: extremes and quantiles of the ratio; mismatch/abs_*: of |d|. NaN where there is no token.
+
+def metrics(measured: Mismatch, prefix: str = "mismatch") -> dict[str, float]:
+    """Names and numbers for the log; NaN where there is no token.
+
+    PREFIX/kl: k3 estimate of KL(engine || trainer), in nats per token (the tokens are the engine's); k1: its plain
+    estimate; chi2: mean of (ratio - 1)^2, the chi-square divergence of the trainer from the engine; ppl_gap: trainer's
+    perplexity of the tokens minus the engine's; ess, sequence_ess: effective sample size of the ratios of tokens and of
+    whole sequences, as a share of their number (1: no mismatch); ratio_*: extremes and quantiles of the ratio; abs_*: of
+    |d|.
     """
     n = measured.tokens
-    left_out = {"mismatch/not_finite": float(measured.not_finite)}
-    if not n:
-        names = "kl k1 ess ratio_max ratio_min ratio_p01 ratio_p99 abs_mean abs_median abs_p99"
-        return {f"mismatch/{name}": math.nan for name in names.split()} | left_out
-    values = np.sinh(np.arange(-HALF, HALF + 1) * (SPAN / HALF)) * FINEST
-    counts = measured.histogram
-    folded = counts[HALF:].copy()
-    folded[1:] += counts[:HALF][::-1]
-    return {
-        "mismatch/kl": measured.k3 / n,
-        "mismatch/k1": measured.k1 / n,
-        "mismatch/ess": measured.ratio**2 / (n * measured.ratio_squared),
-        "mismatch/ratio_max": math.exp(measured.highest),
-        "mismatch/ratio_min": math.exp(measured.lowest),
-        "mismatch/ratio_p01": math.exp(quantile(counts, values, 0.01)),
-        "mismatch/ratio_p99": math.exp(quantile(counts, values, 0.99)),
-        "mismatch/abs_mean": measured.absolute / n,
-        "mismatch/abs_median": quantile(folded, values[HALF:], 0.5),
-        "mismatch/abs_p99": quantile(folded, values[HALF:], 0.99),
-    } | left_out
+    found = dict.fromkeys(NAMES, math.nan) | {"not_finite": float(measured.not_finite)}
+    if measured.sequences:
+        ratios = torch.tensor(measured.sequences, dtype=torch.float64)
+        found["sequence_ess"] = float(effective_sample_size(ratios)) / len(ratios)
+    if n:
+        counts = measured.histogram
+        folded = counts[HALF:].copy()
+        folded[1:] += counts[:HALF][::-1]
+        found |= {
+            "kl": measured.k3 / n,
+            "k1": measured.k1 / n,
+            "chi2": max(0.0, (measured.ratio_squared - 2 * measured.ratio) / n + 1),
+            "ppl_gap": math.exp((measured.surprise + measured.k1) / n) - math.exp(measured.surprise / n),
+            "ess": measured.ratio**2 / (n * measured.ratio_squared),
+            "ratio_max": math.exp(measured.highest),
+            "ratio_min": math.exp(measured.lowest),
+            "ratio_p01": math.exp(quantile(counts, VALUES, 0.01)),
+            "ratio_p99": math.exp(quantile(counts, VALUES, 0.99)),
+            "abs_mean": measured.absolute / n,
+            "abs_median": quantile(folded, VALUES[HALF:], 0.5),
+            "abs_p99": quantile(folded, VALUES[HALF:], 0.99),
+        }
+    return {f"{prefix}/{name}": value for name, value in found.items()}
+
+
+def law_metrics(measured: Mismatch) -> dict[str, float]:
+    """Where in the distribution the mismatch sits (papers/000, section 4.3); absent where there is no token.
+
+    mismatch/epsilon_p99, epsilon_p100: the logit error e with which |d| <= 2 e (1 - p) holds for 99 % of the tokens, and
+    for all (proposition 4.2), p being the smaller of both sides' probabilities; at most 20. mismatch/tail_bias: mean of
+    engine's - trainer's log-prob over sampled tokens with p < 0.01, positive by proposition 4.3 (and selected by the
+    trainer's p: among tokens of one engine's p there is no such bias); tail_bias_z: the same in
+    standard errors. mismatch/p<X/NAME, for the tokens with p below X and not below the X before: tokens, abs, bias, abs_max.
+    """
+    if not measured.tokens:
+        return {}
+    found = {}
+    if measured.bound.any():
+        for share in (0.99, 1.0):
+            found[f"epsilon_p{round(100 * share)}"] = quantile(measured.bound, VALUES[HALF:], share)
+    tail = measured.classes[: BELOW.index(TAIL) + 1].sum(0)
+    if tail[0]:
+        found["tail_bias"] = tail[2] / tail[0]
+        variance = tail[3] / tail[0] - found["tail_bias"] ** 2
+        if tail[0] > 1 and variance > 0:
+            found["tail_bias_z"] = found["tail_bias"] / math.sqrt(variance / (tail[0] - 1))
+    for below, (tokens, absolute, bias, _, largest) in zip(BELOW, measured.classes, strict=True):
+        if tokens:
+            values = {"tokens": tokens, "abs": absolute / tokens, "bias": bias / tokens, "abs_max": largest}
+            found |= {f"p<{below:g}/{name}": value for name, value in values.items()}
+    return {f"mismatch/{name}": float(value) for name, value in found.items()}

@@ -17,105 +17,17 @@ import yaml
 
 from megatron_rl.config import parse_yaml
 from megatron_rl.errors import UserError
-from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, TIMES, read_json_lines
-from megatron_rl.metrics.routing_pictures import STYLE, deviation_svg, deviation_tails, heat_maps, heatmap_svg
+from megatron_rl.metrics import attribution
+from megatron_rl.metrics.charts import CHARTS, MISMATCH_CHARTS, ROUTING_CHARTS
+from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, read_json_lines
+from megatron_rl.metrics.mismatch_pictures import by_probability, probability_svg
+from megatron_rl.metrics.routing_pictures import deviation_svg, deviation_tails, heat_maps, heatmap_svg
+from megatron_rl.metrics.svg import STYLE
 
 MOST_POINTS = 1500
 """A longer series is averaged over even pieces."""
 MOST_SAMPLE_STEPS = 12
 MOST_CHARACTERS = 6000
-
-CHARTS: tuple[dict[str, Any], ...] = (
-    {
-        "title": "Evaluation",
-        "note": "held-out prompts: mean reward, best of n, greedy",
-        "series": {"eval/score": "score", "eval/pass@*": "pass@*", "eval/greedy": "greedy"},
-        "range": [0, 1],
-        "markers": True,
-    },
-    {"title": "Reward", "note": "mean over the step's rollouts", "series": {"reward/mean": "reward"}},
-    {"title": "Entropy", "note": "of the policy, nats per token", "series": {"entropy": "entropy"}},
-    {
-        "title": "Mismatch",
-        "note": "KL from the engine that samples to the trainer, nats per token",
-        "series": {"mismatch/kl": "KL (k3)"},
-        "scale": "log",
-    },
-    {
-        "title": "Importance ratios",
-        "note": "largest and smallest trainer / engine ratio of a token",
-        "series": {"mismatch/ratio_max": "largest", "mismatch/ratio_min": "smallest"},
-        "scale": "log",
-    },
-    {
-        "title": "Effective sample size",
-        "note": "of the token ratios, as a share of the tokens",
-        "series": {"mismatch/ess": "ESS"},
-        "range": [0.95, 1],
-    },
-    {
-        "title": "Clip fraction",
-        "note": "tokens held back by the clip",
-        "series": {"loss/clip_fraction": "clipped"},
-        "range": [0, 0.01],
-    },
-    {"title": "Policy loss", "note": "as it is minimised", "series": {"loss/policy": "loss"}},
-    {"title": "KL to the reference", "note": "nats per token", "series": {"kl/reference": "KL"}},
-    {"title": "Response length", "note": "tokens, mean", "series": {"response/length": "tokens"}},
-    {"title": "Gradient norm", "note": "before clipping", "series": {"update/grad_norm": "norm"}, "scale": "log"},
-    {
-        "title": "Throughput",
-        "note": "prompt and response tokens per second",
-        "series": {"throughput/tokens_per_s": "tokens/s"},
-    },
-    {
-        "title": "Where a step's time goes",
-        "note": "seconds",
-        "series": {f"time/{part}_s": part for part in TIMES if part != "step"},
-        "kind": "area",
-        "wide": True,
-        "unit": "s",
-    },
-)
-"""A series "a*b" stands for all metrics "a", anything, "b"; a chart without data is left out."""
-
-ROUTING_CHARTS: tuple[dict[str, Any], ...] = (
-    {
-        "title": "Routing agreement",
-        "note": "experts in common: replayed route and current router, mean over tokens, layers and updates",
-        "series": {"routing/agreement": "all updates", "routing/update_*/agreement": "update *"},
-        "range": [0.98, 1],
-    },
-    {
-        "title": "Route KL",
-        "note": "recorded against current router, nats per token and layer",
-        "series": {"routing/kl": "all updates", "routing/update_*/kl": "update *"},
-        "scale": "log",
-    },
-    {
-        "title": "Predictor loss",
-        "note": "as it is minimised, from the second update on",
-        "series": {"routing/predictor_loss": "all updates", "routing/update_*/predictor_loss": "update *"},
-        "scale": "log",
-    },
-    {
-        "title": "Routing staleness",
-        "note": "soft total variation between recorded and current router, 0 to 1",
-        "series": {"routing/staleness": "staleness"},
-    },
-    {
-        "title": "Engine agreement",
-        "note": "experts in common: rollout engine and trainer",
-        "series": {"routing/engine_agreement": "share"},
-        "range": [0.98, 1],
-    },
-    {
-        "title": "Tokens without a route",
-        "note": "routed freely instead",
-        "series": {"routing/fallback_tokens": "tokens"},
-    },
-)
-"""Its series after the first one are the inner updates of a rollout batch."""
 
 PICTURE_WIDTH = 1080
 
@@ -163,7 +75,13 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
     runs = [_read(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
-    charts = _charts(runs, CHARTS, "charts") + _charts(runs, ROUTING_CHARTS, "routing") + _routing_pictures(runs)
+    charts = (
+        _charts(runs, CHARTS, "charts")
+        + _charts(runs, MISMATCH_CHARTS, "mismatch")
+        + _probability_pictures(runs)
+        + _charts(runs, ROUTING_CHARTS, "routing")
+        + _routing_pictures(runs)
+    )
     path = Path(output) if output else (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
     template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
     many = len(runs) > 1
@@ -253,8 +171,12 @@ def _body(runs: list[RunLog], charts: list[dict[str, Any]]) -> str:
         parts.append('<h2>Curves</h2><div class="charts" id="charts"></div>')
     else:
         parts.append('<div class="card empty" id="charts">No step has been logged yet.</div>')
-    if any(chart["section"] == "routing" for chart in charts):
-        parts.append('<h2>Routing</h2><div class="charts" id="routing"></div>')
+    for name, title in (("mismatch", "Engine and trainer"), ("routing", "Routing")):
+        if any(chart["section"] == name for chart in charts):
+            parts.append(f'<h2>{title}</h2><div class="charts" id="{name}"></div>')
+    for run in runs:
+        if found := attribution.load(run.folder):
+            parts.append(attribution.section(found))
     if any(run.samples for run in runs):
         parts.append(
             '<div class="head"><h2>Sample rollouts</h2><label>from <select id="sample-step"></select></label></div>'
@@ -388,6 +310,24 @@ def _shade(position: int, last: int) -> str:
     """Colours of an ordered row from 1 to last; 0 is their mean's."""
     share = 100 * (position - 1) / max(last - 1, 1)
     return f"color-mix(in oklab, var(--s0), var(--s4) {share:.0f}%)" if position else "var(--ink)"
+
+
+def _probability_pictures(runs: list[RunLog]) -> list[dict[str, Any]]:
+    """|d log p| against p of each run; none where nothing was logged."""
+    return [
+        {
+            "title": "Mismatch by probability" + (f": {run.name}" if len(runs) > 1 else ""),
+            "note": "of sampled tokens, all steps; e is the logit error that bounds 99 % of them",
+            "series": [
+                {"label": run.name, "classes": [[below, row] for below, row in by_probability(run.lines).items()]}
+            ],
+            "svg": probability_svg(run.lines, width=PICTURE_WIDTH, inline=True),
+            "section": "mismatch",
+            "wide": True,
+        }
+        for run in runs
+        if by_probability(run.lines)
+    ]
 
 
 def _routing_pictures(runs: list[RunLog]) -> list[dict[str, Any]]:

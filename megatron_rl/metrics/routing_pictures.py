@@ -1,13 +1,11 @@
 """The three pictures of routing: their numbers from metrics.jsonl, and the pictures as SVG text.
 
 Agreement and route KL over steps, deviation tails, and the layer x update heat map: figures 4a, 4b and 6 of the Pr2 paper.
-The numbers are pure functions of a run's log lines. An SVG stands alone on a light ground; with `inline` it leaves its
-colours to the page around it, which holds STYLE.
+The numbers are pure functions of a run's log lines.
 """
 
 from __future__ import annotations
 
-import html
 import math
 import re
 import statistics
@@ -17,32 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from megatron_rl.metrics.svg import (
+    Lines,
+    legend,
+    line,
+    line_panel,
+    log_ticks,
+    number,
+    over_steps,
+    rect,
+    short,
+    svg,
+    text_at,
+)
 
-Lines = Sequence[Mapping[str, Any]]
-"""The records of one run's metrics.jsonl."""
 Matrix = list[list[float | None]]
 """[layer][update - 1]; rows may be of different lengths."""
 
-SERIES = ("#2a6fdb", "#e07a12", "#11936a", "#8a56d6", "#cf3f79", "#0f8fa8", "#a98600", "#868b92")
-LIGHT = {"ink": "#1b1c1e", "soft": "#5d6166", "line": "#c9c9c4", "grid": "#eeeeea"}
-LIGHT |= {f"s{i}": color for i, color in enumerate(SERIES)}
-STYLE = """
-.picture text { font: 11px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft); }
-.picture .name { font-size: 12px; fill: var(--ink); }
-.picture .cell { font-size: 9px; } .picture .on-dark { fill: #ffffff; } .picture .on-light { fill: #111111; }
-.picture .grid { stroke: var(--grid); } .picture .axis { stroke: var(--line); }
-.picture .gap { fill: none; stroke: var(--line); }
-""" + " ".join(f".picture .s{i} {{ color: var(--s{i}); }}" for i in range(len(SERIES)))
 RAMP = ((68, 1, 84), (65, 68, 135), (42, 120, 142), (34, 168, 132), (122, 209, 81), (253, 231, 37))
 """Viridis: even steps for the eye, and from dark to light, so that it reads in grey too."""
 
 
 # Numbers
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
 
 
 def _logged(lines: Lines, pattern: str) -> dict[str, tuple[int, ...]]:
@@ -55,9 +49,9 @@ def _logged(lines: Lines, pattern: str) -> dict[str, tuple[int, ...]]:
 def mean_of_last_quarter(lines: Lines, names: Iterable[str]) -> dict[str, float | None]:
     """Mean of each metric over the last quarter (rounded up) of the steps that have any of them; null is left out."""
     names = list(names)
-    found = [line for line in lines if any(_number(line.get(name)) is not None for name in names)]
+    found = [line for line in lines if any(number(line.get(name)) is not None for name in names)]
     recent = found[-math.ceil(len(found) / 4) :]
-    return {name: mean([_number(line.get(name)) for line in recent]) for name in names}
+    return {name: mean([number(line.get(name)) for line in recent]) for name in names}
 
 
 def mean(parts: Iterable[Any]) -> Any:
@@ -103,16 +97,6 @@ def heat_maps(groups: Mapping[str, Sequence[Lines]], metric: str = "agreement") 
     }
 
 
-def over_steps(runs: Sequence[Lines], metric: str) -> list[list[float]]:
-    """[[step, value], ...] of one run; of several [[step, mean, smallest, largest], ...] over those with a value."""
-    at: dict[int, list[float]] = {}
-    for line in (line for run in runs for line in run):
-        if _number(line.get(metric)) is not None:
-            at.setdefault(line["step"], []).append(line[metric])
-    spread = (lambda v: [min(v), max(v)]) if len(runs) > 1 else (lambda _: [])
-    return [[step, statistics.fmean(at[step]), *spread(at[step])] for step in sorted(at)]
-
-
 # Pictures
 
 
@@ -139,69 +123,6 @@ def write_svg(groups: Mapping[str, Sequence[Path | str]], folder: Path | str, st
     return paths
 
 
-def _svg(width: float, height: float, title: str, parts: Iterable[str], inline: bool) -> str:
-    size = f'class="picture" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img"'
-    body = "\n".join(parts)
-    if inline:
-        return f'<svg {size} aria-label="{html.escape(title)}">\n{body}\n</svg>\n'
-    style = re.sub(r"var\(--(\w+)\)", lambda name: LIGHT[name[1]], STYLE)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<title>{html.escape(title)}</title>\n<style>{style}</style>\n'
-        f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>\n{body}\n</svg>\n'
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"{more}>{html.escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-
-
-def _rect(x: float, y: float, width: float, height: float, paint: str, tip: str) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f"<rect {place} {paint}><title>{html.escape(tip)}</title></rect>"
-
-
-def short(value: float, digits: int = 2) -> str:
-    """0.0123 -> 0.012, 0.000123 -> 1.2e-4."""
-    if value == 0 or abs(value) >= 1e-3:
-        return f"{value:.{digits}g}"
-    mantissa, power = f"{value:.{digits - 1}e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(power)}"
-
-
-def _legend(labels: Mapping[int, str], left: float, width: float, y: float) -> tuple[list[str], float]:
-    """Swatches {colour: label} from (left, y) on, in rows of this width; the parts, and where the last row ends."""
-    parts, x = [], left
-    for index, label in labels.items():
-        if x > left and x + 24 + 6.4 * len(label) > left + width:
-            x, y = left, y + 18
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="10" height="10" rx="3" class="s{index % 8}" fill="currentColor"/>'
-        )
-        parts.append(_text(x + 16, y + 9.5, label, kind="name"))
-        x += 34 + 6.4 * len(label)
-    return parts, y + 18
-
-
-def _ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers from low to high."""
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between two of them (as exponents), with 2 and 5 where the range is short."""
-    parts = (1, 2, 5) if high - low < 2 else (1,)
-    found = [p + math.log10(m) for p in range(math.floor(low), math.ceil(high) + 1) for m in parts]
-    found = [tick for tick in found if low - 1e-9 <= tick <= high + 1e-9]
-    return found[:: math.ceil(len(found) / 7)]
-
-
 def agreement_svg(
     series: Mapping[str, list[list[float]]],
     kl: Mapping[str, list[list[float]]] | None = None,
@@ -214,64 +135,13 @@ def agreement_svg(
     A series is [[step, value], ...]; points [step, value, low, high] draw a band too.
     """
     labels = list(dict.fromkeys([*series, *(kl or {})]))
-    parts, top = _legend(dict(enumerate(labels)), 52, width - 60, 8)
+    parts, top = legend(dict(enumerate(labels)), 52, width - 60, 8)
     panels = [("Top-k agreement", series, False)] + ([("Route KL, nats per token and layer", kl, True)] if kl else [])
     each = width / len(panels)
     for i, (title, lines, log) in enumerate(panels):
         colored = {labels.index(label): points for label, points in lines.items()}
-        parts += _line_panel(title, colored, log, i * each + 52, top + 26, each - 68, 220)
-    return _svg(width, top + 294, "Agreement of the replayed routes with the current router", parts, inline)
-
-
-def _line_panel(
-    title: str,
-    series: Mapping[int, list[list[float]]],
-    log: bool,
-    left: float,
-    top: float,
-    width: float,
-    height: float,
-) -> list[str]:
-    parts = [_text(left, top - 10, title, kind="name")]
-    kept = {i: [p for p in points if not log or p[1] > 0] for i, points in series.items()}
-    if not any(kept.values()):
-        return [*parts, _text(left, top + 20, "nothing above zero" if log else "no values")]
-    scale = math.log10 if log else float
-    steps = [p[0] for points in kept.values() for p in points]
-    values = [scale(v) for points in kept.values() for p in points for v in p[1:] if not log or v > 0]
-    low, high = min(values), max(values)
-    room = max((high - low) * 0.06, 0.15 if log else 0.005)
-    low, high = low - room, high + room if log or high > 1 else min(high + room, 1)
-    first, last = min(steps), max(max(steps), min(steps) + 1)
-
-    def x(step: float) -> float:
-        return left + (step - first) / (last - first) * width
-
-    def y(value: float) -> float:
-        return top + (high - scale(value)) / (high - low) * height
-
-    for tick in _log_ticks(low, high) if log else _ticks(low, high):
-        at = top + (high - tick) / (high - low) * height
-        parts.append(_line(left, at, left + width, at, "grid"))
-        parts.append(_text(left - 8, at + 4, short(10**tick, 1) if log else f"{tick:.4g}", "end"))
-    parts.append(_line(left, top + height, left + width, top + height, "axis"))
-    for tick in (t for t in _ticks(first, last, 5) if t == int(t)):
-        parts.append(_text(x(tick), top + height + 16, f"{tick:g}", "middle"))
-    parts.append(_text(left + width / 2, top + height + 34, "step", "middle"))
-    for i, points in kept.items():
-        dash = ' stroke-dasharray="6 4"' if i >= 8 else ""
-        band = [p for p in points if len(p) > 2 and (not log or p[2] > 0)]
-        if band:
-            edge = [(p[0], p[2]) for p in band] + [(p[0], p[3]) for p in reversed(band)]
-            corners = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in edge)
-            parts.append(f'<polygon points="{corners}" class="s{i % 8}" fill="currentColor" fill-opacity="0.15"/>')
-        if len(points) == 1:
-            place = f'cx="{x(points[0][0]):.1f}" cy="{y(points[0][1]):.1f}"'
-            parts.append(f'<circle {place} r="3.4" class="s{i % 8}" fill="currentColor"/>')
-        path = " ".join(f"{x(p[0]):.1f},{y(p[1]):.1f}" for p in points)
-        stroke = f'fill="none" stroke="currentColor" stroke-width="2" stroke-linejoin="round"{dash}'
-        parts.append(f'<polyline points="{path}" class="s{i % 8}" {stroke}/>')
-    return parts
+        parts += line_panel(title, colored, log, i * each + 52, top + 26, each - 68, 220)
+    return svg(width, top + 294, "Agreement of the replayed routes with the current router", parts, inline)
 
 
 def deviation_svg(tails: Mapping[str, list[float | None]], *, width: float = 880, inline: bool = False) -> str:
@@ -280,7 +150,7 @@ def deviation_svg(tails: Mapping[str, list[float | None]], *, width: float = 880
     tails: [share at J = 0, 1, ...]; a share of zero has a label and no bar.
     """
     shown = {i: label for i, label in enumerate(tails) if tails[label]}
-    parts, top = _legend(shown, 52, width - 60, 8)
+    parts, top = legend(shown, 52, width - 60, 8)
     left, top, height, right = 52, top + 36, 220, width - 10
     positive = [share for shares in tails.values() for share in shares if share]
     low = min(math.floor(math.log10(min(positive, default=1)) - 0.1), -1)
@@ -289,32 +159,32 @@ def deviation_svg(tails: Mapping[str, list[float | None]], *, width: float = 880
     def y(share: float) -> float:
         return top + math.log10(share) / low * height
 
-    for tick in _log_ticks(low, 0):
-        parts.append(_line(left, y(10**tick), right, y(10**tick), "grid"))
-        parts.append(_text(left - 8, y(10**tick) + 4, short(10**tick, 1), "end"))
+    for tick in log_ticks(low, 0):
+        parts.append(line(left, y(10**tick), right, y(10**tick), "grid"))
+        parts.append(text_at(left - 8, y(10**tick) + 4, short(10**tick, 1), "end"))
     each = (right - left) / count
     bar = min(each * 0.84 / max(len(shown), 1), 60)
     for j in range(count):
         middle = left + (j + 0.5) * each
-        parts.append(_text(middle, top + height + 16, str(j), "middle"))
+        parts.append(text_at(middle, top + height + 16, str(j), "middle"))
         for position, (i, label) in enumerate(shown.items()):
             share = tails[label][j] if j < len(tails[label]) else None
             if share is None:
                 continue
             x, end = middle + (position - len(shown) / 2) * bar, y(share) if share else top + height
             paint = f'class="s{i % 8}" fill="currentColor"'
-            parts.append(
-                _rect(x, end, bar - 1, top + height - end, paint, f"{label}: {short(share, 3)} with {j} slots")
-            )
+            parts.append(rect(x, end, bar - 1, top + height - end, paint, f"{label}: {short(share, 3)} with {j} slots"))
             text, at = short(share), x + bar / 2
             if 5.8 * len(text) < bar:
-                parts.append(_text(at, end - 4, text, "middle"))
+                parts.append(text_at(at, end - 4, text, "middle"))
             elif bar >= 11:
-                parts.append(_text(at + 4, end - 4, text, more=f' transform="rotate(-90 {at + 4:.1f} {end - 4:.1f})"'))
-    parts.append(_line(left, top + height, right, top + height, "axis"))
+                parts.append(
+                    text_at(at + 4, end - 4, text, more=f' transform="rotate(-90 {at + 4:.1f} {end - 4:.1f})"')
+                )
+    parts.append(line(left, top + height, right, top + height, "axis"))
     caption = "share of the (token, layer) pairs by the slots in which replayed and current experts differ"
-    parts.append(_text((left + right) / 2, top + height + 34, caption, "middle"))
-    return _svg(width, top + height + 44, "Share of (token, layer) pairs by differing slots", parts, inline)
+    parts.append(text_at((left + right) / 2, top + height + 34, caption, "middle"))
+    return svg(width, top + height + 44, "Share of (token, layer) pairs by differing slots", parts, inline)
 
 
 def heatmap_svg(
@@ -351,29 +221,29 @@ def heatmap_svg(
             x, y, tallest = 0.0, y + tallest * row_height + 52, 0
         updates = max((len(row) for row in rows), default=0)
         tallest = max(tallest, updates)
-        parts.append(_text(x + left, y + 16, label, kind="name"))
+        parts.append(text_at(x + left, y + 16, label, kind="name"))
         for update in range(updates):
             at = y + 24 + update * row_height
-            parts.append(_text(x + left - 6, at + 14, str(update + 1), "end"))
+            parts.append(text_at(x + left - 6, at + 14, str(update + 1), "end"))
             for column, (layer, row) in enumerate(zip(layers, rows, strict=True)):
                 value = row[update] if update < len(row) else None
                 where = f"layer {layer}, update {update + 1}: "
                 place = (x + left + column * cell, at, cell - 1, row_height - 1)
                 if value is None:
-                    parts.append(_rect(*place, 'class="gap" stroke-dasharray="2 3"', where + "no value"))
+                    parts.append(rect(*place, 'class="gap" stroke-dasharray="2 3"', where + "no value"))
                     continue
                 red, green, blue = _colour(shade(value))
-                parts.append(_rect(*place, f'fill="#{red:02x}{green:02x}{blue:02x}"', where + f"{value:.4g}"))
+                parts.append(rect(*place, f'fill="#{red:02x}{green:02x}{blue:02x}"', where + f"{value:.4g}"))
                 if value in texts:
                     kind = "cell on-light" if 0.3 * red + 0.59 * green + 0.11 * blue > 120 else "cell on-dark"
-                    parts.append(_text(place[0] + (cell - 1) / 2, at + 12.5, texts[value], "middle", kind))
+                    parts.append(text_at(place[0] + (cell - 1) / 2, at + 12.5, texts[value], "middle", kind))
         bottom = y + 24 + updates * row_height
         every = math.ceil((6 * len(str(max(layers, default=0))) + 3) / cell)
         for column in range(0, len(layers), every):
-            parts.append(_text(x + left + (column + 0.5) * cell, bottom + 13, str(layers[column]), "middle"))
+            parts.append(text_at(x + left + (column + 0.5) * cell, bottom + 13, str(layers[column]), "middle"))
         x += panel
     title = "Route KL" if kl else "Agreement"
-    return _svg(width, y + tallest * row_height + 44, f"{title} by layer and update", parts, inline)
+    return svg(width, y + tallest * row_height + 44, f"{title} by layer and update", parts, inline)
 
 
 def _heat_range(values: Sequence[float], kl: bool) -> tuple[float, float]:
@@ -395,14 +265,14 @@ def _colour(shade: float) -> tuple[int, int, int]:
 
 
 def _colour_bar(name: str, ends: Sequence[str], left: float) -> list[str]:
-    parts = [_text(left, 17, f"{name}   {ends[0]}")]
+    parts = [text_at(left, 17, f"{name}   {ends[0]}")]
     start = left + 6 * len(name + ends[0]) + 14
     for i in range(24):
         red, green, blue = _colour(i / 23)
         parts.append(
             f'<rect x="{start + 5 * i:.1f}" y="8" width="5.2" height="11" fill="#{red:02x}{green:02x}{blue:02x}"/>'
         )
-    return [*parts, _text(start + 126, 17, f"{ends[1]}   (layers from left to right, updates from top to bottom)")]
+    return [*parts, text_at(start + 126, 17, f"{ends[1]}   (layers from left to right, updates from top to bottom)")]
 
 
 def _cell_texts(values: Iterable[float], kl: bool, room: float) -> dict[float, str]:

@@ -73,6 +73,8 @@ class CoreAttention(MegatronModule):
         if cp_comm_type not in (None, "a2a", "all_gather"):
             raise UserError(f"parallel.cp_comm_type: '{cp_comm_type}' is not supported; a2a and all_gather are")
         self.gathers_keys = cp_comm_type == "all_gather"
+        self.in_fp64 = False
+        """Scores, softmax and sums in fp64: what `attribute` compares with."""
         self.softmax_scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed and config.window_size[0] >= 0 else None
@@ -144,8 +146,15 @@ class CoreAttention(MegatronModule):
         return _tokens_for_heads(out.index_select(0, layout.order.view(-1)), self.cp_group)
 
     def _sink_attention(self, q, k, v, sinks, **borders) -> torch.Tensor:
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        return sink_attention(q, k, v, sinks, window=self.window, scale=self.softmax_scale, **borders)
+        dtype = torch.float64 if self.in_fp64 else q.dtype
+        out = sink_attention(
+            *(x.to(dtype).contiguous() for x in (q, k, v)),
+            sinks,
+            window=self.window,
+            scale=self.softmax_scale,
+            **borders,
+        )
+        return out.to(q.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -22,15 +22,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import ParallelConfig
+from megatron_rl.config import ParallelConfig, PrecisionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.bridges import IncompleteWeights, make_bridge
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, one_line, read_hf_config
+from megatron_rl.models.precision import TRAIN, Regime, check_precision, this_machine
 from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.models.spec import layer_spec
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Model:
     config: GPTModelProvider
     """Megatron's TransformerConfig; the chunks share it."""
     bridge: MegatronModelBridge
+    regime: Regime
     freeze_router: bool = False
 
     def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
@@ -74,6 +74,12 @@ class Model:
                 for name, parameter in chunk.named_parameters():
                     if ".mlp.router." in name:
                         parameter.requires_grad_(False)
+        if self.regime.recipe and not torch.cuda.is_available():
+            from megatron_rl.models.fake_quant import FakeQuantizer
+
+            quantizer = FakeQuantizer(self.regime.block)
+            for chunk in chunks:
+                quantizer.attach(chunk)
         return chunks
 
     def load_hf_weights(self, chunks: list[GPTModel], path: str | Path | None = None) -> None:
@@ -134,10 +140,11 @@ class Model:
         chunks: list[GPTModel],
         out_dir: str | Path,
         wrap: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]] = iter,
+        complete: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         """A complete Hugging Face folder, written by rank 0, that appears under its name only when it is complete.
 
-        wrap: put around the stream of tensors, for a progress line.
+        wrap: put around the stream of tensors, for a progress line. complete: called with the folder, all else being in it.
         Errors: UserError on all ranks when the disk is full or the folder cannot be written.
         """
         out = Path(out_dir)
@@ -149,6 +156,7 @@ class Model:
                 shutil.rmtree(partial, ignore_errors=True)
                 self.save_hf_metadata(partial)
                 write_weights(partial, tensors)
+                complete(partial)
                 shutil.rmtree(out, ignore_errors=True)
                 partial.rename(out)
             except OSError as error:
@@ -164,7 +172,7 @@ def load(
     hf_path: str | Path,
     *,
     parallel: ParallelConfig,
-    precision: Literal["bf16", "fp32"],
+    precision: str,
     recompute: Literal["none", "selective", "full"] = "none",
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
     moe_router_fusion: bool = False,
@@ -173,13 +181,15 @@ def load(
 ) -> Model:
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
-    Errors: UserError for a folder or an architecture that cannot be used.
+    precision: a regime of `precision.TRAIN` that this machine can run or simulate.
+    Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
+    check_precision(PrecisionConfig(train=precision), this_machine(), rolls_out=False)
     hf_config = read_hf_config(hf_path)
     bridge = make_bridge(hf_config)
     config = bridge.provider_bridge(SimpleNamespace(config=hf_config))
     _set_parallel(config, parallel)
-    _set_kernels(config, DTYPES[precision], recompute)
+    _set_kernels(config, TRAIN[precision], recompute)
     if expert_count(hf_config):
         _set_experts(config, moe_dispatcher, moe_aux_loss, moe_router_fusion)
     config.transformer_layer_spec = layer_spec
@@ -194,7 +204,7 @@ def load(
         raise UserError(f"model folder {hf_path}: Megatron refuses these settings: {one_line(error)}") from None
     # After finalize, which refuses it together with the allgather dispatcher: packed micro-batches differ in length.
     config.variable_seq_lengths = parallel.pipeline > 1
-    return Model(Path(hf_path), hf_config, config, bridge, freeze_router)
+    return Model(Path(hf_path), hf_config, config, bridge, TRAIN[precision], freeze_router)
 
 
 def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
@@ -210,12 +220,14 @@ def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
 
 
-def _set_kernels(config: GPTModelProvider, dtype: torch.dtype, recompute: str) -> None:
+def _set_kernels(config: GPTModelProvider, regime: Regime, recompute: str) -> None:
     """Precision, recomputation, and the fusions that this machine has."""
-    config.params_dtype = config.pipeline_dtype = config.autocast_dtype = dtype
-    config.bf16, config.fp16 = dtype == torch.bfloat16, False
-    config.attention_softmax_in_fp32 = True
     gpu = torch.cuda.is_available()
+    config.params_dtype = config.pipeline_dtype = config.autocast_dtype = regime.dtype
+    config.bf16, config.fp16 = regime.dtype == torch.bfloat16, False
+    if regime.recipe and gpu:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
+        config.fp8, config.fp8_recipe = regime.fp8, regime.recipe
+    config.attention_softmax_in_fp32 = True
     config.transformer_impl = "transformer_engine" if HAVE_TE and gpu else "local"
     config.use_cpu_initialization = not gpu
     config.gradient_accumulation_fusion = gpu and can_enable_gradient_accumulation_fusion()

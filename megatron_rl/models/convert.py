@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,28 +23,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models.build import DTYPES, Model, load
+from megatron_rl.models import fp8
+from megatron_rl.models.build import Model, load
 from megatron_rl.models.dist_write import write
-from megatron_rl.models.hf_folder import check_weight_files
-from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, one_line, read_hf_config
+from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
+from megatron_rl.models.parallel_check import architecture, check_parallel, expert_tensor_size, one_line, read_hf_config
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """As in the trainer's checkpoints."""
 
 
-def convert(source: Path, out: Path, parallel: ParallelConfig) -> Path:
+def convert(source: Path, out: Path, parallel: ParallelConfig, quantize: Literal["fp8"] | None = None) -> Path:
     """Convert in the direction that `source` asks for; returns `out`. Every rank calls (torchrun, or one process).
 
+    quantize: write a Hugging Face folder of block FP8 weights, from either kind of source.
     Errors: UserError when source is neither a Hugging Face folder nor a checkpoint, or out exists.
     """
     if out.exists():
         raise UserError(f"convert: {out} exists; remove it or choose another folder")
     if (source / "hf" / "config.json").is_file():
-        return megatron_to_hf(source, out, parallel)
+        return megatron_to_hf(source, out, parallel, quantize)
     if not (source / "config.json").is_file():
         raise UserError(
             f"convert: {source} is neither a Hugging Face folder (config.json) nor a checkpoint (hf/config.json)"
         )
+    if quantize:
+        return quantize_folder(source, out)
     return hf_to_megatron(source, out, parallel)
 
 
@@ -65,15 +69,67 @@ def hf_to_megatron(hf_dir: str | Path, out_dir: str | Path, parallel: ParallelCo
     return out
 
 
-def megatron_to_hf(checkpoint_dir: str | Path, out_dir: str | Path, parallel: ParallelConfig) -> Path:
-    """Write a checkpoint's weights as a Hugging Face folder. `parallel` is how the model is spread while converting."""
+def megatron_to_hf(
+    checkpoint_dir: str | Path, out_dir: str | Path, parallel: ParallelConfig, quantize: Literal["fp8"] | None = None
+) -> Path:
+    """Write a checkpoint's weights as a Hugging Face folder. `parallel` is how the model is spread while converting.
+
+    Errors: UserError naming a tensor that cannot be quantised so that SGLang loads it.
+    """
     checkpoint, out = Path(checkpoint_dir), Path(out_dir)
+    if quantize:
+        fp8.check_architecture(architecture(read_hf_config(checkpoint / "hf")))
     with _parallel_state(checkpoint / "hf", parallel):
         model = _model(checkpoint / "hf", parallel)
         chunks = model.make_chunks(load_weights=False)
         load_checkpoint_weights(chunks, checkpoint)
-        model.save_hf(chunks, out, wrap=lambda tensors: _progress(tensors, f"writing {out}"))
+        if not quantize:
+            model.save_hf(chunks, out, wrap=lambda tensors: _progress(tensors, f"writing {out}"))
+            return out
+        export = fp8.Export(writes=dist.get_rank() == 0)
+        with _removed_if_refused(out):
+            model.save_hf(
+                chunks, out, lambda tensors: _progress(export.wrap(tensors), f"writing {out}"), export.complete
+            )
     return out
+
+
+def quantize_folder(hf_dir: Path, out: Path) -> Path:
+    """Write a Hugging Face folder's weights in block FP8: one tensor after the other, by rank 0 of all.
+
+    Errors: UserError naming the tensor that SGLang would refuse, or a folder that is quantised already.
+    """
+    if int(os.environ.get("RANK", "0")):
+        return out
+    check_weight_files(hf_dir)
+    if quantized := getattr(read_hf_config(hf_dir), "quantization_config", None):
+        raise UserError(
+            f"convert: {hf_dir} is quantised already ({quantized['quant_method']}); write plain weights first:"
+            f" megatron-rl convert {hf_dir} CHECKPOINT"
+        )
+    fp8.check_folder(hf_dir)
+    partial, export = out.with_name(out.name + ".partial"), fp8.Export()
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        copy_metadata(hf_dir, partial, torch.bfloat16)
+        write_weights(partial, export.wrap(read_weights(hf_dir)))
+        export.complete(partial)
+        partial.rename(out)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
+    return out
+
+
+@contextlib.contextmanager
+def _removed_if_refused(out: Path) -> Iterator[None]:
+    """Nothing is left of a folder whose writing ends with an error."""
+    try:
+        yield
+    except UserError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
+        raise
 
 
 def load_checkpoint_weights(chunks: list[torch.nn.Module], checkpoint: Path) -> None:
@@ -91,7 +147,7 @@ def load_checkpoint_weights(chunks: list[torch.nn.Module], checkpoint: Path) -> 
 def _model(hf_dir: Path, parallel: ParallelConfig) -> Model:
     """Weights keep the dtype that config.json names, so that nothing is rounded."""
     hf_config = read_hf_config(hf_dir)
-    precision = next((name for name, dtype in DTYPES.items() if dtype == (hf_config.dtype or torch.float32)), None)
+    precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(hf_config.dtype or torch.float32)
     if precision is None:
         raise UserError(f"model folder {hf_dir}: dtype {hf_config.dtype} cannot be converted; use bfloat16 or float32")
     return load(hf_dir, parallel=parallel, precision=precision)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
+
+if TYPE_CHECKING:
+    from megatron_rl.models.fake_quant import FakeQuantizer
 
 
 class GroupedExperts(SequentialMLP):
@@ -15,6 +20,9 @@ class GroupedExperts(SequentialMLP):
     tensor parallelism needs no more: the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and
     fc2 fit each other. Experts whose linear layers were wrapped (LoRA, quantizers) take Megatron's own path.
     """
+
+    quantizer: FakeQuantizer | None = None
+    """Rounds weights and inputs of the products, where FP8 is simulated."""
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -29,7 +37,8 @@ class GroupedExperts(SequentialMLP):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         counts = tokens_per_expert.tolist()
         fc1, fc2 = ([getattr(e, name) for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
-        hidden = _grouped_linear(permuted_local_hidden_states, counts, fc1)
+        biases = None if fc1[0].bias is None else torch.stack([layer.bias for layer in fc1])
+        hidden = self._grouped_linear(permuted_local_hidden_states, counts, fc1, biases)
         probs = permuted_probs.unsqueeze(-1)
         limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if config.activation_func is F.silu and limit is None and not offset:
@@ -39,7 +48,7 @@ class GroupedExperts(SequentialMLP):
             if limit is not None:
                 gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
             hidden = (config.activation_func(gate) * (linear + offset) * probs).to(hidden.dtype)
-        out = _GroupedLinear.apply(hidden, counts, None, *[layer.weight for layer in fc2])
+        out = self._grouped_linear(hidden, counts, fc2)
         if config.add_bias_linear:  # weighted like the output; Megatron refuses it with expert tensor parallelism
             biases = torch.stack([layer.bias for layer in fc2])
             experts = torch.arange(len(counts), device=out.device)
@@ -47,10 +56,13 @@ class GroupedExperts(SequentialMLP):
             out = out + (biases.index_select(0, rows) * probs).to(out.dtype)
         return out, None
 
-
-def _grouped_linear(x: torch.Tensor, counts: list[int], layers: list[torch.nn.Module]) -> torch.Tensor:
-    biases = None if layers[0].bias is None else torch.stack([layer.bias for layer in layers])
-    return _GroupedLinear.apply(x, counts, biases, *[layer.weight for layer in layers])
+    def _grouped_linear(
+        self, x: torch.Tensor, counts: list[int], layers: list[torch.nn.Module], biases: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        weights = [layer.weight for layer in layers]
+        if self.quantizer is not None:
+            x, weights = self.quantizer.inputs(x, counts), [self.quantizer.weight(w) for w in weights]
+        return _GroupedLinear.apply(x, counts, biases, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):

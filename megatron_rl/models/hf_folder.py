@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -44,6 +44,14 @@ def check_weight_files(folder: Path) -> None:
         lost = sorted(name for name, holder in where.items() if holder == file.name and name not in present)
         if lost:
             raise UserError(f"model folder {folder}: {file.name} lacks tensor {lost[0]}, which {INDEX} places there")
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The folder's tensors, one at a time, after check_weight_files."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                yield name, opened.get_tensor(name)
 
 
 def copy_metadata(source: Path, out: Path, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.masked_log_softmax import (
     IGNORE,
     MaskedLogSoftmax,
@@ -41,6 +42,7 @@ def linear_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     vocab_size: int | None = None,
+    kept: KeptTokens | None = None,
     chunk_tokens: int = 2048,
     token_loss: TokenLoss | None = None,
 ) -> MaskedLogSoftmax:
@@ -49,7 +51,7 @@ def linear_log_probs(
     hidden [T, H] and weight [V / tp, H] of one type; targets [T] int64, -100: ignored, such rows never meet the head.
     vocab_size: the model's own; columns beyond it (Megatron's padding) belong to no softmax. With tp_group each rank
     holds an equal share of the rows of weight, and the gradient of hidden is this rank's part: their sum is the
-    caller's, as with Megatron's column-parallel layers.
+    caller's, as with Megatron's column-parallel layers. kept: the softmax of each token is over its kept tokens alone.
 
     token_loss: only for a loss that is a sum of terms of one token each, with a normaliser that is known beforehand
     (PPO/GRPO clipping, REINFORCE, cross entropy), and not for one whose terms look at other tokens' log-probs (GSPO's
@@ -64,7 +66,7 @@ def linear_log_probs(
     if not torch.is_grad_enabled():
         token_loss = None  # there will be no backward
     rows = (targets != IGNORE).nonzero(as_tuple=True)[0]
-    settings = _Settings(log_rho, temperature, tp_group, with_entropy, vocab_size, chunk_tokens, token_loss)
+    settings = _Settings(log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss)
     found = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
     empty = (0.0, 0.0, False, 1.0)
     log_probs, entropy, in_support, coverage = (
@@ -103,6 +105,7 @@ class _Settings:
     tp_group: dist.ProcessGroup | None
     with_entropy: bool
     vocab_size: int | None
+    kept: KeptTokens | None
     chunk_tokens: int
     token_loss: TokenLoss | None
 
@@ -110,11 +113,13 @@ class _Settings:
         size = self.chunk_tokens
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         logits = hidden @ weight.t()
+        first = self.tp_group.rank() * weight.shape[0] if self.tp_group is not None else 0
         if self.vocab_size is not None:
-            first = self.tp_group.rank() * weight.shape[0] if self.tp_group is not None else 0
             logits[:, max(0, self.vocab_size - first) :] = -torch.inf
+        if self.kept is not None:
+            self.kept.remove_others(logits, rows, first)
         return logits
 
     def evaluate(
@@ -152,7 +157,7 @@ class _LinearLogProbs(torch.autograd.Function):
         values, states, sent = [], [], []
         logits = weight.new_empty(0)
         for chunk in chunks:
-            logits = settings.logits(hidden[chunk], weight)
+            logits = settings.logits(hidden[chunk], weight, rows[chunk])
             value, state = settings.evaluate(logits, targets[chunk], rows[chunk])
             values.append(value), states.append(state)
             if fused:
@@ -169,8 +174,8 @@ class _LinearLogProbs(torch.autograd.Function):
         else:
             ctx.numbers = [(s.first_column, s.log_rho, s.temperature) for s in states]
             # Made here and seen by nobody else, so that the backward may overwrite them.
-            ctx.kept = logits if len(chunks) == 1 else None
-            ctx.save_for_backward(hidden, weight, *(t for state in states for t in state.tensors()))
+            ctx.only_logits = logits if len(chunks) == 1 else None
+            ctx.save_for_backward(hidden, weight, rows, *(t for state in states for t in state.tensors()))
         if not values:
             nothing = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
             values = [MaskedLogSoftmax(nothing, nothing > 0, nothing, nothing if settings.with_entropy else None)]
@@ -186,13 +191,13 @@ class _LinearLogProbs(torch.autograd.Function):
             hidden, weight, sent = ctx.saved_tensors
             factor = _factor(sent, grad_log_probs, grad_entropy)
             return hidden * factor, (weight * factor).to(ctx.weight_dtype), None, None, None
-        hidden, weight, *tensors = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # another backward through the same graph computes them again
+        hidden, weight, rows, *tensors = ctx.saved_tensors
+        made, ctx.only_logits = ctx.only_logits, None  # another backward through the same graph computes them again
         states = [Rows(*tensors[5 * i : 5 * i + 5], *numbers) for i, numbers in enumerate(ctx.numbers)]
         chunks = ctx.settings.chunks(len(hidden))
         gradients = _Gradients(hidden, weight, len(chunks))
         for chunk, state in zip(chunks, states, strict=True):
-            logits = ctx.settings.logits(hidden[chunk], weight) if kept is None else kept
+            logits = ctx.settings.logits(hidden[chunk], weight, rows[chunk]) if made is None else made
             parts = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
             write_gradient(state, logits, *parts, logits)
             gradients.add(chunk, hidden[chunk], weight, logits)

@@ -36,6 +36,8 @@ class Reply:
     finish_reason: str
     """stop | length | abort."""
     weight_spans: list[WeightSpan]
+    kept: list[np.ndarray] | None = None
+    """Per token the ids that top-p and top-k kept, int32, where the request asks for them."""
     routes: np.ndarray | None = None
     """[p + m - 1 - start, moe_layers, topk]: start rows were known already."""
     features: RouterFeatures | None = None
@@ -53,14 +55,20 @@ def parse_reply(
     *,
     routes_start: int = 0,
     features: FeatureLayout | None = None,
+    kept: bool = False,
 ) -> Reply:
     """One element of SGLang's answer. Errors: UserError that names the field that is missing or malformed."""
     try:
         meta = reply["meta_info"]
         tokens = np.asarray(reply["output_ids"], np.int32)
-        log_probs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
+        # Those of output_token_logprobs are from before the truncation.
+        values = (
+            meta["output_token_sampling_logprobs"] if kept else [entry[0] for entry in meta["output_token_logprobs"]]
+        )
+        log_probs = np.asarray(values, np.float32)
         reason = meta["finish_reason"]
         spans = [WeightSpan(str(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions") or []]
+        sets = [np.asarray(ids, np.int32) for ids in meta["output_token_sampling_mask"]] if kept else None
         if not spans:
             spans = [WeightSpan(str(meta["weight_version"]), 0, len(tokens))]
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -70,6 +78,15 @@ def parse_reply(
     if len(log_probs) != len(tokens):
         raise UserError(f"reply of SGLang has {len(tokens)} tokens but {len(log_probs)} log-probs")
     parsed = Reply(tokens, log_probs, reason["type"], spans, text=reply.get("text") or "")
+    if kept:
+        parsed.kept = sets
+        if len(sets) != len(tokens):
+            raise UserError(f"reply of SGLang has {len(tokens)} tokens but {len(sets)} sets of tokens that it kept")
+        outside = [i for i, (token, ids) in enumerate(zip(tokens, parsed.kept, strict=True)) if token not in ids]
+        if outside:
+            raise UserError(
+                f"SGLang says that token {outside[0]} of a response is not among those it kept to sample from"
+            )
     if routes is not None:
         if meta.get("routed_experts") is None:
             raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
@@ -149,12 +166,14 @@ class SGLangClient:
         prompt_log_probs: bool = False,
         routes_start: Sequence[int] | None = None,
         features: FeatureLayout | None = None,
+        options: dict[str, Any] | None = None,
     ) -> list[list[Reply]]:
         """`samples` responses to each prompt, [prompts][samples], all from one server.
 
-        sampling: SGLang's sampling_params. routes_start: for each prompt, how many rows of its routes are known already
-        and stay away (0 to its length); SGLang takes one number a call, so that each prompt gets a call of its own, and
-        they may go to different servers. Errors: EngineLost after all retries; UserError for what no retry mends.
+        sampling: SGLang's sampling_params; options: other fields of its request. routes_start: for each prompt, how many
+        rows of its routes are known already and stay away (0 to its length); SGLang takes one number a call, so that each
+        prompt gets a call of its own, and they may go to different servers. Errors: EngineLost after all retries; UserError
+        for what no retry mends.
         """
         inputs = [[int(token) for token in prompt] for prompt in prompts]
         ask = partial(
@@ -164,6 +183,7 @@ class SGLangClient:
             routes=routes,
             prompt_log_probs=prompt_log_probs,
             features=features,
+            options=options or {},
         )
         if routes_start is None:
             return await ask(inputs)
@@ -179,6 +199,7 @@ class SGLangClient:
         routes: RouteLayout | None,
         prompt_log_probs: bool,
         features: FeatureLayout | None,
+        options: dict[str, Any],
         routes_start: int = 0,
     ) -> list[list[Reply]]:
         """One HTTP call (two with the prefixes)."""
@@ -188,6 +209,7 @@ class SGLangClient:
             "return_logprob": True,
             "return_routed_experts": routes is not None,
             "routed_experts_start_len": routes_start,
+            **options,
         }
         if prompt_log_probs:
             body["logprob_start_len"] = 0
@@ -198,8 +220,9 @@ class SGLangClient:
             answer = await self._ask(bodies)
         if not isinstance(answer, list) or len(answer) != len(inputs) * samples:
             raise UserError(f"SGLang answered {len(inputs)} prompts x {samples} samples with something else")
+        known = {"routes_start": routes_start, "features": features, "kept": options.get("return_sampling_mask", False)}
         replies = [
-            parse_reply(one, len(prompt), routes, prompt_log_probs, routes_start=routes_start, features=features)
+            parse_reply(one, len(prompt), routes, prompt_log_probs, **known)
             for one, prompt in zip(answer, body["input_ids"], strict=True)
         ]
         return [replies[i : i + samples] for i in range(0, len(replies), samples)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -95,7 +95,12 @@ class Collection:
         }
         prompts = [self.prompts[p].tokens for p in call]
         groups = await client.generate(
-            prompts, sampling, samples=self.samples_per_prompt, routes=self.routes, features=self.features
+            prompts,
+            sampling,
+            samples=self.samples_per_prompt,
+            routes=self.routes,
+            features=self.features,
+            options=self.support.options(),
         )
         self._replies.update(zip(call, groups, strict=True))
         self.stats.responses += sum(len(group) for group in groups)
@@ -114,6 +119,8 @@ class Collection:
                 log_probs=reply.log_probs,
                 loss_mask=np.ones(len(reply.tokens), bool),
                 finish_reason=reply.finish_reason,
+                support=asdict(self.support),
+                kept=reply.kept,
                 routes=reply.routes,
                 features=reply.features,
                 weight_spans=reply.weight_spans,

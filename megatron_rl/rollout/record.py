@@ -12,7 +12,10 @@ import torch
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory, WeightSpan
 
-_PLAIN = ("prompt_id", "group_id", "prompt_length", "finish_reason", "weights", "text", "reward", "reward_parts")
+_PLAIN = (
+    *("prompt_id", "group_id", "prompt_length", "finish_reason", "support", "weights", "text", "reward"),
+    "reward_parts",
+)
 
 
 def file_of(folder: Path, step: int, data_rank: int) -> Path:
@@ -41,7 +44,7 @@ def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
             arrays[f"{index}.hidden"] = (t.features.hidden.view(torch.int16) if bf16 else t.features.hidden).numpy()
             arrays[f"{index}.logits"] = t.features.logits.numpy()
         if t.kept is not None:
-            arrays[f"{index}.kept"] = np.concatenate(t.kept)
+            arrays[f"{index}.kept"] = np.concatenate([np.zeros(0, np.int32), *t.kept])
     arrays["rows"] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from megatron_rl.config import SamplingConfig
+from megatron_rl.config import PruningConfig, SamplingConfig
 from megatron_rl.errors import UserError
+
+MOST_KEPT = 4096
+"""Largest top_k under which SGLang names the kept tokens (its return_sampling_mask)."""
+ROOM_FOR_TIES = 8192
+"""Tokens that it may name: ties at the border are all kept, and a set that is too large ends the request."""
+PRUNING = "megatron_rl_plugin.pruning", "PruneTail"
+"""Module and class of the logit processor that prunes in the engine."""
 
 
 @dataclass(frozen=True)
 class SamplingSupport:
     """Temperature and truncation under which tokens are drawn and under which both sides' log-probs are taken.
 
-    The trainer's log-probs are over the whole vocabulary of temperature-scaled logits; the engine's are that too as
-    long as nothing is truncated. A truncated engine against an untruncated trainer would put log(kept mass) into every
-    importance ratio, so `from_config` refuses it.
+    Log-probs of engine and trainer are always over the same kind of renormalised support. Nothing truncated: the whole
+    vocabulary. min_p (pruning.rho): each side's own tokens within min_p of its likeliest one (papers/000, def. 5.1).
+    top_p, top_k: the tokens that the engine kept, which it sends along. Log-probs of a truncated engine against those
+    of the whole vocabulary would put log(kept mass) into every importance ratio.
     """
 
     temperature: float = 1.0
@@ -23,19 +34,67 @@ class SamplingSupport:
     min_p: float = 0.0
 
     @classmethod
-    def from_config(cls, config: SamplingConfig) -> SamplingSupport:
-        support = cls(config.temperature, config.top_p, config.top_k, config.min_p)
-        if support.truncated:
+    def from_config(cls, config: SamplingConfig, pruning: PruningConfig) -> SamplingSupport:
+        """Errors: UserError naming the key, for what the engine cannot sample or cannot tell."""
+        support = cls(config.temperature, config.top_p, config.top_k, pruning.rho if pruning.enabled else 0.0)
+        key = "config: rollout.sampling"
+        if support.top_k < -1 or support.top_k == 0:
+            raise UserError(f"{key}.top_k = {support.top_k}: -1 keeps all tokens, 2 to {MOST_KEPT} the likeliest ones")
+        if not support.keeps_sets:
+            return support
+        if support.min_p:
             raise UserError(
-                "config: rollout.sampling truncates the vocabulary (top_p, top_k or min_p), but the trainer's log-probs"
-                " are over all of it; set top_p: 1.0, top_k: -1, min_p: 0.0"
+                f"{key}.top_p or top_k with pruning.enabled: two truncations, and the engine can return log-probs of one"
+                " alone; set top_p: 1.0 and top_k: -1, or pruning.enabled: false"
+            )
+        if not 2 <= support.top_k <= MOST_KEPT:
+            valid = 1024 if support.top_k != 1 else 2
+            raise UserError(
+                f"{key}: top_p = {support.top_p:g} with top_k = {support.top_k}: the engine names the tokens that it kept"
+                f" for a top_k of 2 to {MOST_KEPT}, and without their names the trainer's log-probs would be over another"
+                f" support; set top_k: {valid}, or truncate with pruning.enabled instead"
             )
         return support
 
     @property
-    def truncated(self) -> bool:
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+    def keeps_sets(self) -> bool:
+        """Whether the engine's kept set goes with every token."""
+        return (self.top_p < 1.0 or self.top_k > 0) and self.temperature > 0
 
-    def request(self) -> dict[str, float | int]:
+    @property
+    def log_rho(self) -> float | None:
+        """For `ops.masked_log_softmax`; None: nothing is pruned."""
+        return math.log(self.min_p) if self.min_p else None
+
+    def check_recorded(self, recorded: dict[str, float]) -> None:
+        """Errors: ValueError where a recorded trajectory was sampled under another support."""
+        mine = asdict(self)
+        apart = [f"{name} {value:g} and not {mine[name]:g}" for name, value in recorded.items() if value != mine[name]]
+        if apart:
+            raise ValueError(
+                f"sampled under {', '.join(apart)} (min_p is pruning.rho, 0 without pruning): the log-probs of both sides"
+                " would be over different supports; set rollout.sampling and pruning as they were"
+            )
+
+    def request(self) -> dict[str, Any]:
         """The part of SGLang's sampling_params that this support fixes."""
-        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        if self._prunes:
+            sampling["custom_params"] = {"log_rho": self.log_rho, "temperature": self.temperature}
+        return sampling
+
+    def options(self) -> dict[str, Any]:
+        """The other fields of SGLang's request that it needs."""
+        options: dict[str, Any] = {"custom_logit_processor": _by_name(*PRUNING)} if self._prunes else {}
+        if self.keeps_sets:
+            options["return_sampling_mask"] = True
+        return options
+
+    @property
+    def _prunes(self) -> bool:
+        return self.min_p > 0 and self.temperature > 0  # greedy: the likeliest token is in every support
+
+
+def _by_name(module: str, name: str) -> str:
+    """SGLang's form of a logit processor: a pickle (protocol 0) that names a class which the server imports."""
+    return json.dumps({"callable": f"c{module}\n{name}\n.".encode().hex()})

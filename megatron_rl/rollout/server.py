@@ -19,7 +19,10 @@ import torch
 
 from megatron_rl.config import Config, ServerConfig
 from megatron_rl.errors import UserError
+from megatron_rl.models.fp8 import quantization_config
+from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.platform import sglang as cpu_platform
+from megatron_rl.rollout.sampling import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.routing.replay import FROM_ENGINE
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
@@ -30,7 +33,6 @@ MODELS_PACKAGE = "megatron_rl_models"
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def find_python(configured: str | None = None) -> Path:
@@ -109,11 +111,15 @@ class RolloutServer:
         pythonpath: Sequence[str | Path] = (),
         predictor: bool = False,
         feature_stride: int = 0,
+        pruning: bool = False,
+        kept_sets: bool = False,
     ):
-        """model: Hugging Face folder; dtype: bf16 | fp32; routes: capture the experts of every token; pythonpath:
+        """model: Hugging Face folder; dtype: bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one
+        bf16); routes: capture the experts of every token; pythonpath:
         folders with plugins of SGLang (entry point group `sglang.srt.plugins`); predictor: a route predictor in every
         router, zero until it is pushed; feature_stride: s > 0 sends the router features of every s-th response token
-        along, in all replies (`FeatureLayout`).
+        along, in all replies (`FeatureLayout`); pruning: requests may prune the vocabulary's tail (`SamplingSupport`), for
+        which pythonpath must hold the plugin; kept_sets: they may ask for the tokens that a truncation keeps.
 
         Errors: UserError for a feature_stride without predictor.
         """
@@ -125,6 +131,7 @@ class RolloutServer:
         self.context_length, self.routes, self.seed = context_length, routes, seed
         self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
         self.predictor, self.feature_stride = predictor, feature_stride
+        self.pruning, self.kept_sets = pruning, kept_sets
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
@@ -142,6 +149,8 @@ class RolloutServer:
             routes=asks_routes(config),
             predictor=config.routing.source == "predicted_rollout",
             feature_stride=feature_stride(config),
+            pruning=config.pruning.enabled,
+            kept_sets=SamplingSupport.from_config(config.rollout.sampling, config.pruning).keeps_sets,
             log_path=log_path,
             seed=config.seed,
             pythonpath=pythonpath,
@@ -165,7 +174,7 @@ class RolloutServer:
             "--model-path": self.model,
             "--host": "127.0.0.1",
             "--port": self.port,
-            "--dtype": DTYPES[self.dtype],
+            "--dtype": str(ROLLOUT_DTYPES[self.dtype]).removeprefix("torch."),
             "--context-length": self.context_length,
             "--mem-fraction-static": self.config.memory_fraction,
             "--tensor-parallel-size": self.config.tensor,
@@ -183,10 +192,23 @@ class RolloutServer:
         command += ["--skip-tokenizer-init", "--log-level", "warning"]
         if self.routes:
             command.append("--enable-return-routed-experts")
+        if self.pruning:
+            command.append("--enable-custom-logit-processor")
+        if self.kept_sets:
+            command += ["--sampling-mask-max-tokens", str(ROOM_FOR_TIES)]
+        overrides: dict[str, object] = {}
+        if self.dtype == "fp8" and torch.cuda.is_available():
+            overrides["quantization_config"] = quantization_config()
+            # The folder holds no scales. SGLang would quantise its weights itself, but not in blocks, and differently.
+            command += ["--load-format", "dummy"]
+            # The other kernels may lay weights and scales out anew (UE8M0 on Blackwell), where no push would find them.
+            command += ["--fp8-gemm-backend", "triton", "--moe-runner-backend", "triton"]
         if self.feature_stride:
-            command += ["--json-model-override-args", json.dumps({"router_feature_stride": self.feature_stride})]
+            overrides["router_feature_stride"] = self.feature_stride
             # A graph's replay runs none of the code that picks the features.
             command += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+        if overrides:
+            command += ["--json-model-override-args", json.dumps(overrides)]
         if not torch.cuda.is_available():
             command += cpu_platform.FLAGS
         return command + self.config.extra_args

@@ -55,6 +55,8 @@ class Trajectory:
     """[response_length] bool: tokens that the policy chose (False for tool output)."""
     finish_reason: str = "stop"
     """stop | length | abort."""
+    support: dict[str, float] = field(default_factory=dict)
+    """Fields of the `SamplingSupport` that it was sampled under; empty where a record does not say."""
     kept: list[np.ndarray] | None = None
     """Per response token the ids that the sampling support kept, or None where it kept the whole vocabulary."""
     routes: np.ndarray | None = None

@@ -1,7 +1,8 @@
 """Where a Hugging Face tensor lies in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.
 
 SGLang fuses by rows: the parts of a parameter are stacked in the order of their positions. The rules go by names of
-modules, which all supported families share (Llama, Qwen3, Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3, gpt-oss).
+modules, which all supported families share (Llama, Qwen3, Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3, gpt-oss). The scales
+of FP8 blocks are stacked like the weights that they belong to.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:
     """The slot of Hugging Face tensor `name` among the engine's parameters (name -> local shape); None: it has none."""
     if name in parameters:
         return Slot(name)
-    if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
-        prefix, expert, module = match.groups()
+    if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?", name):
+        prefix, expert, module, scale = match.groups()
         fused, part = _EXPERT.get(module, ("", 0))
-        slot = Slot(f"{prefix}.{fused}", int(expert), part, parts=2 if fused == "w13_weight" else 1)
+        slot = Slot(f"{prefix}.{fused}{scale or ''}", int(expert), part, parts=2 if fused == "w13_weight" else 1)
     elif match := re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)(_bias)?", name):
         prefix, module, bias = match.groups()
         fused = f"{prefix}.{_ALL_EXPERTS[module]}{bias or ''}"
         slot = Slot(fused, all_experts=True, transposed=not bias and _experts_are_transposed(prefix, parameters))
-    elif match := re.fullmatch(r"(.+)\.(\w+)\.(weight|bias)", name):
+    elif match := re.fullmatch(r"(.+)\.(\w+)\.(weight|bias|weight_scale_inv)", name):
         prefix, module, kind = match.groups()
         fused, part = _FUSED.get(module, ("", 0))
         slot = Slot(f"{prefix}.{fused}.{kind}", part=part)

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from megatron_rl.config import SyncConfig
 from megatron_rl.errors import UserError
+from megatron_rl.models import fp8
+from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.sync.buckets import fill_buckets
 from megatron_rl.sync.checksums import EngineParameter, ExpectedChecksums, parse
 from megatron_rl.sync.disk import DiskTransport
@@ -35,8 +37,6 @@ from megatron_rl.sync.transport import Transport
 
 SERVER_PYTHONPATH = Path(__file__).parent / "pythonpath"
 """Goes on PYTHONPATH of every SGLang server, external ones included: the checksum plugin."""
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,24 @@ class WeightSync:
         config: SyncConfig,
         addresses: list[str],
         *,
-        rollout_dtype: Literal["bf16", "fp32"],
+        rollout_dtype: Literal["bf16", "fp32", "fp8"],
         folder: Path | str | None = None,
         group: dist.ProcessGroup | None = None,
     ):
-        """folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all)."""
+        """folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all).
+
+        fp8: matrices go out in block FP8 with their scales; without a GPU rounded to it, to an engine that serves bf16.
+        """
         if config.transport == "disk" and folder is None:
             raise UserError("config: sync.transport = disk needs a folder that trainer and servers share")
         self.config, self.addresses, self.group = config, list(addresses), group
         self.folder = Path(folder) if folder is not None else None
-        self.rollout_dtype = _DTYPES[rollout_dtype]
+        simulate = not torch.cuda.is_available()
+        self.rollout_dtype = ROLLOUT_DTYPES[rollout_dtype]
+        self._as_served: Callable[[Iterator], Iterator] = iter
+        if rollout_dtype == "fp8":
+            self._as_served = partial(fp8.quantized, simulate=simulate)
+            self.rollout_dtype = self.rollout_dtype if simulate else torch.float8_e4m3fn
         self.version: str | None = None
         """Last version that was pushed and verified."""
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -179,12 +187,12 @@ class WeightSync:
         sizes: dict[torch.dtype, int] = {}
         for parameter in self._parameters[0].values():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + torch.Size(parameter.shape).numel()
-        served = max(sizes, key=sizes.get)
+        served = max(sizes, key=lambda dtype: (dtype == torch.float8_e4m3fn, sizes[dtype]))
         if served != self.rollout_dtype:
             served, wanted = (str(dtype).removeprefix("torch.") for dtype in (served, self.rollout_dtype))
             raise WeightSyncError(
                 f"weight sync: {self.addresses[0]} serves {served} weights, but precision.rollout is {wanted}:"
-                " start it with --dtype to match, or change the config"
+                " start it through tools/serve.py with this config, or change the config"
             )
 
     def _checksums(self) -> list[list[dict[str, EngineParameter]]]:
@@ -238,7 +246,7 @@ class WeightSync:
         expected = ExpectedChecksums(self._parameters, self._slot_of)
         sent = {"bytes": 0, "buckets": 0, "tensors": 0}
         for bucket, last in fill_buckets(
-            keep_together(named_tensors, self._slot_of),
+            keep_together(self._as_served(named_tensors), self._slot_of),
             capacity=int(self.config.bucket_mb * 2**20),
             dtype_of=self._dtype_of,
             buffer_of=self._buffer_of,

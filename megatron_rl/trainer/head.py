@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_rl.ops import linear_log_probs
+from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.linear_log_probs import TokenLoss
 
 
@@ -19,6 +20,10 @@ class HeadRequest:
     labels: torch.Tensor
     """[T] int64, -100 where nothing is asked: such rows never meet the head."""
     temperature: float
+    log_rho: float | None
+    """Of the safe set of a pruned vocabulary; None: not pruned."""
+    kept: KeptTokens | None
+    """What a truncating sampler kept."""
     with_entropy: bool
     vocab_size: int
     """The model's own; columns beyond it are Megatron's padding and belong to no softmax."""
@@ -28,10 +33,11 @@ class HeadRequest:
 
 
 def log_prob_head(*, hidden_states, output_layer, output_weight, context: HeadRequest, config, **_) -> torch.Tensor:
-    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> [2, T] fp32 (log-probs; entropy or zeros).
+    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> [3, T] fp32 (log-probs; entropy or zeros; coverage).
 
-    Rows without a label are zero. With tensor parallelism hidden states come sharded over the sequence and the
-    vocabulary is sharded over the ranks; the gradient is reduce-scattered back.
+    Tokens without a label have zeros, and coverage 1. A token outside the safe set has a log-prob of -inf. With tensor
+    parallelism hidden states come sharded over the sequence and the vocabulary is sharded over the ranks; the gradient is
+    reduce-scattered back.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() > 1:
@@ -40,13 +46,14 @@ def log_prob_head(*, hidden_states, output_layer, output_weight, context: HeadRe
         hidden_states.squeeze(1),
         output_layer.weight if output_weight is None else output_weight,
         context.labels,
-        log_rho=None,
+        log_rho=context.log_rho,
         temperature=context.temperature,
         tp_group=group,
         with_entropy=context.with_entropy,
         vocab_size=context.vocab_size,
+        kept=context.kept,
         chunk_tokens=context.chunk_tokens,
         token_loss=context.token_loss,
     )
     entropy = result.entropy if context.with_entropy else torch.zeros_like(result.log_probs)
-    return torch.stack([result.log_probs, entropy])
+    return torch.stack([result.log_probs, entropy, result.coverage])

@@ -10,6 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import Config, OptimizerConfig
 from megatron_rl.errors import UserError
+from megatron_rl.models.precision import TRAIN
 
 
 def wrap_ddp(config: Config, chunks: list[torch.nn.Module]) -> list[DistributedDataParallel]:
@@ -29,7 +30,7 @@ def wrap_ddp(config: Config, chunks: list[torch.nn.Module]) -> list[DistributedD
 
 def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's Adam (decoupled weight decay) over the chunks' trainable parameters."""
-    opt = config.optimizer
+    opt, dtype = config.optimizer, TRAIN[config.precision.train].dtype
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -40,8 +41,8 @@ def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Meg
             adam_eps=opt.eps,
             weight_decay=opt.weight_decay,
             clip_grad=opt.clip_grad,
-            bf16=config.precision.train == "bf16",
-            params_dtype=torch.bfloat16 if config.precision.train == "bf16" else torch.float32,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
             use_distributed_optimizer=config.parallel.distributed_optimizer,
         ),
         chunks,

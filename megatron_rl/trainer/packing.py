@@ -10,6 +10,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from megatron_rl.algorithms.correction import TokenWeights
+from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
 from megatron_rl.routing.replay import Features, RouteTable
 from megatron_rl.routing.table import RouteShape, has_route, spread
@@ -34,12 +36,14 @@ class Sample:
     """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
     features: RouterFeatures | None = None
     """The engine's, of some response tokens."""
+    kept: list[np.ndarray] | None = None
+    """Per response token the ids that a truncating sampler kept; None: the whole vocabulary."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, advantage: float) -> Sample:
         t = trajectory
         mask = np.asarray(t.loss_mask, bool)
-        return cls(t.tokens, t.prompt_length, mask, t.log_probs, float(advantage), t.routes, t.features)
+        return cls(t.tokens, t.prompt_length, mask, t.log_probs, float(advantage), t.routes, t.features, t.kept)
 
     @classmethod
     def demonstration(cls, prompt: list[int], response: list[int]) -> Sample:
@@ -66,6 +70,8 @@ class Layout:
     """None: a dense model."""
     cached_tokens: int = 0
     """Tokens of each response whose router features are kept."""
+    multiple: int = 1
+    """The tokens of a rank's products come in multiples of this (FP8)."""
 
     @property
     def sequence_multiple(self) -> int:
@@ -75,7 +81,7 @@ class Layout:
     @property
     def total_multiple(self) -> int:
         """Sequence parallelism cuts this rank's tokens into `tensor` equal parts."""
-        return math.lcm(self.sequence_multiple, self.tensor * self.context)
+        return math.lcm(self.sequence_multiple, self.tensor * self.context * self.multiple)
 
 
 @dataclass
@@ -108,15 +114,21 @@ class Batch:
     """[S] float32: counted labels of each whole sequence"""
     samples: list[int]
     """Index of each of the S sequences in the list that was packed"""
+    kept: KeptTokens | None = None
+    """Of the T tokens, where the sampler truncates its vocabulary."""
     scored: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Log-probs [T] of earlier passes ('old', 'reference'), on the pipeline stage that computes them."""
+    """What passes over it leave [T], on the pipeline stage that computes them: log-probs of earlier ones ('old',
+    'normalizer', 'reference'), and of the update the 'coverage' of the safe set."""
+    corrected: TokenWeights | None = None
+    """What its update made of the ratios to the engine."""
     routes: RouteTable | None = None
     """Of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
     without_route: int = 0
     """Tokens on this context-parallel rank whose experts the engine did not tell."""
 
     def to(self, device: torch.device) -> Batch:
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, (torch.Tensor, RouteTable))}
+        movable = (torch.Tensor, RouteTable, KeptTokens)
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
         return Batch(**{**vars(self), **moved})
 
     def take(self, rows: torch.Tensor) -> Batch:
@@ -193,11 +205,25 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
         num_sequences=len(indices),
         sequence_lengths=torch.tensor([float(samples[i].loss_mask.sum()) for i in indices]),
         samples=list(indices),
+        kept=_kept_tokens([samples[i] for i in indices], borders, local),
         routes=None
         if routes is None
         else _route_table([samples[i] for i in indices], routes, borders, mask, local, layout),
         without_route=0 if routes is None else int((_missing(routes) & (sequence_ids >= 0))[local].sum()),
     )
+
+
+def _kept_tokens(samples: list[Sample], borders: np.ndarray, local: np.ndarray) -> KeptTokens | None:
+    """Of this context-parallel rank's tokens; None where no sampler truncated."""
+    if all(sample.kept is None for sample in samples):
+        return None
+    sets = [np.zeros(0, np.int32)] * int(borders[-1])
+    for sample, start in zip(samples, borders, strict=False):
+        first = int(start) + sample.prompt_length - 1
+        sets[first : first + len(sample.kept or [])] = sample.kept or []
+    chosen = [sets[position] for position in local]
+    ends = np.cumsum([0] + [len(ids) for ids in chosen])
+    return KeptTokens(torch.from_numpy(np.concatenate(chosen).astype(np.int64)), torch.from_numpy(ends))
 
 
 def _engine_routes(samples: list[Sample], indices: list[int], borders: np.ndarray, shape: RouteShape) -> np.ndarray:

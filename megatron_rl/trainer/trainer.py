@@ -19,28 +19,31 @@ from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
 from megatron_rl.models.router import routers
 from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.metrics import route_sums
 from megatron_rl.routing.replay import PREDICTING, PredictorLoss, RoutePass
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
-from megatron_rl.trainer.objective import Scale, Sums
+from megatron_rl.trainer.objective import Scale, Sums, importance_weights
 from megatron_rl.trainer.optimizer import make_optimizer, make_scheduler, wrap_ddp
 from megatron_rl.trainer.packing import Batch, Layout, Sample, micro_batch_count, pack_all
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.predictors import Predictors
 
 Objective = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Sums]]
-"""(micro-batch, values [2, T]) -> (loss sum, metric sums)."""
+"""(micro-batch, values [3, T] of the head) -> (loss sum, metric sums)."""
 
 
 class Trainer:
     """The policy with its optimizer, and its frozen reference where one is asked for."""
 
-    def __init__(self, config: Config, model: Model, ranks: Ranks, *, total_updates: int, temperature: float) -> None:
+    def __init__(
+        self, config: Config, model: Model, ranks: Ranks, *, total_updates: int, support: SamplingSupport
+    ) -> None:
         self.config = config
         self.model = model
         self.ranks = ranks
-        self.temperature = temperature
+        self.support = support
         self.layout = Layout(
             tensor=config.parallel.tensor,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -48,6 +51,7 @@ class Trainer:
             context_rank=parallel_state.get_context_parallel_rank(),
             routes=None if config.model.moe_router_fusion else route_shape(model),
             cached_tokens=config.routing.cached_tokens,
+            multiple=model.regime.multiple if torch.cuda.is_available() else 1,
         )
         self.chunks = model.make_chunks()
         self.predictors = self._make_predictors()
@@ -104,14 +108,15 @@ class Trainer:
 
         def objective(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Sums]:
             batch.scored[name] = values[0]
-            return values.sum(), {}
+            return values.new_zeros(()), {}
 
         passes = self._passes(batches, "score") if chunks is None else [None] * len(batches)
-        options = {"with_entropy": False, "pointwise": False}
+        options = {"with_entropy": False, "pointwise": False, "pruned": chunks is None}
         self._run(chunks or self.chunks, batches, passes, objective, forward_only=True, **options)
 
     def score_reference(self, batches: list[Batch]) -> None:
-        """Log-probs of the frozen reference, as batch.scored['reference']."""
+        """Log-probs of the frozen reference, as batch.scored['reference']. It is not pruned: its own safe set would give
+        tokens that the policy samples a log-prob of -inf, and the policy an infinite KL."""
         if self.reference is not None:
             self.score(batches, "reference", self.reference)
 
@@ -134,7 +139,7 @@ class Trainer:
             ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        options = {"with_entropy": with_entropy, "pointwise": pointwise}
+        options = {"with_entropy": with_entropy, "pointwise": pointwise, "pruned": True}
         learn = self.config.routing.predictor_loss if learn_routes and self.predictors else None
         passes = self._passes(batches, "update", learn)
         sums = self._run(self.ddp, batches, passes, objective, forward_only=False, **options)
@@ -160,10 +165,19 @@ class Trainer:
         return done, norm
 
     def scale(self, batches: list[Batch]) -> Scale:
-        """Counted tokens and sequences of these micro-batches over all ranks."""
-        tokens = sum(int(b.sequence_lengths.sum()) for b in batches)
-        sequences = sum(int((b.sequence_lengths > 0).sum()) for b in batches)
-        return Scale(self.ranks.total(tokens, of_leaders=True), self.ranks.total(sequences, of_leaders=True))
+        """Counted tokens and sequences of these micro-batches over all ranks, and their mean importance weight."""
+        tokens = self.ranks.total(sum(int(b.sequence_lengths.sum()) for b in batches), of_leaders=True)
+        sequences = self.ranks.total(sum(int((b.sequence_lengths > 0).sum()) for b in batches), of_leaders=True)
+        if not self.config.correction.normalize:
+            return Scale(tokens, sequences)
+        scored = [(b, b.scored.get("old", b.scored.get("normalizer"))) for b in batches]
+        found = [
+            importance_weights(self.config, batch, log_probs, self.context_sum).weights.sum()
+            for batch, log_probs in scored
+            if log_probs is not None  # of another pipeline stage
+        ]
+        total = sum(self.ranks.gather(float(sum(found)) if self.reports else 0.0))
+        return Scale(tokens, sequences, total / tokens if total else 1.0)
 
     def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks, which hold the other parts of the same sequences (not differentiable)."""
@@ -181,13 +195,23 @@ class Trainer:
         return [RoutePass(b.routes, source, shape.experts, stage, learn, gradients) for b in batches]
 
     def _run(
-        self, chunks, batches, passes, objective, *, forward_only: bool, with_entropy: bool, pointwise: bool
+        self,
+        chunks,
+        batches,
+        passes,
+        objective,
+        *,
+        forward_only: bool,
+        with_entropy: bool,
+        pointwise: bool,
+        pruned: bool,
     ) -> list[Sums]:
         if forward_only:
             for chunk in chunks:
                 chunk.eval()
         data = [zip(batches, passes, strict=True) for _ in chunks]
-        step = partial(self._forward_step, objective=objective, with_entropy=with_entropy, pointwise=pointwise)
+        options = {"with_entropy": with_entropy, "pointwise": pointwise, "pruned": pruned}
+        step = partial(self._forward_step, objective=objective, **options)
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=data if len(chunks) > 1 else data[0],
@@ -206,12 +230,13 @@ class Trainer:
         objective: Objective,
         with_entropy: bool,
         pointwise: bool,
+        pruned: bool,
     ):
         batch, route_pass = next(iterator)
 
         def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
             entropy = torch.zeros_like(log_probs) if entropy is None else entropy
-            return objective(batch.take(rows), torch.stack([log_probs, entropy]))[0]
+            return objective(batch.take(rows), torch.stack([log_probs, entropy, torch.ones_like(entropy)]))[0]
 
         borders = batch.cu_seqlens
         packed = PackedBatch(
@@ -232,7 +257,9 @@ class Trainer:
             output_processor=log_prob_head,
             output_processor_context=HeadRequest(
                 batch.labels,
-                self.temperature,
+                self.support.temperature,
+                self.support.log_rho if pruned else None,
+                batch.kept,
                 with_entropy,
                 self.model.hf_config.vocab_size,
                 self.config.model.head_chunk_tokens,
@@ -278,8 +305,11 @@ def route_shape(model: Model) -> RouteShape | None:
     return RouteLayout.from_config(model.hf_config.to_dict()).kept
 
 
-def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, temperature: float) -> Trainer:
-    """The trainer of the folder config.model.path; parallel_state must be initialised. Errors: UserError."""
+def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, support: SamplingSupport) -> Trainer:
+    """The trainer of the folder config.model.path, whose log-probs are those under `support`.
+
+    parallel_state must be initialised. Errors: UserError.
+    """
     model = load(
         config.model.path,
         parallel=config.parallel,
@@ -290,4 +320,4 @@ def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, temperatu
         moe_aux_loss=config.model.moe_aux_loss,
         freeze_router=config.model.freeze_router,
     )
-    return Trainer(config, model, ranks, total_updates=total_updates, temperature=temperature)
+    return Trainer(config, model, ranks, total_updates=total_updates, support=support)

@@ -8,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.correction import effective_sample_size, rollout_correction
+from megatron_rl.algorithms.correction import (
+    Correction,
+    effective_sample_size,
+    rollout_correction,
+    token_weights,
+)
 
 
 def from_ratios(ratios, rollout=-1.0):
@@ -172,3 +177,116 @@ def test_effective_sample_size_at_the_edges():
     assert float(effective_sample_size(torch.tensor([]))) == 0.0
     assert float(effective_sample_size(torch.tensor([-torch.inf]))) == 0.0
     assert float(effective_sample_size(torch.zeros(4, 5), alpha=0.3)) == pytest.approx(20.0)
+
+
+# -- packed tokens -------------------------------------------------------------------------------------------------------
+
+LOG_RATIOS = torch.tensor([2.0, 0.5, 9.0, 4.0, 1.0, 2.0, 7.0], dtype=torch.float64).log()
+INSIDE = torch.tensor([1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
+SEQUENCES = torch.tensor([0, 0, 0, 1, 1, 1, -1])
+"""The two rows from above, packed, with padding."""
+
+
+def packed(**options):
+    return token_weights(LOG_RATIOS, INSIDE, SEQUENCES, Correction(**options), num_sequences=2)
+
+
+def test_no_mode_is_weight_one_and_zero_for_what_was_pruned():
+    close(packed().weights, [1, 1, 0, 1, 1, 1, 0])
+    pruned = LOG_RATIOS.clone()
+    pruned[4] = -torch.inf
+    options = {"num_sequences": 2}
+    close(token_weights(pruned, INSIDE, SEQUENCES, Correction(), **options).weights, [1, 1, 0, 1, 0, 1, 0])
+    whole = token_weights(pruned, INSIDE, SEQUENCES, Correction(level="sequence"), **options)
+    close(whole.weights, [1, 1, 0, 0, 0, 0, 0])
+    # Clamping to a lower bound does not bring a pruned token back.
+    clipped = token_weights(pruned, INSIDE, SEQUENCES, Correction(mode="clip", low=0.8, high=3.0), **options)
+    close(clipped.weights, [2, 0.8, 0, 3, 0, 2, 0])
+    vetoed = token_weights(pruned, INSIDE, SEQUENCES, Correction(veto=1e-4), **options)
+    close(vetoed.weights, [1, 1, 0, 0, 0, 0, 0])
+    assert vetoed.vetoed.tolist() == [False, False, False, True, True, True, False]
+
+
+def test_without_a_mode_nothing_is_bounded_and_nothing_underflows():
+    far = LOG_RATIOS - 500.0  # their sum is beyond exp in fp64, and no token is outside of a set
+    found = token_weights(far, INSIDE, SEQUENCES, Correction(level="sequence"), num_sequences=2)
+    close(found.weights, [1, 1, 0, 1, 1, 1, 0])
+    assert not found.bounded.any() and not packed().bounded.any()
+    assert packed(mode="truncate", high=1.5).bounded.tolist() == [True, False, False, True, False, True, False]
+
+
+def test_rejection_by_hand():
+    ln2 = math.log(2.0)
+    # k1 of the tokens: ln2, ln2; 2 ln2, 0, ln2. k2: ln2^2 / 2 twice; 2 ln2^2, 0, ln2^2 / 2.
+    close(packed(reject="k1", reject_level="token", reject_above=1.01 * ln2).weights, [1, 1, 0, 0, 1, 1, 0])
+    close(packed(reject="k1", reject_level="sequence", reject_above=2.01 * ln2).weights, [1, 1, 0, 0, 0, 0, 0])
+    close(packed(reject="k1", reject_level="geometric", reject_above=1.01 * ln2).weights, [1, 1, 0, 1, 1, 1, 0])
+    close(packed(reject="k2", reject_level="geometric", reject_above=0.6 * ln2**2).weights, [1, 1, 0, 0, 0, 0, 0])
+    # k3: 2 - 1 - ln2 = 0.307, 0.5 - 1 + ln2 = 0.193; 4 - 1 - 2 ln2 = 1.614, 0, 0.307.
+    close(packed(reject="k3", reject_level="token", reject_above=0.25).weights, [0, 1, 0, 0, 1, 0, 0])
+    found = packed(reject="k3", reject_level="sequence", reject_above=0.51)
+    close(found.weights, [1, 1, 0, 0, 0, 0, 0])
+    assert found.rejected.tolist() == [False, False, False, True, True, True, False]
+    # Together with a mode: what stays has the mode's weight.
+    both = packed(reject="k3", reject_level="token", reject_above=0.4, mode="truncate", high=1.5)
+    close(both.weights, [1.5, 0.5, 0, 0, 1, 1.5, 0])
+
+
+def test_a_pruned_token_is_rejected_by_every_statistic():
+    pruned = LOG_RATIOS.clone()
+    pruned[0] = -torch.inf
+    for statistic in ("k1", "k2", "k3"):
+        correction = Correction(reject=statistic, reject_level="sequence", reject_above=5.0)
+        found = token_weights(pruned, INSIDE, SEQUENCES, correction, num_sequences=2)
+        close(found.weights, [0, 0, 0, 1, 1, 1, 0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    reject_level=st.sampled_from(["token", "sequence", "geometric"]),
+    reject=st.sampled_from(["none", "k1", "k2", "k3"]),
+    veto=st.sampled_from([None, 0.2]),
+)
+def test_sequences_that_are_cut_over_ranks(seed, level, reject_level, reject, veto):
+    """Two halves of every sequence with the sums over both give what the whole gives."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.tensor([0] * 6 + [1] * 8 + [2] * 4 + [-1] * 2)
+    log_ratios = 0.7 * torch.randn(20, generator=draw, dtype=torch.float64)
+    mask = (torch.rand(20, generator=draw) < 0.7) & (ids >= 0)
+    options = {"level": level, "mode": "mask", "low": 0.6, "high": 2.5, "veto": veto}
+    correction = Correction(**options, reject=reject, reject_level=reject_level, reject_above=0.4)
+    whole = token_weights(log_ratios, mask, ids, correction, num_sequences=3).weights
+    halves = [torch.arange(0, 20, 2), torch.arange(1, 20, 2)]
+    partial: list[torch.Tensor] = []
+
+    def keep(sums):
+        partial.append(sums.clone())
+        return sums
+
+    def one_half(rows, all_reduce):
+        return token_weights(
+            log_ratios[rows], mask[rows], ids[rows], correction, num_sequences=3, all_reduce=all_reduce
+        ).weights
+
+    for rows in halves:
+        one_half(rows, keep)
+    for rows in halves:
+        found = one_half(rows, lambda sums: partial[0] + partial[1])
+        torch.testing.assert_close(found, whole[rows])
+    assert bool(partial) != correction.per_token
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "mask", "low": 2.0, "high": 0.5}, "low = 2 is above high = 0.5"),
+        ({"reject": "k4"}, "reject 'k4': choose none, k1, k2 or k3"),
+        ({"reject": "k3"}, "needs reject_above"),
+        ({"reject_level": "word"}, "reject_level 'word'"),
+    ],
+)
+def test_bad_corrections(options, message):
+    with pytest.raises(ValueError, match=message):
+        Correction(**options)

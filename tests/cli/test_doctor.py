@@ -92,6 +92,24 @@ def test_a_broken_engine_environment_is_described(monkeypatch, code, words):
     assert process.poll() is not None
 
 
+def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
+    from megatron_rl.models import precision
+
+    monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine(None, None, "0.47.0"))
+    trainer, rollout = doctor._regimes("trainer"), doctor._regimes("rollout")
+    assert trainer.part == "trainer precision" and trainer.state == "missing"
+    assert trainer.found == "bf16, fp32, fp8_tensorwise (simulated), fp8_blockwise (simulated)"
+    assert "mxfp8 needs Transformer Engine and a GPU of compute capability 10.0 (Blackwell)" in trainer.note
+    assert "fp8_delayed needs" in trainer.note and "simulated: inputs and weights are rounded" in trainer.note
+    assert (rollout.state, rollout.found) == (
+        "ok",
+        "bf16, fp32, fp8 (simulated)",
+    ) and "products are bf16" in rollout.note
+    monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine((10, 0), "2.20.2", "0.47.0"))
+    everything = doctor.Finding("trainer precision", "ok", ", ".join(precision.TRAIN))
+    assert doctor._regimes("trainer") == everything
+
+
 def test_command_prints_json_and_a_table():
     command = [sys.executable, "-c", "import sys; from megatron_rl.cli import main; sys.exit(main())", "doctor"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
@@ -100,6 +118,7 @@ def test_command_prints_json_and_a_table():
     assert findings["megatron-core"]["found"] == importlib.metadata.version("megatron-core")
     assert importlib.metadata.version("torch") in findings["torch and GPUs"]["found"]
     assert findings["SGLang"]["state"] == "ok", findings["SGLang"]
+    assert "bf16, fp32, fp8" in findings["rollout precision"]["found"]
     assert all(f["note"] for f in findings.values() if f["state"] != "ok")
 
 

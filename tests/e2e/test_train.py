@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -58,7 +59,9 @@ def finished(tmp_path_factory, tiny_model):
         "data": {"task": "number_sorting"},
         "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "updates_per_step": 2, "tokens_per_micro_batch": 256},
         "algorithm": {"kl": {"coefficient": 0.01}},
-        "optimizer": {"lr": 1e-3},
+        "pruning": {"enabled": True},
+        "correction": {"mode": "mask", "low": 0.5, "high": 2.0, "veto": 1e-4, "normalize": True},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 2},
         "parallel": {"expert": 2},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 24, "context_length": 64, "routes": True, "record": True},
@@ -102,6 +105,8 @@ def test_engine_and_trainer_agree_in_fp32(finished):
             assert row["mismatch/abs_median"] <= 1e-4
             assert row["mismatch/kl"] <= 1e-6
             assert row["mismatch/ess"] > 0.999
+            assert row["pruning/coverage"] > 0.99 and row["pruning/out_of_set"] <= 1
+            assert row["corrected/kl"] <= 1e-6 and row["corrected/vetoed"] < 0.1
 
 
 def test_nothing_was_lost_and_weights_are_the_newest(finished):
@@ -134,6 +139,27 @@ def test_report_is_one_page(finished):
     entropy = read_json_lines(run_dir / "metrics.jsonl")[-1]["entropy"]
     assert f"{entropy:.3f}"[:4] in page, "the curves' numbers are in the page"
     assert not re.search(r"""(src|href)=["']?http""", page), "the page needs nothing from outside"
+
+
+def test_the_mismatch_is_attributed(finished):
+    """Two expert-parallel ranks of the run, one process here: what is recorded does not depend on the layout."""
+    run_dir, _ = finished
+    command = [sys.executable, "-m", "megatron_rl.cli", "report", str(run_dir), "--attribute"]
+    done = subprocess.run(
+        [*command, "--parallel.expert", "1"], capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Sources of the mismatch at step 0" in done.stdout and "Sources of" in (run_dir / "report.html").read_text()
+    sources = {s["name"]: s for s in json.loads((run_dir / "attribution.json").read_text())["sources"]}
+    assert list(sources) == ["routes", "tail", "attention", "precision", "all"]
+    assert sources["routes"]["kl"] <= 1e-6 and sources["tail"]["removed_by"] == "the run prunes it already"
+    for arguments, reason in (
+        (["--step", "3"], "steps 0 have both"),
+        (["--attribut.x", "1"], "unknown key"),
+        (["--parallel.expert", "3"], "parallel.expert"),
+    ):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        assert done.returncode == 2 and reason in done.stderr and "Traceback" not in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def test_metrics_are_those_of_all_tokens_together_however_they_are_split(seed, s
     exact = {
         "kl": np.mean(np.expm1(d) - d),
         "k1": np.mean(-d),
+        "chi2": np.mean((w - 1) ** 2),
+        "ppl_gap": np.exp(np.mean(-rollout[mask] - d)) - np.exp(np.mean(-rollout[mask])),
         "ess": w.sum() ** 2 / (w**2).sum() / len(d),
         "ratio_max": w.max(),
         "ratio_min": w.min(),
@@ -40,7 +42,7 @@ def test_metrics_are_those_of_all_tokens_together_however_they_are_split(seed, s
         "not_finite": 0.0,
     }
     for name, value in exact.items():
-        assert found[f"mismatch/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-15), name
+        assert found[f"mismatch/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-12), name
     # Quantiles come from the histogram: right to the width of a bin.
     quantiles = {
         "abs_median": np.quantile(np.abs(d), 0.5, method="inverted_cdf"),
@@ -67,3 +69,46 @@ def test_tokens_without_a_finite_ratio_are_counted_apart():
     assert found["mismatch/kl"] == 0.0
     empty = mismatch.metrics(mismatch.merge([]))
     assert math.isnan(empty["mismatch/kl"]) and empty.keys() == found.keys()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), scale=st.sampled_from([1e-3, 0.05, 1.0]))
+def test_where_in_the_distribution_it_sits(seed, scale):
+    """Classes of p, the fitted bound of proposition 4.2 and the tail's bias, in parts and from their definitions."""
+    rng = np.random.default_rng(seed)
+    rollout = np.log(np.concatenate([rng.random(150), 10 ** -rng.uniform(0, 8, 150), [1.0, 1.0 - 1e-9]]))
+    train = rollout + rng.normal(size=302) * scale
+    parts = [mismatch.measure(*(torch.tensor(x[i::2]) for x in (train, rollout, np.ones(302)))) for i in (0, 1)]
+    found = mismatch.law_metrics(mismatch.merge(parts))
+    d, p = train - rollout, np.exp(np.minimum(train, 0.0))
+    above = 0.0
+    for below in mismatch.BELOW:
+        members = (p >= above) & (p < below) if below < 1 else p >= above
+        above = below
+        if not members.any():
+            assert f"mismatch/p<{below:g}/abs" not in found
+            continue
+        expected = {
+            "tokens": members.sum(),
+            "abs": np.abs(d[members]).mean(),
+            "bias": -d[members].mean(),
+            "abs_max": np.abs(d[members]).max(),
+        }
+        for name, value in expected.items():
+            assert found[f"mismatch/p<{below:g}/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-13)
+    rest = -np.expm1(np.minimum(rollout, np.minimum(train, 0.0)))
+    needed = (np.abs(d) / (2 * np.maximum(rest, 1e-300)))[rest >= mismatch.CERTAIN]
+    for name, share in (("epsilon_p99", 0.99), ("epsilon_p100", 1.0)):
+        exact = np.quantile(needed, share, method="inverted_cdf")
+        assert found[f"mismatch/{name}"] == pytest.approx(min(exact, mismatch.LIMIT), rel=0.02, abs=1e-6)
+    tail = -d[p < mismatch.TAIL]
+    assert found["mismatch/tail_bias"] == pytest.approx(tail.mean(), rel=1e-9, abs=1e-13)
+    assert found["mismatch/tail_bias_z"] == pytest.approx(tail.mean() / (tail.std() / (len(tail) - 1) ** 0.5), rel=1e-6)
+    assert mismatch.law_metrics(mismatch.merge([])) == {}
+
+
+def test_the_effective_sample_size_of_sequences():
+    ones = torch.ones(3)
+    parts = [mismatch.measure(ones, ones, ones, sequences) for sequences in ([0.0, math.log(3.0)], [-math.inf])]
+    found = mismatch.metrics(mismatch.merge(parts))
+    assert found["mismatch/sequence_ess"] == pytest.approx((1 + 3) ** 2 / (1 + 9) / 3)

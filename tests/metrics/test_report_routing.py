@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.metrics import routing_pictures
+from megatron_rl.metrics import routing_pictures, svg
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.routing_pictures import (
     agreement_svg,
@@ -319,9 +319,7 @@ def test_names_are_escaped():
 def test_the_light_colours_are_those_of_the_page():
     page = (Path(routing_pictures.__file__).parent / "report.html").read_text()
     light = dict(re.findall(r"--(\w+): (#\w+)", page[: page.index('[data-theme="dark"]')]))
-    assert {
-        name: light[name] for name in ("ink", "soft", *(f"s{i}" for i in range(8)))
-    }.items() <= routing_pictures.LIGHT.items()
+    assert {name: light[name] for name in ("ink", "soft", *(f"s{i}" for i in range(8)))}.items() <= svg.LIGHT.items()
 
 
 def test_a_browser_draws_the_routing_pictures(tmp_path):

@@ -45,3 +45,14 @@ def several(calls: list[tuple[str, tuple]]) -> list:
     """Call functions of this module in turn, so that processes start, meet and import Megatron once."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     return [globals()[name](*arguments) for name, arguments in calls]
+
+
+def quantize(source: str, checkpoint: str, out: str, layout: dict) -> tuple[bool, str]:
+    """Write a folder's weights as a checkpoint and as FP8 folder `out`: is it there, and why not."""
+    convert(Path(source), Path(checkpoint), ParallelConfig(**layout))
+    try:
+        convert(Path(checkpoint), Path(out), ParallelConfig(**layout), quantize="fp8")
+    except UserError as error:
+        return Path(out).exists() or Path(out + ".partial").exists(), str(error)
+    dist.barrier()  # rank 0 writes
+    return Path(out).exists(), ""

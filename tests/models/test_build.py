@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models.build import load
+from megatron_rl.models.build import _set_kernels, load
 from megatron_rl.models.convert import _parallel_state
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
+from megatron_rl.models.precision import TRAIN
+from megatron_rl.trainer.packing import Layout
 from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
 
 ALONE = ParallelConfig()
@@ -143,6 +146,33 @@ def test_export_follows_training(folders):
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert exported[name].dtype == torch.bfloat16
         assert torch.equal(exported[name], tensor.bfloat16() * 2), name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_regime_that_cannot_run_is_refused(folders):
+    """Also where no config was checked before."""
+    with pytest.raises(
+        UserError, match=r"precision.train = mxfp8 needs Transformer Engine .* here fp8_blockwise can be"
+    ):
+        load(folders["qwen3"], parallel=ALONE, precision="mxfp8")
+
+
+@pytest.mark.parametrize("name", ["bf16", *(name for name, regime in TRAIN.items() if regime.recipe)])
+def test_megatrons_own_fp8_settings_on_a_gpu(name, monkeypatch):
+    """What would be asked of Transformer Engine there: one of Megatron's recipes, parameters in bf16."""
+    from megatron.core.enums import Fp8Recipe
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = SimpleNamespace(fp8=None)
+    _set_kernels(config, TRAIN[name], "none")
+    assert config.params_dtype == torch.bfloat16 and config.bf16
+    if name == "bf16":
+        assert config.fp8 is None
+    else:
+        assert config.fp8_recipe in [recipe.value for recipe in Fp8Recipe]
+        assert config.fp8 == ("hybrid" if name in ("fp8_delayed", "fp8_tensorwise") else "e4m3")
+    assert TRAIN["mxfp8"].multiple == 32 and TRAIN["fp8_delayed"].multiple == 16 and TRAIN["bf16"].multiple == 1
+    assert Layout(tensor=2, context=2, multiple=16).total_multiple == 64
 
 
 def test_save_hf_names_the_trained_dtype(folders, tmp_path):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ranks import free_port, run_ranks
 
 from megatron_rl.ops import linear_log_probs, masked_log_softmax
+from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.masked_log_softmax import masked_log_softmax_reference
 
 
@@ -179,6 +180,46 @@ def test_bad_arguments_are_named(change, message):
         linear_log_probs(**arguments)
 
 
+def kept_sets(seed: int, targets: torch.Tensor, vocabulary: int) -> tuple[KeptTokens, torch.Tensor]:
+    """Random sets that hold the target, none for every fourth token; and the same as a mask [T, V]."""
+    generator = torch.Generator().manual_seed(seed + 100)
+    inside = torch.rand(len(targets), vocabulary, generator=generator) < 0.2
+    inside[torch.arange(len(targets)), targets.clamp(min=0)] = True
+    inside[::4] = False
+    sets = [row.nonzero()[:, 0] for row in inside]
+    sets = [ids[torch.randperm(len(ids), generator=generator)] for ids in sets]
+    inside[::4] = True
+    borders = torch.tensor([0] + [len(ids) for ids in sets]).cumsum(0)
+    return KeptTokens(torch.cat(sets), borders), inside
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 64])
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_the_softmax_is_over_the_kept_tokens(chunk_tokens, on_the_way):
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    hidden, weight, targets = head(seed, dtype=torch.float64)
+    kept, inside = kept_sets(seed, targets, 90)
+    logits = torch.where(inside, hidden @ weight.t(), -torch.inf)
+    expected = masked_log_softmax_reference(logits, targets, log_rho=None, temperature=0.7, with_entropy=True)
+    loss = lambda log_probs, entropy, rows: (log_probs + 0.1 * entropy).sum() / 37  # noqa: E731
+    options = {"temperature": 0.7, "with_entropy": True, "chunk_tokens": chunk_tokens, "kept": kept}
+    out = linear_log_probs(hidden, weight, targets, log_rho=None, token_loss=loss if on_the_way else None, **options)
+    torch.testing.assert_close(out.log_probs, expected.log_probs, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(out.entropy, expected.entropy, atol=1e-10, rtol=1e-10)
+    found = torch.autograd.grad(loss(out.log_probs, out.entropy, None), (hidden, weight))
+    # The definition's own gradient is NaN at -inf: by hand, p - onehot within the set.
+    p = (logits / 0.7).softmax(-1).detach()
+    counts = (targets != -100)[:, None]
+    own = torch.nn.functional.one_hot(targets.clamp(min=0), 90)
+    log_p = torch.where(p > 0, p.clamp(min=1e-300).log(), 0.0)
+    entropy = -(p * log_p).sum(-1, keepdim=True)
+    at_logits = torch.where(counts, (own - p - 0.1 * p * (log_p + entropy)) / 0.7 / 37, 0.0)
+    right = (at_logits @ weight.detach(), at_logits.t() @ hidden.detach())
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-9)
+
+
 def on_two_ranks(port: int, seed: int) -> list:
     import os
 
@@ -190,6 +231,7 @@ def on_two_ranks(port: int, seed: int) -> list:
         share = weight.detach().chunk(2)[rank].contiguous().requires_grad_()
         loss = lambda log_probs, entropy, rows: (log_probs.clamp(min=-9.0) + 0.2 * entropy).sum() / 37  # noqa: E731
         options = {"log_rho": -12.0, "with_entropy": True, "chunk_tokens": 8, "vocab_size": 88}
+        options["kept"] = kept_sets(seed, targets, 90)[0]
         out = linear_log_probs(
             hidden, share, targets, tp_group=dist.group.WORLD, token_loss=loss if on_the_way else None, **options
         )
@@ -205,7 +247,8 @@ def test_two_tensor_parallel_ranks_equal_one():
     print(f"seed {seed}")
     ranks = run_ranks(2, "test_linear_log_probs:on_two_ranks", (free_port(), seed), timeout=120)
     hidden, weight, targets = head(seed)
-    out = linear_log_probs(hidden, weight, targets, log_rho=-12.0, with_entropy=True, vocab_size=88)
+    kept, _ = kept_sets(seed, targets, 90)
+    out = linear_log_probs(hidden, weight, targets, log_rho=-12.0, with_entropy=True, vocab_size=88, kept=kept)
     loss = (out.log_probs.clamp(min=-9.0) + 0.2 * out.entropy).sum() / 37
     right = [out.log_probs, out.entropy, out.coverage, *torch.autograd.grad(loss, (hidden, weight))]
     for rank, results in enumerate(ranks):

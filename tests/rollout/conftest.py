@@ -19,6 +19,7 @@ from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tools.make_tiny_model import make_tiny_model
 
 CPU_SERVER = ServerConfig(threads=1, memory_fraction=0.2, max_total_tokens=32768, start_timeout_s=540)
@@ -99,7 +100,8 @@ def reference(tmp_path_factory) -> Reference:
 @pytest.fixture(scope="session")
 def server(reference, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "sglang.log"
+    options = {"routes": True, "pruning": True, "pythonpath": [SERVER_PYTHONPATH]}
     with RolloutServer(
-        reference.folder, CPU_SERVER, dtype="fp32", context_length=512, routes=True, log_path=log
+        reference.folder, CPU_SERVER, dtype="fp32", context_length=512, log_path=log, **options
     ) as running:
         yield running

@@ -7,32 +7,49 @@ import pytest
 
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.trainer.packing import Sample
 from tests.ranks import run_ranks
 from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect, prefill_log_probs
 
 
-def trainer_log_probs(
-    model: str, precision: str, sequences: list[list[int]], temperature: float = 1.0
-) -> list[np.ndarray]:
-    """Per sequence [n - 1], from the trainer's scoring pass over packed micro-batches. Runs in a process of its own."""
+def trainer_log_probs(model: str, asked: list[tuple[str, list[Sample], SamplingSupport]]) -> list[list]:
+    """For each (precision, samples, support): per sample [response_length], from the trainer's scoring pass over packed
+    micro-batches. Runs in a process of its own."""
     from megatron_rl.config import build_config
     from megatron_rl.trainer import parallel
-    from megatron_rl.trainer.packing import Sample
     from megatron_rl.trainer.trainer import build_trainer
 
-    config = build_config(
-        {"model": {"path": model}, "batch": {"tokens_per_micro_batch": 256}, "precision": {"train": precision}}
-    )
-    ranks = parallel.initialize(config.parallel, config.seed)
-    trainer = build_trainer(config, ranks, total_updates=1, temperature=temperature)
-    batches = trainer.pack([Sample.demonstration(sequence[:1], sequence[1:]) for sequence in sequences])
-    trainer.score(batches, "scored")
-    found = {}
-    for batch in batches:
-        for row, sample in enumerate(batch.samples):
-            found[sample] = batch.scored["scored"][batch.sequence_ids == row].float().numpy()
-    assert len(batches) > 1
-    return [found[i][: len(sequence) - 1] for i, sequence in enumerate(sequences)]
+    trainers, everything = {}, []
+    for precision, samples, support in asked:
+        if precision not in trainers:
+            values = {"model": {"path": model}, "batch": {"tokens_per_micro_batch": 256}}
+            config = build_config(values | {"precision": {"train": precision}})
+            ranks = (
+                next(iter(trainers.values())).ranks if trainers else parallel.initialize(config.parallel, config.seed)
+            )
+            trainers[precision] = build_trainer(config, ranks, total_updates=1, support=support)
+        trainer = trainers[precision]
+        trainer.support = support
+        batches = trainer.pack(samples)
+        trainer.score(batches, "scored")
+        found = {}
+        for batch in batches:
+            for row, sample in enumerate(batch.samples):
+                found[sample] = batch.scored["scored"][(batch.sequence_ids == row) & batch.mask].float().numpy()
+        assert len(batches) > 1
+        everything.append([found[i] for i in range(len(samples))])
+    return everything
+
+
+def ask_trainer(reference, *asked: tuple[str, list[Sample], SamplingSupport]) -> list[list[np.ndarray]]:
+    [found] = run_ranks(1, "tests.rollout.test_agreement:trainer_log_probs", (str(reference.folder), asked))
+    return found
+
+
+def gap(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    """Mean of (log ratio)^2 / 2: the KL to second order, for tokens that nobody sampled."""
+    d = np.concatenate(ours) - np.concatenate(theirs)
+    return float(np.mean(d**2) / 2)
 
 
 @pytest.mark.parametrize(("dtype", "median", "largest"), [("fp32", 1e-5, 1e-5), ("bf16", 0.01, 0.1)])
@@ -46,7 +63,13 @@ def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request,
             reference.folder, CPU_SERVER, dtype=dtype, context_length=512, log_path=tmp_path / "log"
         ) as server:
             served = prefill_log_probs(client_of(server), sequences)
-    [trained] = run_ranks(1, f"{__name__}:trainer_log_probs", (str(reference.folder), dtype, sequences))
+    samples = [Sample.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
+    regimes = [dtype] if dtype == "fp32" else [dtype, "fp8_blockwise", "fp8_tensorwise"]
+    trained, *in_fp8 = ask_trainer(reference, *((regime, samples, SamplingSupport()) for regime in regimes))
+    for regime, found in zip(regimes[1:], in_fp8, strict=True):
+        factor = gap(found, served) / gap(trained, served)
+        print(f"{regime}: {gap(found, served):.2g}, {factor:.0f} times that of {dtype}")
+        assert factor > 5
     assert sum(map(len, served)) == sum(len(sequence) - 1 for sequence in sequences)
     assert_agree(trained, served, median=median, largest=largest)
     assert np.std(np.concatenate(served)) > 0.05, "log-probs too alike for a comparison"
@@ -59,7 +82,6 @@ def test_trainer_agrees_with_what_was_sampled_at_a_temperature(server, reference
     trajectories, _ = collect(
         client_of(server), prompts, SamplingSupport(temperature=0.6), samples_per_prompt=2, max_new_tokens=24
     )
-    sequences = [t.tokens.tolist() for t in trajectories]
-    [trained] = run_ranks(1, f"{__name__}:trainer_log_probs", (str(reference.folder), "fp32", sequences, 0.6))
-    ours = [one[t.prompt_length - 1 :] for one, t in zip(trained, trajectories, strict=True)]
+    samples = [Sample.from_trajectory(t, 0.0) for t in trajectories]
+    [ours] = ask_trainer(reference, ("fp32", samples, SamplingSupport(temperature=0.6)))
     assert_agree(ours, [t.log_probs for t in trajectories], median=1e-5, largest=1e-5)

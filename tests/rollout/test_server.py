@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import ServerConfig, build_config
-from megatron_rl.engine import Engine
+from megatron_rl.engine import Engine, _check_served
 from megatron_rl.errors import UserError
+from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, find_python
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
@@ -115,6 +117,32 @@ def test_weights_that_are_not_served_as_they_are_pushed_are_refused(family, chan
     config = build_config({"model": {"path": str(folder)}, "rollout": {"context_length": 64}})
     with pytest.raises(UserError, match=message):
         Engine(config, "ask").__enter__()
+
+
+def test_fp8_folders_that_sglang_would_refuse(tmp_path, monkeypatch):
+    """On a GPU by the tensor's name; without one any sizes are rounded alike."""
+    folder = make_tiny_model("qwen3_moe", tmp_path / "model")
+    config = build_config({"model": {"path": str(folder)}, "precision": {"rollout": "fp8"}})
+    _check_served(config, read_hf_config(folder))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UserError, match=r"fp8: model.layers.0.\S+.weight has \d+ rows: SGLang wants multiples of 128"):
+        _check_served(config, read_hf_config(folder))
+
+
+def test_flags_of_an_fp8_server(tmp_path, monkeypatch):
+    """On a GPU SGLang's FP8 layers, to be filled by the first push; without one it serves bf16."""
+    settings = {"dtype": "fp8", "predictor": True, "feature_stride": 4}
+    server = RolloutServer(tmp_path, ServerConfig(python=sys.executable), **settings)
+    command = server.command()
+    assert command[command.index("--dtype") + 1] == "bfloat16" and "--load-format" not in command
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    command = server.command()
+    values = dict(pairwise(command))
+    assert (values["--dtype"], values["--load-format"]) == ("bfloat16", "dummy")
+    assert values["--fp8-gemm-backend"] == values["--moe-runner-backend"] == "triton"
+    overrides = json.loads(values["--json-model-override-args"])
+    assert overrides["router_feature_stride"] == 4
+    assert overrides["quantization_config"]["weight_block_size"] == [128, 128]
 
 
 def test_a_server_that_cannot_start_says_why(reference, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from megatron_rl.config import Config, build_config
 from megatron_rl.models.router import routers
 from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.replay import RoutePass, RouteTable
 from megatron_rl.routing.table import RouteShape, route_dtype
 from megatron_rl.trainer import parallel
@@ -72,15 +73,13 @@ def make_config(model: str, overrides: dict, source: str) -> Config:
 
 def make_trainer(config: Config) -> Trainer:
     ranks = parallel.initialize(config.parallel, config.seed)
-    return build_trainer(config, ranks, total_updates=config.steps, temperature=0.7)
+    return build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport(0.7))
 
 
 def update(trainer: Trainer, batches, *, learn: bool = False) -> tuple[dict[str, float], list[torch.Tensor]]:
     """One update by the policy's own objective; returns its sums, and the log-probs of each micro-batch at its start."""
     seen: dict[int, torch.Tensor] = {}
-    objective = partial(
-        policy_objective, trainer.config.algorithm, trainer.scale(batches), all_reduce=trainer.context_sum
-    )
+    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
 
     def watch(batch, values):
         seen.setdefault(id(batch), values[0].detach().clone())

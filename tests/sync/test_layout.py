@@ -139,11 +139,26 @@ def deepseek(world: World) -> None:
     world.experts(f"{LAYER}.mlp.experts")
 
 
+def with_scales(family):
+    """Every matrix in FP8 beside it: scales stand for what they belong to, in blocks of 2 x 2 here."""
+
+    def build(world: World) -> None:
+        family(world)
+        for tensors in (world.pushed, *world.ranks):
+            for name in [n for n in tensors if re.search(r"proj.*weight$|experts.*weight$", n)]:
+                scale = tensors[name][..., ::2, ::2].contiguous()
+                tensors[f"{name}_scale_inv"] = scale
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    build.__name__ = f"{family.__name__}_fp8"
+    return build
+
+
 FAMILIES = [dense, qwen3_moe, mixtral, deepseek]
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *map(with_scales, FAMILIES)])
 def test_what_was_pushed_is_what_is_found(family, tp, ep):
     """Also key-value heads shared by ranks (tp 4), the padded vocabulary, and whole experts on each rank."""
     world = World(tp, ep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,15 +10,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "routing_ablation.py"
-
-
-@pytest.fixture(scope="module")
-def ablation():
-    spec = importlib.util.spec_from_file_location("routing_ablation", SCRIPT)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
 
 
 def write_log(folder: Path, steps: int, scale: float) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algorithms.losses import POINTWISE
 from megatron_rl.config import Config, build_config
+from megatron_rl.panel import panel_metrics
+from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import policy_objective
+from megatron_rl.trainer.objective import is_pointwise, policy_objective
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
@@ -24,8 +26,10 @@ TEMPERATURE = 0.7
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-def make_samples(seed: int, count: int, vocab: int) -> list[Sample]:
+def make_samples(seed: int, count: int, vocab: int, *, kept: bool = False) -> list[Sample]:
     """Random sequences of 4..40 tokens with random masks, rollout log-probs and advantages.
+
+    kept: they were sampled from small random sets of tokens.
 
     Without the special tokens: the padding token's embedding is zero, and RMSNorm's gradient there is a thousandfold.
     """
@@ -42,6 +46,9 @@ def make_samples(seed: int, count: int, vocab: int) -> list[Sample]:
                 advantage=float(rng.normal()),
             )
         )
+        if kept:
+            chosen = samples[-1].tokens[prompt:]
+            samples[-1].kept = [np.union1d(rng.choice(vocab, 8), token).astype(np.int32) for token in chosen]
     return samples
 
 
@@ -60,7 +67,8 @@ def make_config(model: str, overrides: dict) -> Config:
 
 def make_trainer(config: Config) -> Trainer:
     ranks = parallel.initialize(config.parallel, config.seed)
-    return build_trainer(config, ranks, total_updates=config.steps, temperature=TEMPERATURE)
+    support = SamplingSupport(TEMPERATURE, min_p=config.pruning.rho if config.pruning.enabled else 0.0)
+    return build_trainer(config, ranks, total_updates=config.steps, support=support)
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
@@ -96,9 +104,10 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
             result["scored"] = gather_scored(trainer, batches, mine_index, "old")
             for batch in batches:  # make ratios differ from 1, the same in every layout
                 if "old" in batch.scored:
-                    batch.scored["old"] = batch.scored["old"] + 0.5 * torch.sin(7.0 * batch.scored["old"])
+                    old = batch.scored["old"]
+                    batch.scored["old"] = torch.where(old.isfinite(), old + 0.5 * torch.sin(7.0 * old), old)
         scale = trainer.scale(batches)
-        objective = partial(policy_objective, config.algorithm, scale, all_reduce=trainer.context_sum)
+        objective = partial(policy_objective, config, scale, all_reduce=trainer.context_sum)
         captured: dict = {}
         step = trainer._step
         if update == 0:
@@ -106,10 +115,13 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
                 captured.update(grads=whole_gradients(trainer)),
                 step(),
             )[1]
-        metrics = trainer.update(batches, objective, pointwise=config.algorithm.loss in POINTWISE)
+        metrics = trainer.update(batches, objective, pointwise=is_pointwise(config))
         trainer._step = step
         if update == 0:
             result |= {"metrics": metrics, "grads": captured["grads"], "micro_batches": len(batches)}
+            task = SimpleNamespace(weights={"correct": 1.0})
+            run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=task)
+            result["panel"] = panel_metrics(run, [batches])
     result["weights"] = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
     if dist.get_rank() != 0:
         result.pop("grads"), result.pop("weights")

@@ -14,6 +14,7 @@ def draws_around_a_load(model: str, folder: str) -> tuple[list, list]:
     import torch
 
     from megatron_rl.config import build_config
+    from megatron_rl.rollout.sampling import SamplingSupport
     from megatron_rl.trainer import checkpoint, parallel
     from megatron_rl.trainer.trainer import build_trainer
 
@@ -26,7 +27,7 @@ def draws_around_a_load(model: str, folder: str) -> tuple[list, list]:
 
     config = build_config({"model": {"path": model}, "precision": {"train": "fp32"}})
     ranks = parallel.initialize(config.parallel, config.seed)
-    trainer = build_trainer(config, ranks, total_updates=1, temperature=1.0)
+    trainer = build_trainer(config, ranks, total_updates=1, support=SamplingSupport())
     draw()  # away from the seed
     path = checkpoint.save(Path(folder), 1, trainer, ranks, extra={}, keep=1)
     first = draw()

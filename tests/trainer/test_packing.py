@@ -80,3 +80,26 @@ def test_more_micro_batches_than_sequences_are_padding_alone():
     batches = pack_all(make([(3, 4)]), 3, Layout(tensor=2, context=2))
     assert [b.num_sequences for b in batches] == [1, 0, 0]
     assert all((b.labels == IGNORED).all() and b.tokens.shape[1] % 2 == 0 for b in batches[1:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, st.sampled_from([1, 2, 4]), st.integers(0, 2**31))
+def test_kept_tokens_lie_with_their_tokens(sizes, context, seed):
+    rng = np.random.default_rng(seed)
+    samples = make(sizes, seed)
+    for sample in samples[1:]:
+        responses = len(sample.loss_mask)
+        sample.kept = [
+            rng.choice(50, int(rng.integers(1, 6)), replace=False).astype(np.int32) for _ in range(responses)
+        ]
+    for rank in range(context):
+        batch = pack(samples, list(range(len(samples))), Layout(1, context, rank))
+        if len(samples) == 1:
+            assert batch.kept is None
+            continue
+        for t in range(batch.tokens.shape[1]):
+            row, position = int(batch.sequence_ids[t]), int(batch.position_ids[0, t])
+            ids = batch.kept.ids[batch.kept.borders[t] : batch.kept.borders[t + 1]].tolist()
+            i = position + 1 - samples[row].prompt_length if row >= 0 else -1
+            known = row > 0 and 0 <= i < len(samples[row].loss_mask)
+            assert ids == (samples[row].kept[i].tolist() if known else [])

@@ -35,6 +35,21 @@ ONE_RANK = {
 ALGORITHMS = {
     "grpo": {"algorithm": {"clip_high": 0.28, "entropy_coefficient": 0.01}},
     "gspo": {"algorithm": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.01, "clip_high": 0.02}},
+    # Every part of the correction, over a vocabulary that is pruned (and, by the samples, truncated too).
+    "corrected": {
+        "pruning": {"enabled": True, "rho": 0.43},
+        "correction": {
+            "mode": "clip",
+            "level": "geometric",
+            "low": 2.0,
+            "high": 3.3,
+            "veto": 0.002,
+            "normalize": True,
+            "reject": "k3",
+            "reject_level": "token",
+            "reject_above": 4.0,
+        },
+    },
 }
 
 
@@ -63,10 +78,16 @@ def run(model, samples, world_size: int, layouts: dict[str, dict], algorithm: st
 
 def compare(name: str, reference: dict, result: dict) -> None:
     assert result["scored"].keys() == reference["scored"].keys()
-    differences = [abs(result["scored"][key] - reference["scored"][key]) for key in reference["scored"]]
+    pairs = [(result["scored"][key], reference["scored"][key]) for key in reference["scored"]]
+    differences = [0.0 if ours == theirs else abs(ours - theirs) for ours, theirs in pairs]  # -inf: outside the set
     assert max(differences) < 1e-5, f"{name}: log-probs differ by {max(differences)}"
     tokens = reference["metrics"]["tokens"]
     assert result["metrics"]["tokens"] == tokens
+    assert result["panel"].keys() == reference["panel"].keys()
+    for key, theirs in reference["panel"].items():  # quantiles are right to the width of a bin
+        bins = 0.02 if key.endswith(("p01", "p99", "p100", "median")) else 1e-4
+        ours = result["panel"][key]
+        assert ours == pytest.approx(theirs, rel=bins, abs=1e-6, nan_ok=True), f"{name}: {key} is {ours}, not {theirs}"
     for key in ("loss/policy", "entropy"):  # sums over tokens of either sign: what is rounded is their mean
         ours, theirs = (one["metrics"][key] / tokens for one in (result, reference))
         assert abs(ours - theirs) <= 1e-6 * max(1.0, abs(theirs)), f"{name}: {key} is {ours}, one process has {theirs}"
@@ -83,10 +104,18 @@ def compare(name: str, reference: dict, result: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(model, samples):
+def truncated():
+    """Of one seed: a logit within rounding of the safe set's border is in the set of one layout and not of another."""
+    return make_samples(7, SAMPLES, 64, kept=True)
+
+
+@pytest.fixture(scope="module")
+def reference(model, samples, truncated):
     results = run(model, samples, 1, ONE_RANK, "grpo")
-    chunks = {"gspo": {}, "gspo_head_in_chunks": {"model": {"head_chunk_tokens": 5}}}
-    return results | run(model, samples, 1, chunks, "gspo")
+    for algorithm, those in (("gspo", samples), ("corrected", truncated)):
+        chunks = {algorithm: {}, f"{algorithm}_head_in_chunks": {"model": {"head_chunk_tokens": 5}}}
+        results |= run(model, those, 1, chunks, algorithm)
+    return results
 
 
 def test_micro_batches_and_recompute_do_not_change_the_update(reference):
@@ -111,3 +140,16 @@ def test_sequence_ratios_over_split_sequences(model, samples, reference):
     layouts = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
     for name, result in run(model, samples, 2, layouts, "gspo").items():
         compare(name, reference["gspo"], result)
+
+
+def test_corrected_and_pruned_over_split_sequences_and_vocabularies(model, truncated, reference):
+    """Sequence ratios and the veto over context-parallel ranks, safe and kept sets over tensor-parallel ones."""
+    whole = reference["corrected"]
+    outside = np.mean([value == -np.inf for value in whole["scored"].values()])
+    assert 0.01 < outside < 0.5, f"{outside:.2f} of the tokens outside the safe set"
+    shares = {key: whole["panel"][f"corrected/{key}"] for key in ("vetoed", "rejected", "bounded")}
+    assert all(0.01 < share < 0.9 for share in shares.values()), f"{shares}: not every part has something to do"
+    compare("corrected_head_in_chunks", whole, reference["corrected_head_in_chunks"])
+    layouts = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2", "dp2_distributed_optimizer")}
+    for name, result in run(model, truncated, 2, layouts, "corrected").items():
+        compare(name, whole, result)

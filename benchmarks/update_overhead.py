@@ -1,0 +1,134 @@
+"""Scoring and updates of one rollout batch in several variants, in turns on the same batch. One JSON line.
+
+Started by `benchmarks/step.py --compare`. A variant is a source of routes (free, recorded, ...), or, with free routes, pruned
+(the vocabulary, with the default rho) or corrected (masked importance sampling with the veto). Variants take turns in one
+process, because a machine's speed wanders by more than what is looked for; the figures are medians over rounds of each
+variant's own seconds, and of the difference to the first variant in the same round, with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import replace
+from functools import partial
+from typing import get_args
+
+import numpy as np
+
+from megatron_rl.config import CorrectionConfig, PruningConfig, build_config
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.routing.replay import PREDICTING, RouteSource
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
+from megatron_rl.trainer.packing import Batch, Sample
+from megatron_rl.trainer.trainer import Trainer, build_trainer
+
+WARM_UP = 2
+
+
+def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    return [
+        Sample(
+            tokens=rng.integers(4, vocab, prompt + new).astype(np.int32),
+            prompt_length=prompt,
+            loss_mask=np.ones(new, bool),
+            rollout_log_probs=np.zeros(new, np.float32),
+            advantage=float(rng.normal()),
+        )
+        for _ in range(count)
+    ]
+
+
+def use(trainer: Trainer, variant: str) -> None:
+    source = variant if variant in get_args(RouteSource) else "free"
+    pruning, correction = PruningConfig(enabled=variant == "pruned"), CorrectionConfig()
+    if variant == "corrected":
+        correction = CorrectionConfig(mode="mask", low=0.5, high=2.0, veto=1e-4)
+    changes = {"routing": replace(trainer.config.routing, source=source), "pruning": pruning, "correction": correction}
+    trainer.config = replace(trainer.config, **changes)
+    trainer.support = SamplingSupport.from_config(trainer.config.rollout.sampling, pruning)
+
+
+def one_round(
+    trainer: Trainer, samples: list[Sample], updates: int, variants: list[str]
+) -> dict[str, dict[str, float]]:
+    """By variant: seconds of packing and scoring, and of all updates, of one rollout batch each.
+
+    Variants take turns at every update, each time in another order: what is compared lies a fraction of a second apart.
+    """
+    seconds = {variant: {"score": 0.0, "train": 0.0} for variant in variants}
+    per_update = len(samples) // updates
+    packed: dict[tuple[str, int], list[Batch]] = {}
+
+    for index in range(updates):
+        for variant in random.sample(variants, len(variants)):
+            use(trainer, variant)
+            start = time.perf_counter()
+            batches = packed[variant, index] = trainer.pack(samples[index * per_update : (index + 1) * per_update])
+            if name := score_before(trainer.config):
+                trainer.score(batches, name)
+            seconds[variant]["score"] += time.perf_counter() - start
+    for index in range(updates):
+        for variant in random.sample(variants, len(variants)):
+            use(trainer, variant)
+            start = time.perf_counter()
+            batches = packed[variant, index]
+            objective = partial(
+                policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum
+            )
+            learn = index > 0 and variant in PREDICTING
+            trainer.update(batches, objective, pointwise=is_pointwise(trainer.config), learn_routes=learn)
+            seconds[variant]["train"] += time.perf_counter() - start
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--sequences", type=int, required=True)
+    parser.add_argument("--prompt-tokens", type=int, required=True)
+    parser.add_argument("--new-tokens", type=int, required=True)
+    parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--micro-batch-tokens", type=int, required=True)
+    parser.add_argument("--precision", required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--variants", nargs="+", required=True)
+    args = parser.parse_args()
+
+    # Built with predictors; a variant that does not predict never looks at them.
+    config = build_config(
+        {
+            "steps": 1_000_000,
+            "model": {"path": args.model},
+            "batch": {"tokens_per_micro_batch": args.micro_batch_tokens, "updates_per_step": args.updates},
+            "precision": {"train": args.precision},
+            "optimizer": {"lr": 1e-7},
+            "routing": {"source": "predicted" if args.updates > 1 else "free"},
+        }
+    )
+    ranks = parallel.initialize(config.parallel, config.seed)
+    trainer = build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport())
+    vocab = trainer.model.hf_config.vocab_size
+    samples = make_samples(args.sequences, args.prompt_tokens, args.new_tokens, vocab)
+    rounds = []
+    for _ in range(WARM_UP + args.rounds):
+        rounds.append(one_round(trainer, samples, args.updates, args.variants))
+    rounds = rounds[WARM_UP:]
+    first = args.variants[0]
+    result = {}
+    for variant in args.variants:
+        whole = [sum(one[variant].values()) for one in rounds]
+        added = [a - sum(one[first].values()) for a, one in zip(whole, rounds, strict=True)]
+        result[variant] = {part: statistics.median(one[variant][part] for one in rounds) for part in ("score", "train")}
+        low, result[variant]["added_s"], high = statistics.quantiles(added, n=4)
+        result[variant]["added_quartiles_s"] = [low, high]
+    print(json.dumps({"rounds": len(rounds), "variants": result}))
+
+
+if __name__ == "__main__":
+    main()

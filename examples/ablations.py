@@ -1,0 +1,164 @@
+"""What the ablation scripts share: one warm start, runs that are started where they are missing, and their seeds' spread.
+
+A run is done when its log has its last step; what is done is not run again, and a run that was stopped starts anew. Results
+are written whenever a script ends, of all runs that are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CLI = [sys.executable, "-m", "megatron_rl.cli"]
+LONGEST_S = 3600
+"""Of one run."""
+Settings = dict[str, object]
+"""Dotted config keys -> values."""
+Figures = Mapping[str, float | None]
+"""Of one run; None where one does not apply."""
+
+
+def call(command: list[str], log: Path) -> None:
+    """Run a command with its output in a file. Errors: SystemExit with the last line of it, or where it takes too long."""
+    name = Path(sys.argv[0]).stem
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with log.open("w") as file:
+            done = subprocess.run(
+                command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, timeout=LONGEST_S, check=False
+            )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{name}: {' '.join(command[2:6])} took over {LONGEST_S} s [{log}]") from None
+    if done.returncode:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        raise SystemExit(f"{name}: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
+
+
+def flags(settings: Settings) -> list[str]:
+    return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+
+
+def warm_start(root: Path, model_flags: Sequence[str] = ()) -> Path:
+    """The quickstart's model after its SFT, made once: what all runs start from."""
+    out = root / "sft" / "hf"
+    if not out.is_dir():
+        print("warm start", flush=True)
+        model = root / "model"
+        tool = [sys.executable, "tools/make_tiny_model.py", "--preset", "quickstart", str(model), *model_flags]
+        call(tool, root / "model.log")
+        settings = {"name": "sft", "runs_dir": root, "model.path": model}
+        call([*CLI, "sft", "configs/quickstart_sft.yaml", *flags(settings)], root / "sft.log")
+    return out
+
+
+def last_step(folder: Path) -> int:
+    return max((line["step"] for line in read_json_lines(folder / METRICS_FILE)), default=-1)
+
+
+def train(name: str, root: Path, steps: int, settings: Settings) -> float:
+    """One run of the quickstart's config. Seconds that it took; 0 where it was done before."""
+    folder = root / name
+    if last_step(folder) == steps:
+        return 0.0
+    shutil.rmtree(folder, ignore_errors=True)
+    own = {"name": name, "runs_dir": root, "steps": steps, "logging.tensorboard": "false"}
+    start = time.monotonic()
+    call([*CLI, "train", "configs/quickstart.yaml", *flags(own | settings)], root / f"{name}.log")
+    shutil.rmtree(folder / "checkpoints")
+    return time.monotonic() - start
+
+
+def mean_and_spread(values: list[float], form: str, sign: str = "") -> str:
+    """Mean and, of several values, standard deviation; nothing of none."""
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}{form}}{spread}" if values else ""
+
+
+def mean_of(name: str, lines: Sequence[Mapping]) -> float | None:
+    """Of a metric over the lines of a log that have it."""
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def markdown(
+    labels: Sequence[str],
+    columns: Mapping[str, tuple[str, str]],
+    rows: Iterable[tuple[Sequence[object], Sequence[Figures]]],
+    sign: str = "",
+) -> str:
+    """A table. columns: name of a figure -> (title, format); rows: cells of the `labels`, and the figures of each seed."""
+    lines = ["| " + " | ".join([*labels, "seeds", *(title for title, _ in columns.values())]) + " |"]
+    lines.append("|---" * (len(columns) + len(labels) + 1) + "|")
+    for cells, seeds in rows:
+        found = {name: [figures[name] for figures in seeds if figures[name] is not None] for name in columns}
+        spreads = [mean_and_spread(found[name], form, sign) for name, (_, form) in columns.items()]
+        lines.append("| " + " | ".join([*map(str, cells), str(len(seeds)), *spreads]) + " |")
+    return "\n".join(lines)
+
+
+def save(
+    out: Path, stem: str, steps: int, minutes: Mapping[str, float], results: Mapping[str, dict], text: str
+) -> None:
+    """Write out/{stem}.json, run by run, and out/{stem}.md; and print the tables."""
+    out.mkdir(parents=True, exist_ok=True)
+    taken = round(sum(minutes.get(name, 0.0) for name in results), 1)
+    summary = {"steps": steps, "minutes": taken, "runs": results}
+    (out / f"{stem}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (out / f"{stem}.md").write_text(text + "\n")
+    print(text)
+
+
+def make_parser(prog: str, description: str, *, steps: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"{prog}.sh", description=description)
+    parser.add_argument("--steps", type=int, default=steps, help="rollout batches of a run")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / prog, help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of runs, e.g. those of one seed")
+    return parser
+
+
+def check_names(parser: argparse.ArgumentParser, args: argparse.Namespace, every: Sequence[str]) -> None:
+    """Ends the program where --only names a run that does not exist."""
+    if unknown := [name for name in args.only or () if name not in every]:
+        parser.error(f"no run is called {' or '.join(unknown)}; there are {', '.join(every)}")
+
+
+def run_all(
+    args: argparse.Namespace,
+    plans: Mapping[str, Settings],
+    write_results: Callable[[Path, Path, int, dict[str, float]], None],
+) -> None:
+    """Train what is missing of `plans` (name -> settings), then write_results(folder of the runs, out, steps, minutes).
+
+    Ends in order on SIGTERM: the run that goes on is ended, and starts anew next time.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, with which the run that goes on is ended
+    root = (REPOSITORY / args.runs).resolve() / f"{args.steps}_steps"  # runs of another length are others
+    root.mkdir(parents=True, exist_ok=True)
+    taken = root / "minutes.json"
+    minutes = json.loads(taken.read_text()) if taken.exists() else {}
+    try:
+        for number, (name, settings) in enumerate(plans.items(), 1):
+            seconds = train(name, root, args.steps, settings)
+            if seconds:
+                minutes[name] = seconds / 60
+                taken.write_text(json.dumps(minutes))
+            print(f"{number}/{len(plans)} {name}: {f'{seconds:.0f} s' if seconds else 'was done'}", flush=True)
+    finally:
+        write_results(root, args.out, args.steps, minutes)
+
+
+def use_all_cores() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))

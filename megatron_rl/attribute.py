@@ -1,0 +1,213 @@
+"""`megatron-rl report RUN --attribute`: how much of the mismatch KL each source carries.
+
+A recorded batch (rollout.record) is scored again with the weights that it was sampled from, as the run scored it and with
+one source of the mismatch removed at a time, on the trainer's side: the experts those of the engine, the tokens outside
+the safe set left out, attention in fp64, all products in fp32. What no removal takes away is the engine's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.algorithms.correction import divergence
+from megatron_rl.algorithms.losses import sequence_sums
+from megatron_rl.config import Config, KLConfig, OptimizerConfig, load_config
+from megatron_rl.errors import UserError
+from megatron_rl.metrics import attribution
+from megatron_rl.metrics.attribution import Attribution, Source
+from megatron_rl.models.attention import CoreAttention
+from megatron_rl.models.parallel_check import check_parallel, read_hf_config
+from megatron_rl.models.precision import check_precision, this_machine
+from megatron_rl.rollout.record import load_trajectories
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.routing.replay import FROM_ENGINE
+from megatron_rl.trainer import checkpoint, parallel
+from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.trainer import Trainer, build_trainer
+
+_RECORD = re.compile(r"step_(\d+)\.rank\d+\.npz")
+
+
+def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attribution | None:
+    """Write the run's attribution.json; returns what is in it on the first process. Every process calls it.
+
+    step: 0-based, by default the newest that has both its rollouts and its weights; overrides: of the run's config.
+    Errors: UserError naming what the run lacks.
+    """
+    if not (run / "config.yaml").exists():
+        raise UserError(f"report: {run} holds no run (no config.yaml)")
+    config = load_config(run / "config.yaml", overrides)
+    step, weights = _choose(run, config, step)
+    check_precision(config.precision, this_machine(), rolls_out=False)
+    check_parallel(read_hf_config(config.model.path), config.parallel, int(os.environ.get("WORLD_SIZE", 1)))
+    ranks = parallel.initialize(config.parallel, config.seed)
+    try:
+        found = attribute(config, ranks, _recorded(run, step), weights, step)
+    finally:
+        parallel.shutdown()
+    if ranks.rank:
+        return None
+    attribution.save(found, run)
+    return found
+
+
+def _choose(run: Path, config: Config, step: int | None) -> tuple[int, Path | None]:
+    """A recorded step, and the checkpoint of the weights that sampled it (None: the model folder's own)."""
+    recorded = {int(m[1]) for path in (run / "rollouts").glob("*.npz") if (m := _RECORD.fullmatch(path.name))}
+    if not recorded:
+        raise UserError(f"report: {run} has no recorded rollouts; set rollout.record: true and run it again")
+    saved = {
+        int(path.name.removeprefix("step_")): path for path in checkpoint.complete_checkpoints(run / "checkpoints")
+    }
+    start = Path(config.checkpoint.load) if config.checkpoint.load else None
+    weights: dict[int, Path | None] = {0: start, **saved}
+    usable = sorted(recorded & weights.keys())
+    if step is None and usable:
+        step = usable[-1]
+    if step not in usable:
+        asked = "" if step is None else f" --step {step}:"
+        has = f"steps {', '.join(map(str, usable))} have both" if usable else "no step has both"
+        raise UserError(
+            f"report:{asked} a step needs its rollouts and the checkpoint of its weights, and {has};"
+            " checkpoint.every and checkpoint.keep say which are kept"
+        )
+    return step, weights[step]
+
+
+def _recorded(run: Path, step: int) -> list[Trajectory]:
+    paths = sorted((run / "rollouts").glob(f"step_{step:06d}.rank*.npz"))
+    return [trajectory for path in paths for trajectory in load_trajectories(path)]
+
+
+def attribute(
+    config: Config, ranks: parallel.Ranks, trajectories: list[Trajectory], weights: Path | None, step: int
+) -> Attribution:
+    """Score `trajectories` of step `step` with each source removed. Every process calls it with the same arguments."""
+    usable = [t for t in trajectories if {span.version for span in t.weight_spans} == {str(step)} and t.loss_mask.any()]
+    if not usable:
+        raise UserError(f"report: no recorded response of step {step} was sampled from that step's weights alone")
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    try:
+        support.check_recorded(usable[0].support)
+    except ValueError as error:
+        raise UserError(f"report: the responses of step {step} were {error}") from None
+    samples = [Sample.from_trajectory(t, 0.0) for t in usable[ranks.data_rank :: ranks.data_size]]
+    replayed = config.routing.source in FROM_ENGINE
+    config = _scoring_alone(config)
+    have_routes = any(t.routes is not None for t in usable)
+
+    own = _Scorer(config, ranks, samples, weights)
+    base = own.score(replay=replayed)
+    removed: dict[str, tuple[str, torch.Tensor | None]] = {}
+    if own.trainer.layout.routes is None:
+        fused = config.model.moe_router_fusion
+        removed["routes"] = "the fused router knows no replay" if fused else "a dense model has none", None
+    elif replayed:
+        removed["routes"] = "the run replays the engine's already", None
+    elif not have_routes:
+        removed["routes"] = "not recorded: set rollout.routes: true", None
+    else:
+        removed["routes"] = "experts of the engine replayed", own.score(replay=True)
+    rho = config.pruning.rho
+    if config.pruning.enabled:
+        removed["tail"] = "the run prunes it already", None
+    elif any(t.kept is not None for t in usable):
+        removed["tail"] = "the sampler truncates it already", None
+    else:
+        removed["tail"] = f"tokens below {rho:.2g} of the likeliest left out", own.score(replay=replayed, rho=rho)
+    removed["attention"] = "attention in fp64", own.score(replay=replayed, exact_attention=True)
+    dtypes = [p.dtype for chunk in own.trainer.chunks for p in chunk.parameters()]
+    del own
+
+    exact = config
+    if config.precision.train == "fp32":
+        removed["precision"] = "the run trains in fp32 already", None
+    else:
+        exact = replace(config, precision=replace(config.precision, train="fp32"))
+    best = _Scorer(exact, ranks, samples, weights)
+    best.round_weights(dtypes)
+    if exact is not config:
+        removed["precision"] = f"fp32 in place of {config.precision.train}", best.score(replay=replayed)
+    replay = replayed or removed["routes"][1] is not None
+    everything = best.score(replay=replay, rho=rho if removed["tail"][1] is not None else None, exact_attention=True)
+    removed["all"] = "all of the above together", everything
+
+    tokens = sum(int(t.loss_mask.sum()) for t in usable)
+    sums = {
+        name: _everywhere(ranks, values)
+        for name, (_, values) in {"": ("", base), **removed}.items()
+        if values is not None
+    }
+    sources = [
+        attribution.source(name, how, sums[""], sums[name], tokens) if name in sums else Source(name, how, None)
+        for name, (how, _) in removed.items()
+    ]
+    kl = float(sums[""].sum()) / tokens
+    return Attribution(step, tokens, len(usable), len(trajectories) - len(usable), kl, sources)
+
+
+def _scoring_alone(config: Config) -> Config:
+    """Without what only training needs, or refuses for a single update."""
+    algorithm = replace(config.algorithm, kl=KLConfig())
+    routing = replace(config.routing, source="free", features="trainer")
+    return replace(config, algorithm=algorithm, routing=routing, optimizer=OptimizerConfig())
+
+
+def _everywhere(ranks: parallel.Ranks, mine: torch.Tensor) -> torch.Tensor:
+    return torch.cat(ranks.gather(mine))
+
+
+class _Scorer:
+    """A trainer that only scores, always the same samples."""
+
+    def __init__(self, config: Config, ranks: parallel.Ranks, samples: list[Sample], weights: Path | None) -> None:
+        support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+        self.trainer: Trainer = build_trainer(config, ranks, total_updates=1, support=support)
+        if weights is not None:
+            checkpoint.load_weights(weights, self.trainer)
+        self.batches = self.trainer.pack(samples)
+
+    @torch.no_grad()
+    def round_weights(self, dtypes: list[torch.dtype]) -> None:
+        """To the weights of a trainer with parameters of these types, which are those that the engine was given."""
+        parameters = (p for chunk in self.trainer.chunks for p in chunk.parameters())
+        for parameter, dtype in zip(parameters, dtypes, strict=True):
+            parameter.copy_(parameter.to(dtype))
+
+    def score(self, *, replay: bool, rho: float | None = None, exact_attention: bool = False) -> torch.Tensor:
+        """Sums of k3 over this rank's sequences [S]; empty on ranks whose results do not count.
+
+        rho: tokens outside that safe set count nothing.
+        """
+        trainer = self.trainer
+        trainer.config = replace(
+            trainer.config, routing=replace(trainer.config.routing, source="rollout" if replay else "free")
+        )
+        for module in self._attentions():
+            module.in_fp64 = exact_attention
+        trainer.score(self.batches, "scored")
+        if rho is not None:
+            support, trainer.support = trainer.support, replace(trainer.support, min_p=rho)
+            trainer.score(self.batches, "pruned")
+            trainer.support = support
+        sums = [self._sums(batch, rho is not None) for batch in self.batches if "scored" in batch.scored]
+        counts = trainer.reports and trainer.layout.context_rank == 0
+        return torch.cat(sums).cpu() if counts and sums else torch.zeros(0, dtype=torch.float64)
+
+    def _sums(self, batch, pruned: bool) -> torch.Tensor:
+        d = batch.scored["scored"].double() - batch.rollout_log_probs.double()
+        counted = batch.mask & d.isfinite()
+        if pruned:
+            counted &= batch.scored["pruned"] > -torch.inf
+        k3 = torch.where(counted, divergence(torch.where(counted, d, 0.0), "k3"), 0.0)
+        return self.trainer.context_sum(sequence_sums(k3, batch.sequence_ids, batch.num_sequences))
+
+    def _attentions(self) -> Iterable[CoreAttention]:
+        return (m for chunk in self.trainer.chunks for m in chunk.modules() if isinstance(m, CoreAttention))

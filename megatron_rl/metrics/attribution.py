@@ -1,0 +1,109 @@
+"""How much of a mismatch each of its sources carries: the shares, and their table for the terminal and the report."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+ATTRIBUTION_FILE = "attribution.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One thing in which trainer and engine differ, and what is left of the mismatch without it."""
+
+    name: str
+    """routes | tail | attention | precision | all"""
+    removed_by: str
+    """What was done in its place; or why it could not be removed."""
+    kl: float | None
+    """k3 estimate of KL(engine || trainer) without it, nats per token; None: not removed."""
+    share: float | None = None
+    """Of the whole KL that went with it; below 0 where the mismatch grew."""
+    error: float | None = None
+    """Standard error of the share, over the batch's sequences."""
+
+
+@dataclass(frozen=True)
+class Attribution:
+    step: int
+    tokens: int
+    sequences: int
+    left_out: int
+    """Sequences that other weights have sampled too."""
+    kl: float
+    """As the run scores it."""
+    sources: list[Source]
+
+
+def source(name: str, removed_by: str, before: torch.Tensor, after: torch.Tensor, tokens: int) -> Source:
+    """From the sums of k3 over each sequence [S], as it is and without the source.
+
+    The shares of sources that act independently, the engine's own among them, add up to 1, as the KL is to second order
+    half the variance of the difference of log-probs. The error is that of a ratio of two sums over independent sequences.
+    """
+    whole = float(before.sum())
+    if whole <= 0:
+        return Source(name, removed_by, float(after.sum()) / tokens)
+    gone = before - after
+    share = float(gone.sum()) / whole
+    error = math.sqrt(float((gone - share * before).square().sum())) / whole
+    return Source(name, removed_by, float(after.sum()) / tokens, share, error)
+
+
+def save(found: Attribution, run: Path) -> Path:
+    path = run / ATTRIBUTION_FILE
+    path.write_text(json.dumps(asdict(found), indent=2) + "\n")
+    return path
+
+
+def load(run: Path) -> Attribution | None:
+    """Of a run that has one."""
+    path = run / ATTRIBUTION_FILE
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text())
+    return Attribution(**values | {"sources": [Source(**one) for one in values["sources"]]})
+
+
+HEADINGS = ("without", "which is", "KL, nats per token", "share of the KL")
+
+
+def _rows(found: Attribution) -> list[tuple[str, str, str, str]]:
+    rows = [("nothing", "as the run scores it", f"{found.kl:.3g}", "")]
+    for one in found.sources:
+        share = "" if one.share is None else f"{one.share:+.1%} ± {one.error:.1%}"
+        rows.append((one.name, one.removed_by, "-" if one.kl is None else f"{one.kl:.3g}", share))
+    return rows
+
+
+def _title(found: Attribution) -> str:
+    left_out = f", {found.left_out} sequences of several weights left out" if found.left_out else ""
+    return f"Sources of the mismatch at step {found.step}: {found.tokens:,} tokens in {found.sequences} sequences{left_out}"
+
+
+def table(found: Attribution) -> Table:
+    shown = Table(title=_title(found), title_justify="left")
+    for index, heading in enumerate(HEADINGS):
+        shown.add_column(heading, justify="left" if index < 2 else "right")
+    for row in _rows(found):
+        shown.add_row(*row)
+    return shown
+
+
+def section(found: Attribution) -> str:
+    """For the report's page."""
+    kinds = ("", "", ' class="n"', ' class="n"')
+    head = "".join(f"<th{kind}>{text}</th>" for kind, text in zip(kinds, HEADINGS, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{html.escape(text)}</td>" for kind, text in zip(kinds, row, strict=True)) + "</tr>"
+        for row in _rows(found)
+    )
+    title = html.escape(_title(found))
+    return f'<h2>{title}</h2><div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

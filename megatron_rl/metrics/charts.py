@@ -1,0 +1,138 @@
+"""The report's charts: which metrics share one, under which names, on which scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.metrics.logger import TIMES
+
+CHARTS: tuple[dict[str, Any], ...] = (
+    {
+        "title": "Evaluation",
+        "note": "held-out prompts: mean reward, best of n, greedy",
+        "series": {"eval/score": "score", "eval/pass@*": "pass@*", "eval/greedy": "greedy"},
+        "range": [0, 1],
+        "markers": True,
+    },
+    {"title": "Reward", "note": "mean over the step's rollouts", "series": {"reward/mean": "reward"}},
+    {"title": "Entropy", "note": "of the policy, nats per token", "series": {"entropy": "entropy"}},
+    {
+        "title": "Mismatch",
+        "note": "KL from the engine that samples to the trainer, nats per token",
+        "series": {"mismatch/kl": "KL (k3)", "corrected/kl": "of the tokens that stay in the update"},
+        "scale": "log",
+    },
+    {
+        "title": "Clip fraction",
+        "note": "tokens held back by the clip",
+        "series": {"loss/clip_fraction": "clipped"},
+        "range": [0, 0.01],
+    },
+    {"title": "Policy loss", "note": "as it is minimised", "series": {"loss/policy": "loss"}},
+    {"title": "KL to the reference", "note": "nats per token", "series": {"kl/reference": "KL"}},
+    {"title": "Response length", "note": "tokens, mean", "series": {"response/length": "tokens"}},
+    {"title": "Gradient norm", "note": "before clipping", "series": {"update/grad_norm": "norm"}, "scale": "log"},
+    {
+        "title": "Throughput",
+        "note": "prompt and response tokens per second",
+        "series": {"throughput/tokens_per_s": "tokens/s"},
+    },
+    {
+        "title": "Where a step's time goes",
+        "note": "seconds",
+        "series": {f"time/{part}_s": part for part in TIMES if part != "step"},
+        "kind": "area",
+        "wide": True,
+        "unit": "s",
+    },
+)
+"""A series "a*b" stands for all metrics "a", anything, "b"; a chart without data is left out."""
+
+MISMATCH_CHARTS: tuple[dict[str, Any], ...] = (
+    {
+        "title": "Importance ratios",
+        "note": "largest and smallest trainer / engine ratio of a token",
+        "series": {
+            "mismatch/ratio_max": "largest",
+            "mismatch/ratio_min": "smallest",
+            "corrected/weight_max": "largest weight after correction",
+        },
+        "scale": "log",
+    },
+    {
+        "title": "Effective sample size",
+        "note": "of the ratios, as a share of the tokens or of the sequences",
+        "series": {"mismatch/ess": "tokens", "mismatch/sequence_ess": "sequences"},
+        "range": [0.95, 1],
+    },
+    {
+        "title": "Chi-square divergence",
+        "note": "of the trainer from the engine: mean of (ratio - 1)^2",
+        "series": {"mismatch/chi2": "all tokens", "corrected/chi2": "tokens that stay in the update"},
+        "scale": "log",
+    },
+    {
+        "title": "Perplexity gap",
+        "note": "trainer's minus engine's, of the sampled tokens",
+        "series": {"mismatch/ppl_gap": "gap"},
+    },
+    {
+        "title": "Bias of the tail",
+        "note": "engine's minus trainer's log-prob of sampled tokens with p < 0.01; the paper predicts above 0",
+        "series": {"mismatch/tail_bias": "mean"},
+    },
+    {
+        "title": "Out of the update",
+        "note": "share of the tokens",
+        "series": {
+            "corrected/masked": "weight 0",
+            "corrected/vetoed": "by the veto",
+            "corrected/rejected": "by the rejection",
+        },
+        "range": [0, 0.01],
+    },
+    {
+        "title": "Pruned vocabulary",
+        "note": "probability outside the safe set: mean, and the largest of a step",
+        "series": {"pruning/pruned_mass": "mean", "pruning/pruned_mass_max": "largest"},
+        "scale": "log",
+    },
+)
+
+ROUTING_CHARTS: tuple[dict[str, Any], ...] = (
+    {
+        "title": "Routing agreement",
+        "note": "experts in common: replayed route and current router, mean over tokens, layers and updates",
+        "series": {"routing/agreement": "all updates", "routing/update_*/agreement": "update *"},
+        "range": [0.98, 1],
+    },
+    {
+        "title": "Route KL",
+        "note": "recorded against current router, nats per token and layer",
+        "series": {"routing/kl": "all updates", "routing/update_*/kl": "update *"},
+        "scale": "log",
+    },
+    {
+        "title": "Predictor loss",
+        "note": "as it is minimised, from the second update on",
+        "series": {"routing/predictor_loss": "all updates", "routing/update_*/predictor_loss": "update *"},
+        "scale": "log",
+    },
+    {
+        "title": "Routing staleness",
+        "note": "soft total variation between recorded and current router, 0 to 1",
+        "series": {"routing/staleness": "staleness"},
+    },
+    {
+        "title": "Engine agreement",
+        "note": "experts in common: rollout engine and trainer",
+        "series": {"routing/engine_agreement": "share"},
+        "range": [0.98, 1],
+    },
+    {
+        "title": "Tokens without a route",
+        "note": "routed freely instead",
+        "series": {"routing/fallback_tokens": "tokens"},
+    },
+)
+"""Its series after the first one are the inner updates of a rollout batch."""

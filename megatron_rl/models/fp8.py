@@ -1,0 +1,169 @@
+"""Weights in block FP8, the layout that SGLang loads: `X.weight` in e4m3 and `X.weight_scale_inv`, fp32, for its blocks.
+
+Quantised are the matrices of attention, MLPs and experts; router, embedding, head and norms stay, as SGLang has them.
+The arithmetic is nvidia-modelopt's `FP8QTensor`. Both ways out of the trainer use it: the push to an engine and
+`megatron-rl convert --quantize fp8`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_rl.errors import UserError
+
+BLOCK = 128
+E4M3_MAX = 448.0
+TINY = 2.0**-24
+SCALE = "_scale_inv"
+"""Appended to the name of a quantised weight: the name of its scales."""
+_MATRIX = re.compile(r"model\.layers\.\d+\.(?:.+\.)?(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
+_STACKED_EXPERTS = re.compile(r".+\.experts\.(gate_up_proj|down_proj)(_blocks)?")
+_FUSED = ("gate_proj", "up_proj", "w1", "w3", "q_a_proj")
+"""SGLang puts these on top of others: the border must be one of blocks, on every tensor-parallel rank."""
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+"""Likewise, but ranks may share heads; queries are a multiple of them."""
+SCALES_LOST = ("LlamaForCausalLM",)
+SGLANG = "0.5.23"
+_ROW_PARALLEL = ("o_proj", "down_proj", "w2")
+
+
+def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """[N, K] -> e4m3 [N, K] and scale_inv, fp32 [ceil(N / block), ceil(K / block)]: amax / 448 of each block.
+
+    weight ~ e4m3 * scale_inv, wrong by half a step of e4m3 at most; the last blocks may be smaller. A block without an
+    element above 2**-24 becomes zeros with scale 1.
+    """
+    from modelopt.torch.quantization.qtensor import FP8QTensor  # seconds, for who needs it
+    from modelopt.torch.quantization.utils import reduce_block_amax, reduce_block_padding
+
+    sizes = {-1: block, -2: block}
+    weight = weight.detach().float()  # modelopt would compute, and round, the scales in the weight's own dtype
+    amax = reduce_block_amax(reduce_block_padding(weight, sizes), sizes)
+    # As modelopt's fake quantisation has it, so that trainer and engine round alike (`fake_quant.py`); the scale that
+    # FP8QTensor would take is 0 for zeros, and 0 / 0 is NaN.
+    scale_inv = torch.where(amax > TINY, 1 / (E4M3_MAX / amax), 1.0)
+    quantized, _ = FP8QTensor.quantize(weight, scales=scale_inv, block_sizes=sizes)
+    return quantized._quantized_data.contiguous(), scale_inv
+
+
+def dequantize_blocks(quantized: Tensor, scale_inv: Tensor, block: int = BLOCK) -> Tensor:
+    """The inverse of quantize_blocks: fp32 [N, K]."""
+    rows, columns = quantized.shape
+    scales = scale_inv.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+    return quantized.float() * scales
+
+
+def quantized(named_tensors: Iterable[tuple[str, Tensor]], *, simulate: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face tensors with every matrix as two: its e4m3 weight and its scales.
+
+    simulate: instead as one, rounded to FP8 and back, for an engine that has no FP8 products.
+    """
+    for name, tensor in named_tensors:
+        if not is_quantized(name):
+            yield name, tensor
+            continue
+        weight, scale_inv = quantize_blocks(tensor)
+        if simulate:
+            yield name, dequantize_blocks(weight, scale_inv).to(torch.bfloat16)
+        else:
+            yield name, weight
+            yield name + SCALE, scale_inv
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a Hugging Face tensor of this name becomes FP8."""
+    return _MATRIX.fullmatch(name) is not None
+
+
+def check_served(name: str, shape: Iterable[int], tensor_parallel: int = 1) -> None:
+    """Whether SGLang takes this tensor in block FP8 (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`).
+
+    Errors: UserError naming the tensor.
+    """
+    if _STACKED_EXPERTS.fullmatch(name):
+        raise UserError(
+            f"fp8: {name} holds all experts in one tensor, which SGLang does not load in block FP8; use bf16"
+        )
+    match = _MATRIX.fullmatch(name)
+    if match is None:
+        return
+    (rows, columns), module = shape, match[1]
+    cut, whole = ("columns", columns) if module in _ROW_PARALLEL else ("rows", rows)
+    if module in _KEYS_AND_VALUES:
+        tensor_parallel = 1
+    elif module not in _FUSED and tensor_parallel == 1:
+        return
+    size = whole // tensor_parallel
+    if size % BLOCK:
+        on = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
+        raise UserError(f"fp8: {name} has {size} {cut}{on}: SGLang wants multiples of {BLOCK} (whole blocks); use bf16")
+
+
+def check_architecture(name: str) -> None:
+    """Errors: UserError for an architecture that SGLang does not serve in block FP8 whatever its sizes."""
+    if name in SCALES_LOST:
+        raise UserError(
+            f"fp8: {name}: SGLang {SGLANG} loses the scales of its blocks (it renames them weight_scale); use bf16"
+        )
+
+
+def check_folder(folder: Path, tensor_parallel: int = 1, *, simulate: bool = False) -> None:
+    """All that SGLang would refuse of a model folder, from its config and its files' headers. Errors: UserError.
+
+    simulate: for an engine that gets rounded bf16 weights, to which blocks of any size are the same.
+    """
+    if not simulate:
+        check_architecture(json.loads((folder / "config.json").read_text())["architectures"][0])
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                if not simulate or _STACKED_EXPERTS.fullmatch(name):
+                    check_served(name, opened.get_slice(name).get_shape(), tensor_parallel)
+
+
+def quantization_config(plain: Iterable[str] = ()) -> dict:
+    """What config.json says of weights in this layout. plain: names of the matrices that are not quantised."""
+    modules = [name.removesuffix(".weight") for name in plain]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": modules,
+    }
+
+
+class Export:
+    """Quantises what `Model.save_hf` or a folder streams, and completes config.json."""
+
+    def __init__(self, *, writes: bool = True) -> None:
+        """writes: whether this process keeps the tensors; others only look at names and shapes."""
+        self._writes = writes
+        self._plain: list[str] = []
+
+    def wrap(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Errors: UserError, on every process at the same tensor, for one that SGLang would refuse."""
+        checked = self._look(named_tensors)
+        return quantized(checked) if self._writes else checked
+
+    def _look(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named_tensors:
+            check_served(name, tensor.shape)
+            if tensor.dim() == 2 and name.endswith(".weight") and not is_quantized(name):
+                self._plain.append(name)
+            yield name, tensor
+
+    def complete(self, folder: Path) -> None:
+        """Name the layout in the folder's config.json. SGLang's products of FP8 weights are bf16."""
+        config = json.loads((folder / "config.json").read_text())
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
+        plain = [name for name in self._plain if not name.endswith("embed_tokens.weight")]
+        config["quantization_config"] = quantization_config(plain)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

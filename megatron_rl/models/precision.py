@@ -1,0 +1,185 @@
+"""Precision regimes of trainer and engine: one table, and one answer to the question which of them can run where.
+
+`trainer_regimes` and `rollout_regimes` answer for every regime on a given machine; the refusal at start
+(`check_precision`) and `megatron-rl doctor` print the same answers. What a machine without a GPU computes in place of FP8
+products is in `fake_quant.py` (trainer) and `fp8.py` (weights of the engine).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from packaging.version import Version
+
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.errors import UserError
+
+Capability = tuple[int, int]
+"""Of a GPU, e.g. (9, 0) for Hopper."""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How the trainer computes. fp8 regimes keep parameters in bf16, and optimizer and master weights as bf16 does."""
+
+    dtype: torch.dtype
+    """Of the parameters."""
+    recipe: str = ""
+    """Megatron's fp8_recipe; empty: no FP8."""
+    fp8: Literal["", "e4m3", "hybrid"] = ""
+    """Megatron's fp8: of all tensors, or hybrid: gradients in e5m2."""
+    capability: Capability = (0, 0)
+    """Least that Transformer Engine's products of this recipe run on."""
+    transformer_engine: str = "0"
+    """Oldest release with which Megatron takes the recipe (`megatron/core/fp8_utils.py`)."""
+    multiple: int = 1
+    """FP8 products take tokens in multiples of this (Megatron's get_fp8_align_size)."""
+    block: int | None = None
+    """Without a GPU: edge of the blocks that share a scale, 0 for whole tensors; None: not simulated."""
+    near: tuple[str, ...] = ()
+    """Other regimes, the nearest first."""
+
+
+_FP8 = {"dtype": torch.bfloat16, "multiple": 16}
+TRAIN: dict[str, Regime] = {
+    "bf16": Regime(torch.bfloat16),
+    "fp32": Regime(torch.float32),
+    "fp8_delayed": Regime(
+        **_FP8, recipe="delayed", fp8="hybrid", capability=(8, 9), near=("fp8_tensorwise", "fp8_blockwise")
+    ),
+    "fp8_tensorwise": Regime(
+        **_FP8,
+        recipe="tensorwise",
+        fp8="hybrid",
+        capability=(8, 9),
+        transformer_engine="2.2",
+        block=0,
+        near=("fp8_delayed", "fp8_blockwise"),
+    ),
+    "fp8_blockwise": Regime(
+        **_FP8,
+        recipe="blockwise",
+        fp8="e4m3",
+        capability=(9, 0),
+        transformer_engine="2.3",
+        block=128,
+        near=("fp8_tensorwise", "fp8_delayed"),
+    ),
+    "mxfp8": Regime(
+        **_FP8 | {"multiple": 32},
+        recipe="mxfp8",
+        fp8="e4m3",
+        capability=(10, 0),
+        transformer_engine="2.1",
+        near=("fp8_blockwise", "fp8_tensorwise", "fp8_delayed"),
+    ),
+}
+ROLLOUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
+"""What the engine computes in, and holds whatever is not FP8 in."""
+ROLLOUT_CAPABILITY: Capability = (8, 9)
+"""SGLang's block FP8: below it Marlin lays the weights out in a way that no push fills."""
+_CARDS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that decide; versions are None where a package is not installed."""
+
+    gpu: Capability | None
+    transformer_engine: str | None
+    modelopt: str | None
+
+
+def this_machine() -> Machine:
+    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return Machine(gpu, _version("transformer-engine"), _version("nvidia-modelopt"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether a regime can run on a machine."""
+
+    regime: str
+    state: Literal["runs", "simulated", "cannot"]
+    reason: str = ""
+    """What simulated means, or what is missing."""
+    nearest: str = ""
+    """Of one that cannot: what to take instead."""
+
+
+def trainer_regimes(machine: Machine) -> dict[str, Answer]:
+    """Regime of precision.train -> its answer."""
+    answers = {name: _trainer(name, regime, machine) for name, regime in TRAIN.items()}
+    return {name: _with_nearest(answer, TRAIN[name].near, answers) for name, answer in answers.items()}
+
+
+def rollout_regimes(machine: Machine) -> dict[str, Answer]:
+    """Regime of precision.rollout -> its answer."""
+    answers = {name: Answer(name, "runs") for name in ("bf16", "fp32")}
+    if not machine.modelopt:
+        fp8 = Answer("fp8", "cannot", "needs nvidia-modelopt, which quantises the weights")
+    elif machine.gpu is None:
+        fp8 = Answer("fp8", "simulated", "weights are rounded to FP8 when they are pushed, products are bf16")
+    elif machine.gpu < ROLLOUT_CAPABILITY:
+        fp8 = Answer("fp8", "cannot", f"needs {_card(ROLLOUT_CAPABILITY)}, this one has {_dotted(machine.gpu)}")
+    else:
+        fp8 = Answer("fp8", "runs")
+    return answers | {"fp8": _with_nearest(fp8, (), answers)}
+
+
+def check_precision(
+    precision: PrecisionConfig, machine: Machine, *, trains: bool = True, rolls_out: bool = True
+) -> None:
+    """Errors: UserError naming the key, the reason and the nearest regime that this machine has."""
+    asked = [("train", trainer_regimes(machine)[precision.train])] if trains else []
+    asked += [("rollout", rollout_regimes(machine)[precision.rollout])] if rolls_out else []
+    for key, answer in asked:
+        if answer.state == "cannot":
+            raise UserError(f"config: precision.{key} = {answer.regime} {answer.reason}; here {answer.nearest}")
+
+
+def _trainer(name: str, regime: Regime, machine: Machine) -> Answer:
+    if not regime.recipe:
+        return Answer(name, "runs")
+    if machine.gpu is None:
+        if regime.block is None:
+            return Answer(name, "cannot", f"needs Transformer Engine and {_card(regime.capability)}")
+        if not machine.modelopt:
+            return Answer(
+                name, "cannot", f"needs nvidia-modelopt, or Transformer Engine and {_card(regime.capability)}"
+            )
+        return Answer(name, "simulated", "inputs and weights are rounded to FP8, products and gradients are bf16")
+    if not machine.transformer_engine or Version(machine.transformer_engine) < Version(regime.transformer_engine):
+        oldest = "" if regime.transformer_engine == "0" else f" {regime.transformer_engine} or later"
+        return Answer(
+            name, "cannot", f"needs Transformer Engine{oldest} (found: {machine.transformer_engine or 'none'})"
+        )
+    if machine.gpu < regime.capability:
+        return Answer(name, "cannot", f"needs {_card(regime.capability)}, this one has {_dotted(machine.gpu)}")
+    return Answer(name, "runs")
+
+
+def _with_nearest(answer: Answer, near: tuple[str, ...], answers: dict[str, Answer]) -> Answer:
+    if answer.state != "cannot":
+        return answer
+    other = next(name for name in (*near, "bf16") if answers[name].state != "cannot")
+    can = "can be simulated" if answers[other].state == "simulated" else "can run"
+    return Answer(answer.regime, "cannot", answer.reason, f"{other} {can}")
+
+
+def _card(capability: Capability) -> str:
+    return f"a GPU of compute capability {_dotted(capability)} ({_CARDS[capability]})"
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,145 @@
+"""All that can be refused before anything starts: folders, sizes, and choices of the config that contradict each other."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from transformers import PreTrainedConfig
+
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
+from megatron_rl.models.precision import check_precision, this_machine
+from megatron_rl.ops import flash
+from megatron_rl.plan import Plan, make_plan
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.routing.replay import PREDICTING
+from megatron_rl.trainer.objective import correction_of
+
+Kind = Literal["train", "sft", "ask"]
+"""train and sft build the trainer; ask (eval, rollout) only asks the engine."""
+
+
+def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
+    """Model folder, parallel sizes, batch sizes, sampling, correction, routing.
+
+    Errors: UserError naming the key or the file.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    hf_config = read_hf_config(config.model.path)
+    check_precision(config.precision, this_machine(), trains=kind != "ask", rolls_out=kind != "sft")
+    check_parallel(hf_config, config.parallel, world_size)
+    plan = make_plan(config.batch, config.parallel, world_size)
+    if kind == "train" and config.batch.samples_per_prompt < 2:
+        raise UserError(
+            "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
+            " always be 0; use 2 or more"
+        )
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
+        raise UserError(
+            f"config: a sequence of rollout.context_length = {config.rollout.context_length} tokens does not fit into"
+            f" batch.tokens_per_micro_batch = {config.batch.tokens_per_micro_batch}; raise the latter"
+        )
+    if config.model.moe_dispatcher == "allgather" and config.parallel.expert > 1:
+        raise UserError(
+            "config: model.moe_dispatcher = allgather wants equally many tokens on all expert-parallel ranks, which packed"
+            " micro-batches do not have; use alltoall"
+        )
+    if kind == "ask" and config.precision.rollout == "fp8":
+        raise UserError(
+            "config: precision.rollout = fp8 quantises weights when they are pushed, and eval and rollout push none;"
+            " set precision.rollout to bf16"
+        )
+    if config.pruning.enabled and any("--speculative" in flag for flag in config.rollout.server.extra_args):
+        raise UserError(
+            "config: rollout.server.extra_args asks for speculative decoding, which skips the logit processor that prunes in"
+            " the engine; leave it out, or set pruning.enabled: false"
+        )
+    if kind == "train":
+        _check_correction(config)
+        _check_routing(config, hf_config)
+    try:
+        flash.activate(config.model.flash_attention)
+    except ValueError as error:
+        raise UserError(f"config: model.flash_attention = {config.model.flash_attention}: {error}") from None
+    return hf_config, plan, support
+
+
+def _check_correction(config: Config) -> None:
+    """Errors: UserError for bounds that are missing or cross, and for two corrections of one thing."""
+    correction = config.correction
+    try:
+        correction_of(config)
+    except ValueError as error:
+        raise UserError(f"config: correction: {error}{_REMEDIES.get(correction.mode, '')}") from None
+    if (correction.low or 0.0) > 1 or (correction.high is not None and correction.high < 1):
+        raise UserError(
+            f"config: correction.low = {correction.low}, high = {correction.high} leave out a ratio of 1, at which nothing"
+            " is wrong: bounds are of the ratio trainer / engine itself; set low: 0.8 and high: 1.2 for a threshold of 0.2"
+        )
+    if correction.mode == "truncate" and correction.low is not None:
+        raise UserError("config: correction.low with mode = truncate does nothing; set mode: clip, or low: null")
+    if correction.mode == "none" and correction.level != "token":
+        raise UserError("config: correction.level without a mode does nothing; set correction.mode, or reject_level")
+    if correction.mode == "none" and (correction.low is not None or correction.high is not None):
+        raise UserError(
+            "config: correction.low or high without a mode does nothing; set correction.mode: mask, or remove it"
+        )
+    if correction.reject == "none" and correction.reject_above is not None:
+        raise UserError("config: correction.reject_above without a statistic does nothing; set correction.reject: k3")
+    if correction.normalize and correction.mode == "none":
+        raise UserError(
+            "config: correction.normalize with mode = none: there are no weights; set correction.mode, or normalize: false"
+        )
+    if not correction.bypass:
+        return
+    for key, given, valid in (
+        ("veto", correction.veto is not None, "null"),
+        ("mode", correction.mode != "none", "none"),
+        ("reject", correction.reject != "none", "none"),
+    ):
+        if given:
+            raise UserError(
+                f"config: correction.{key} with correction.bypass: there are no log-probs of the old policy to compare the"
+                f" engine's with, as its ratio is part of the loss's; set correction.bypass: false, or {key}: {valid}"
+            )
+    if config.algorithm.loss == "reinforce":
+        raise UserError(
+            "config: correction.bypass with algorithm.loss = reinforce, which has no ratio that could start from the"
+            " engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: clipped"
+        )
+    if config.routing.source in ("recorded", *PREDICTING) and config.batch.updates_per_step > 1:
+        raise UserError(
+            f"config: correction.bypass leaves out the pass in which routing.source = {config.routing.source} records the"
+            " routes; set bypass: false, or routing.source: rollout"
+        )
+
+
+_REMEDIES = {
+    "truncate": "; set correction.high: 2.0",
+    "mask": "; set correction.low: 0.5 and high: 2.0",
+    "clip": "; set correction.low: 0.5 and high: 2.0",
+}
+
+
+def _check_routing(config: Config, hf_config: PreTrainedConfig) -> None:
+    """Errors: UserError for a source of routes that cannot work with the rest of the config."""
+    source = config.routing.source
+    if source == "free":
+        return
+    if not expert_count(hf_config):
+        raise UserError(f"config: routing.source = {source}, but {architecture(hf_config)} is dense; use free")
+    if config.model.moe_router_fusion:
+        raise UserError(
+            f"config: routing.source = {source} with model.moe_router_fusion: the fused router would ignore the routes;"
+            " turn the fusion off, or use routing.source = free"
+        )
+    if source in PREDICTING and config.batch.updates_per_step < 2:
+        raise UserError(
+            f"config: routing.source = {source} predicts how routers move from one update of a rollout batch to the next;"
+            " batch.updates_per_step = 1 has no next: raise it, or use recorded or rollout"
+        )
+    if config.routing.features == "engine" and source != "predicted_rollout":
+        raise UserError("config: routing.features = engine goes with routing.source = predicted_rollout alone")

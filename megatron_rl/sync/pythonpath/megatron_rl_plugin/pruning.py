@@ -1,0 +1,25 @@
+"""The engine's side of dynamic vocabulary pruning: a logit processor that removes the tail before a token is sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+
+class PruneTail(CustomLogitProcessor):
+    """Keeps {j : z_j >= max(z) + log_rho} with z = logits / temperature (papers/000, eq. 19).
+
+    custom_params of a request: log_rho, temperature. The sampler divides by the temperature afterwards and takes its
+    log-probs from what is left, so those are of the pruned, renormalised policy.
+    """
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        """logits: [n, V], changed in place; one entry of custom_param_list for each row."""
+        log_rho, temperature = (
+            torch.tensor([row[key] for row in custom_param_list], dtype=torch.float32).to(logits.device)[:, None]
+            for key in ("log_rho", "temperature")
+        )
+        scaled = logits.float() / temperature  # in fp32 and in this order, as the trainer's kernels do
+        return logits.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + log_rho, -torch.inf)

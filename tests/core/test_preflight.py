@@ -1,0 +1,117 @@
+"""Choices of the config that contradict each other are refused before anything starts, with the nearest valid one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.config import build_config
+from megatron_rl.errors import UserError
+from megatron_rl.preflight import preflight
+from megatron_rl.rollout.sampling import SamplingSupport
+
+REFUSED = {
+    "low above high": (
+        {"correction": {"mode": "mask", "low": 2.0, "high": 0.5}},
+        "correction: low = 2 is above high = 0.5.*set correction.low: 0.5 and high: 2.0",
+    ),
+    "one left out": (
+        {"correction": {"mode": "truncate", "high": 0.2}},
+        "leave out a ratio of 1.*set low: 0.8 and high: 1.2 for a threshold of 0.2",
+    ),
+    "truncated below": ({"correction": {"mode": "truncate", "low": 0.5, "high": 2.0}}, "low with mode = truncate does"),
+    "level of nothing": ({"correction": {"level": "sequence"}}, "level without a mode does nothing"),
+    "speculation": (
+        {"pruning": {"enabled": True}, "rollout": {"server": {"extra_args": ["--speculative-algorithm", "NGRAM"]}}},
+        "speculative decoding, which skips the logit processor.*pruning.enabled: false",
+    ),
+    "no bound": ({"correction": {"mode": "truncate"}}, "'truncate' needs high; set correction.high: 2.0"),
+    "neither bound": ({"correction": {"mode": "clip"}}, "'clip' needs low, high or both; set"),
+    "bound without a mode": ({"correction": {"high": 2.0}}, "without a mode does nothing; set correction.mode: mask"),
+    "no limit": ({"correction": {"reject": "k3"}}, "reject 'k3' needs reject_above"),
+    "limit alone": (
+        {"correction": {"reject_above": 0.1}},
+        "without a statistic does nothing; set correction.reject: k3",
+    ),
+    "normalised nothing": ({"correction": {"normalize": True}}, "there are no weights; set correction.mode"),
+    "veto with bypass": (
+        {"correction": {"bypass": True, "veto": 1e-4}},
+        "correction.veto with correction.bypass: there are no log-probs.*set correction.bypass: false, or veto: null",
+    ),
+    "mode with bypass": ({"correction": {"bypass": True, "mode": "truncate", "high": 2.0}}, "or mode: none"),
+    "rejection with bypass": ({"correction": {"bypass": True, "reject": "k1", "reject_above": 1.0}}, "or reject: none"),
+    "bypass without a ratio": (
+        {"correction": {"bypass": True}, "algorithm": {"loss": "reinforce"}},
+        "loss = reinforce, which has no ratio.*algorithm.loss: clipped",
+    ),
+    "bypass of the recording": (
+        {
+            "correction": {"bypass": True},
+            "routing": {"source": "recorded"},
+            "batch": {"prompts_per_step": 4, "updates_per_step": 2},
+        },
+        "leaves out the pass in which routing.source = recorded records.*routing.source: rollout",
+    ),
+    "top_p alone": (
+        {"rollout": {"sampling": {"top_p": 0.9}}},
+        "top_p = 0.9 with top_k = -1: the engine names the tokens that it kept.*set top_k: 1024, or truncate with pruning",
+    ),
+    "greedy top_k": ({"rollout": {"sampling": {"top_k": 1}}}, "top_k = 1: .*set top_k: 2"),
+    "too many": ({"rollout": {"sampling": {"top_k": 5000}}}, "top_k = 5000: .*set top_k: 1024"),
+    "no tokens": ({"rollout": {"sampling": {"top_k": 0}}}, "top_k = 0: -1 keeps all tokens"),
+    "two truncations": (
+        {"rollout": {"sampling": {"top_p": 0.9, "top_k": 50}}, "pruning": {"enabled": True}},
+        "two truncations.*set top_p: 1.0 and top_k: -1, or pruning.enabled: false",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_the_start(case, tiny_model, monkeypatch):
+    changes, message = REFUSED[case]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, **changes})
+    with pytest.raises(UserError, match=message) as refusal:
+        preflight(config, "train")
+    assert "\n" not in str(refusal.value) and str(refusal.value).startswith("config: ")
+
+
+@pytest.mark.parametrize("rho", [0.0, -0.1, 1.5, float("nan")])
+def test_rho_outside_its_interval(rho):
+    with pytest.raises(UserError, match=r"'pruning.rho' = .*(greater than 0|less than or equal to 1)"):
+        build_config({"pruning": {"rho": rho}})
+    build_config({"pruning": {"rho": 1.0}})
+
+
+def test_min_p_is_the_prunings_rho():
+    with pytest.raises(UserError, match=r"unknown key 'rollout.sampling.min_p'; did you mean 'pruning.rho'"):
+        build_config({"rollout": {"sampling": {"min_p": 0.1}}})
+
+
+def test_an_evaluation_corrects_nothing(tiny_model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    changes = REFUSED["veto with bypass"][0]
+    preflight(build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, **changes}), "ask")
+
+
+def test_a_record_of_another_support_is_refused():
+    support = SamplingSupport(temperature=0.5, min_p=0.1)
+    support.check_recorded({"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.1})
+    support.check_recorded({})  # of a release that did not say
+    with pytest.raises(
+        ValueError, match=r"under temperature 1 and not 0.5, min_p 0 and not 0.1 .*set rollout.sampling"
+    ):
+        support.check_recorded({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0})
+
+
+def test_the_request_of_a_support():
+    """What SGLang is asked for; that it does so is tests/rollout/test_support.py."""
+    config = build_config({"pruning": {"enabled": True}, "rollout": {"sampling": {"temperature": 0.5}}})
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    assert support.log_rho == pytest.approx(-13.0)
+    assert support.request()["custom_params"] == {"log_rho": support.log_rho, "temperature": 0.5}
+    named = bytes.fromhex(json.loads(support.options()["custom_logit_processor"])["callable"])
+    assert named == b"cmegatron_rl_plugin.pruning\nPruneTail\n."
+    assert SamplingSupport().options() == {} and SamplingSupport().log_rho is None
+    assert SamplingSupport(top_p=0.9, top_k=50).options() == {"return_sampling_mask": True}

@@ -1,0 +1,167 @@
+"""Attribution finds the source that was planted, and only it; its shares and errors are what they say."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from megatron_rl.metrics import attribution
+from megatron_rl.metrics.attribution import Attribution, Source
+
+RHO = 0.5
+STEP = 3
+PLANTED = ("routes", "precision", "tail")
+
+
+def planted(model: str, seed: int) -> dict[str, Attribution]:
+    """Source -> what is found where the engine differs from the trainer in that alone. Runs in a process of its own.
+
+    The engine is the trainer itself, in fp32 with its own routes, but for what is planted: other experts, a trainer in
+    bf16, or wrong log-probs below the threshold of the safe set.
+    """
+    from dataclasses import replace
+
+    from megatron_rl.attribute import attribute
+    from megatron_rl.config import build_config
+    from megatron_rl.rollout.sampling import SamplingSupport
+    from megatron_rl.rollout.trajectory import Trajectory, WeightSpan
+    from megatron_rl.trainer import parallel
+    from megatron_rl.trainer.packing import Sample
+    from megatron_rl.trainer.trainer import build_trainer
+
+    def config(precision):
+        return build_config(
+            {
+                "model": {"path": model},
+                "batch": {"tokens_per_micro_batch": 64},
+                "rollout": {"context_length": 64},
+                "pruning": {"rho": RHO},
+                "precision": {"train": precision},
+            }
+        )
+
+    rng = np.random.default_rng(seed)
+    ranks = parallel.initialize(config("fp32").parallel, 0)
+    trainer = build_trainer(config("fp32"), ranks, total_updates=1, support=SamplingSupport())
+    shape = trainer.layout.routes
+    tokens = [rng.integers(4, 512, int(rng.integers(8, 33))).astype(np.int32) for _ in range(40)]
+
+    def score(routes=None, min_p=0.0):
+        """(log-probs, own routes) of each sequence, one micro-batch each."""
+        trainer.support = SamplingSupport(min_p=min_p)
+        source = "free" if routes is None else "rollout"
+        trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
+        found = []
+        for i, sequence in enumerate(tokens):
+            sample = Sample.demonstration(sequence[:2].tolist(), sequence[2:].tolist())
+            sample.routes = None if routes is None else routes[i]
+            [batch] = trainer.pack([sample])
+            trainer.score([batch], "scored")
+            table = [batch.routes.recorded[layer] for layer in shape.moe_layers] if routes is None else []
+            own = torch.stack(table, 1).numpy()[: sample.inputs] if table else None
+            found.append((batch.scored["scored"][batch.mask].float().numpy(), own))
+        return found
+
+    exact = score()
+    for chunk in trainer.chunks:  # a bf16 trainer's engine has its rounded weights
+        for parameter in chunk.parameters():
+            parameter.data.copy_(parameter.data.bfloat16())
+    rounded = score()
+    trainer = build_trainer(config("fp32"), ranks, total_updates=1, support=SamplingSupport())
+    in_set = [np.isfinite(x) for x, _ in score(min_p=RHO)]
+    own_routes = [routes for _, routes in exact]
+    other_routes = []
+    for routes in own_routes:  # one expert in ten is another
+        moved = routes.copy()
+        change = rng.random(routes.shape[:2]) < 0.1
+        for place in zip(*change.nonzero(), strict=True):
+            moved[place] = rng.permutation(shape.experts)[: shape.topk]
+        other_routes.append(moved)
+    noise = [np.where(inside, 0.0, rng.choice([-0.3, 0.3], len(inside))) for inside in in_set]
+    engines = {
+        "routes": ("fp32", [x for x, _ in score(other_routes)], other_routes),
+        "precision": ("bf16", [x for x, _ in rounded], [routes for _, routes in rounded]),
+        "tail": ("fp32", [x + e for (x, _), e in zip(exact, noise, strict=True)], own_routes),
+    }
+    return {
+        name: attribute(
+            config(precision),
+            ranks,
+            [
+                Trajectory(
+                    "", i, sequence, 2, log_probs[i].astype(np.float32), np.ones(len(sequence) - 2, bool),
+                    routes=routes[i], weight_spans=[WeightSpan(str(STEP), 0, len(sequence) - 2)],
+                )
+                for i, sequence in enumerate(tokens)
+            ],
+            None,
+            STEP,
+        )
+        for name, (precision, log_probs, routes) in engines.items()
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model):
+    seed = int(np.random.SeedSequence().entropy % 2**32)
+    print(f"seed {seed}")
+    [result] = run_ranks(1, f"{__name__}:planted", (str(tiny_model("qwen3_moe", "--layers", "2")), seed))
+    return result
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_planted_source_is_the_largest(name, found):
+    result = found[name]
+    print(attribution.table(result).title, {s.name: (s.share, s.error) for s in result.sources})
+    sources = {s.name: s for s in result.sources}
+    assert result.kl > 1e-8 and result.left_out == 0 and result.step == STEP
+    assert sources[name].share == pytest.approx(1.0, abs=0.02), "removing it leaves (next to) nothing"
+    assert sources["all"].share == pytest.approx(1.0, abs=0.02)
+    for other in PLANTED:
+        if other != name and sources[other].share is not None:
+            assert sources[other].share < sources[name].share - 0.1
+    assert abs(sources["attention"].share) < 0.1
+
+
+def test_what_is_not_there_is_not_removed(found):
+    routes, precision = (next(s for s in found["routes"].sources if s.name == n) for n in ("routes", "precision"))
+    assert routes.kl is not None
+    assert precision.kl is None and precision.removed_by == "the run trains in fp32 already"
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_the_shares_error_is_its_spread_over_batches(seed):
+    """Against the standard deviation of the share over many batches of the same kind."""
+    draw = torch.Generator().manual_seed(seed)
+    before = torch.rand(400, 60, generator=draw, dtype=torch.float64) ** 2
+    after = before * (0.3 + 0.4 * torch.rand(400, 60, generator=draw, dtype=torch.float64))
+    found = [attribution.source("x", "", b, a, 60) for b, a in zip(before, after, strict=True)]
+    shares = torch.tensor([f.share for f in found])
+    errors = torch.tensor([f.error for f in found])
+    assert float(shares.mean()) == pytest.approx(0.5, abs=0.02)
+    assert float(errors.mean()) == pytest.approx(float(shares.std()), rel=0.25)
+
+
+def test_no_mismatch_has_no_shares():
+    none = attribution.source("x", "", torch.zeros(3), torch.zeros(3), 10)
+    assert none.share is None and none.kl == 0.0
+
+
+def test_table_page_and_file_say_the_same(tmp_path):
+    found = Attribution(
+        5, 1000, 40, 2, 1.5e-4,
+        [Source("routes", "experts of the <engine>", 5e-5, 0.667, 0.02), Source("tail", "pruned already", None)],
+    )  # fmt: skip
+    attribution.save(found, tmp_path)
+    assert attribution.load(tmp_path) == found
+    page = attribution.section(found)
+    assert "+66.7% ± 2.0%" in page and "&lt;engine&gt;" in page and "2 sequences of several weights left out" in page
+    assert attribution.load(tmp_path / "nothing") is None
+    assert math.isclose(found.sources[0].kl, 5e-5)

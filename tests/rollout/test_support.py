@@ -1,0 +1,97 @@
+"""The sampling contract with the real engine: what SGLang samples from is what the trainer's log-probs are over."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.trainer.packing import Sample
+from tests.rollout.conftest import Question, assert_agree, client_of, collect
+from tests.rollout.test_agreement import ask_trainer
+
+SUPPORTS = {
+    "pruned": SamplingSupport(temperature=0.8, min_p=0.8),
+    "top_p": SamplingSupport(temperature=0.8, top_p=0.6, top_k=512),
+    "top_k": SamplingSupport(temperature=1.3, top_k=40),
+}
+
+
+@pytest.fixture(scope="module")
+def sampled(server):
+    """support -> trajectories of random prompts, at a width of the vocabulary that each support cuts in two."""
+    rng = np.random.default_rng(np.random.SeedSequence().entropy)
+    prompts = [Question(str(i), rng.integers(3, 512, int(rng.integers(4, 30))).tolist()) for i in range(12)]
+    return {
+        name: collect(client_of(server), prompts, support, samples_per_prompt=3, max_new_tokens=24)[0]
+        for name, support in SUPPORTS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(sampled, reference):
+    """(support, kind) -> the trainer's log-probs; kind: same, or whole: over the whole vocabulary at that temperature."""
+    asked = {}
+    for name, trajectories in sampled.items():
+        samples = [Sample.from_trajectory(t, 0.0) for t in trajectories]
+        asked[name, "same"] = "fp32", samples, SUPPORTS[name]
+        whole = [replace(s, kept=None) for s in samples]
+        asked[name, "whole"] = "fp32", whole, SamplingSupport(SUPPORTS[name].temperature)
+    return dict(zip(asked, ask_trainer(reference, *asked.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_trainer_and_engine_agree_under_the_support(name, sampled, trained):
+    engine = [t.log_probs for t in sampled[name]]
+    ours = trained[name, "same"]
+    outside = sum(int((~np.isfinite(x)).sum()) for x in ours)
+    assert outside <= 1, "sampled tokens outside the trainer's set, with equal weights in fp32"
+    kept = [np.isfinite(x).all() for x in ours]
+    pairs = [[x for x, ok in zip(side, kept, strict=True) if ok] for side in (ours, engine)]
+    assert_agree(*pairs, median=1e-5, largest=1e-5)
+    # The bug that this is about: engine's log-probs over the support, trainer's over everything.
+    apart = np.concatenate(engine) - np.concatenate(trained[name, "whole"])
+    assert np.median(apart) > 0.1
+
+
+def test_no_sampled_token_lies_outside_the_engines_set(sampled, reference):
+    """By the definition, from transformers' logits: z / T >= max(z) / T + log rho."""
+    support = SUPPORTS["pruned"]
+    margins, sizes = [], []
+    for t in sampled["pruned"]:
+        scaled = reference.logits(t.tokens)[t.prompt_length - 1 : -1] / support.temperature
+        chosen = scaled.gather(-1, torch.as_tensor(t.tokens[t.prompt_length :], dtype=torch.long)[:, None])[:, 0]
+        threshold = scaled.amax(-1) + math.log(support.min_p)
+        margins.append(chosen - threshold)
+        sizes.append((scaled >= threshold[:, None]).float().mean(-1))
+    # A tie of two experts moves the logits of a whole sequence a little: four in five of them are exact.
+    assert np.quantile([float(m.min()) for m in margins], 0.2) >= -1e-5
+    share = float(torch.cat(sizes).mean())
+    assert 0.01 < share < 0.5, f"{share:.2f} of the vocabulary kept: the draw says nothing"
+
+
+def test_greedy_needs_no_support(server, reference):
+    questions = [Question("a", [5, 6, 7])]
+    plain, pruned, kept = (
+        collect(client_of(server), questions, replace(s, temperature=0.0), samples_per_prompt=1, max_new_tokens=8)[0][0]
+        for s in (SamplingSupport(), SUPPORTS["pruned"], SUPPORTS["top_k"])
+    )
+    assert plain.tokens.tolist() == pruned.tokens.tolist() == kept.tokens.tolist() and kept.kept is None
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k"])
+def test_the_kept_sets_are_the_samplers(name, sampled, reference):
+    support = SUPPORTS[name]
+    for t in sampled[name][:6]:
+        probs = (reference.logits(t.tokens)[t.prompt_length - 1 : -1] / support.temperature).softmax(-1)
+        assert len(t.kept) == t.response_length
+        for row, ids in zip(probs, t.kept, strict=True):
+            if name == "top_k":
+                assert len(ids) == support.top_k
+            else:
+                mass = float(row[torch.as_tensor(ids, dtype=torch.long)].sum())
+                assert support.top_p - 1e-3 <= mass <= support.top_p + float(row.max()) + 1e-3

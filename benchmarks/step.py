@@ -9,7 +9,8 @@
 Ours is the real command: `megatron-rl train` in a process of its own, timed by the run's own metrics.jsonl. The peer trains
 the same model on the same prompts, with as many new tokens, in the same call. The figures are medians over the steps after
 the first two. --compare adds what variants of the update cost beside the first of them: their scoring and updates take turns
-on one batch, and the difference is given as a share of our step. Variants are the sources of routes, pruned and corrected.
+on one batch, and the difference is given as a share of our step. Variants are the sources of routes, pruned and corrected;
+for pruned, so do rollouts at one server.
 """
 
 from __future__ import annotations
@@ -147,17 +148,12 @@ def run_trl(args: argparse.Namespace, prompts: Path) -> dict:
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     listed = prompts.with_suffix(".json")
     listed.write_text(json.dumps(texts))
-    command = [
-        sys.executable, str(REPOSITORY / "benchmarks" / "peer_trl.py"),
+    result = _run_json(
+        args, "peer_trl.py",
         *("--model", args.model, "--prompts-file", str(listed), "--prompts", str(args.prompts)),
         *("--samples", str(args.samples), "--new-tokens", str(args.new_tokens), "--steps", str(args.steps)),
         *("--threads", str(args.threads), "--micro-batch", str(args.peer_micro_batch)),
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout, check=False)
-    if done.returncode:
-        raise SystemExit(f"benchmarks/step.py: the peer failed: {done.stderr.strip().splitlines()[-1]}")
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    )  # fmt: skip
     steps = result["step_s"][WARM_UP:]
     return {
         "step_s": statistics.median(steps),
@@ -167,25 +163,41 @@ def run_trl(args: argparse.Namespace, prompts: Path) -> dict:
     }
 
 
-def run_variants(args: argparse.Namespace, step_s: float) -> dict:
-    """What each variant adds to the first one, in seconds and as a share of a step of `step_s`."""
-    command = [
-        sys.executable, str(REPOSITORY / "benchmarks" / "update_overhead.py"),
-        *("--model", str(Path(args.model).resolve()), "--sequences", str(args.prompts * args.samples)),
+def run_variants(args: argparse.Namespace, folder: Path, ours: dict) -> dict:
+    """What each variant adds to the first one, in seconds and as a share of our step; what pruning adds to a rollout."""
+    shape = [
+        *("--model", str(Path(args.model).resolve()), "--rounds", str(args.compare_rounds)),
         *("--prompt-tokens", str(args.prompt_tokens), "--new-tokens", str(args.new_tokens)),
+    ]
+    result = _run_json(
+        args, "update_overhead.py", *shape,
+        *("--sequences", str(args.prompts * args.samples), "--precision", args.precision),
         *("--updates", str(args.updates), "--micro-batch-tokens", str(args.micro_batch_tokens)),
-        *("--precision", args.precision, "--rounds", str(args.compare_rounds), "--variants", *args.compare),
-    ]  # fmt: skip
+        *("--variants", *args.compare),
+    )  # fmt: skip
+    added = list(result["variants"].values())
+    if "pruned" in args.compare:
+        result["rollout"] = _run_json(
+            args, "rollout_overhead.py", *shape,
+            *("--prompts", str(args.prompts), "--samples", str(args.samples)),
+            *("--precision", args.rollout_precision or args.precision, "--log", str(folder / "sglang.log")),
+        )  # fmt: skip
+        added.append(result["rollout"])
+    for figures in added:
+        figures["added_share_of_step"] = figures["added_s"] / ours["step_s"]
+    return result
+
+
+def _run_json(args: argparse.Namespace, script: str, *flags: str) -> dict:
+    """The last line that another script of this folder prints. Errors: SystemExit with the last line of its complaint."""
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / script), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=args.timeout, check=False
     )
     if done.returncode:
-        raise SystemExit(f"benchmarks/step.py: the comparison failed: {done.stderr.strip().splitlines()[-1]}")
-    result = json.loads(done.stdout.strip().splitlines()[-1])
-    for figures in result["variants"].values():
-        figures["added_share_of_step"] = figures["added_s"] / step_s
-    return result
+        raise SystemExit(f"benchmarks/step.py: {script} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main() -> None:
@@ -224,7 +236,7 @@ def main() -> None:
             result["peer"] = run_trl(args, prompts)
             result["ratio"] = result["ours"]["step_s"] / result["peer"]["step_s"]
         if args.compare:
-            result["compare"] = run_variants(args, result["ours"]["step_s"])
+            result["compare"] = run_variants(args, folder, result["ours"])
     text = json.dumps(result, indent=2)
     if args.json:
         Path(args.json).write_text(text + "\n")

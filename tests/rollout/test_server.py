@@ -106,7 +106,6 @@ def test_a_folder_without_a_model_is_named(tmp_path):
     ("family", "change", "message"),
     [
         ("mixtral", {"tie_word_embeddings": True}, r"MixtralForCausalLM without tied embeddings.*tie_word_embeddings"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"as mxfp4.*megatron-rl convert"),
         ("gpt_oss", {}, r"in the dtype of config.json alone, which is float32, but precision.rollout is bf16"),
     ],
 )
@@ -119,14 +118,24 @@ def test_weights_that_are_not_served_as_they_are_pushed_are_refused(family, chan
         Engine(config, "ask").__enter__()
 
 
+def test_quantized_weights_are_served_but_not_pushed_to(tmp_path):
+    folder = make_tiny_model("qwen3_moe", tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    config = build_config({"model": {"path": str(folder)}})
+    _check_served(config, read_hf_config(folder), pushes=False)
+    with pytest.raises(UserError, match=r"as mxfp4.*megatron-rl convert"):
+        _check_served(config, read_hf_config(folder), pushes=True)
+
+
 def test_fp8_folders_that_sglang_would_refuse(tmp_path, monkeypatch):
     """On a GPU by the tensor's name; without one any sizes are rounded alike."""
     folder = make_tiny_model("qwen3_moe", tmp_path / "model")
     config = build_config({"model": {"path": str(folder)}, "precision": {"rollout": "fp8"}})
-    _check_served(config, read_hf_config(folder))
+    _check_served(config, read_hf_config(folder), pushes=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(UserError, match=r"fp8: model.layers.0.\S+.weight has \d+ rows: SGLang wants multiples of 128"):
-        _check_served(config, read_hf_config(folder))
+        _check_served(config, read_hf_config(folder), pushes=True)
 
 
 def test_flags_of_an_fp8_server(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from megatron_rl.trainer.packing import Batch, Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 WARM_UP = 2
+VARIANTS = (*get_args(RouteSource), "pruned", "corrected")
 
 
 def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sample]:
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, required=True)
     parser.add_argument("--precision", required=True)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--variants", nargs="+", required=True)
+    parser.add_argument("--variants", nargs="+", required=True, choices=VARIANTS)
     args = parser.parse_args()
 
     # Built with predictors; a variant that does not predict never looks at them.

@@ -64,7 +64,8 @@ COLUMNS = {
     "best": ("best score", ".3f"),
     "first/kl": ("KL, first quarter", ".4f"),
     "last/kl": ("KL, last quarter", ".4f"),
-    "corrected/kl": ("KL of what stays", ".4f"),
+    "corrected/kl": ("KL after correction", ".4f"),
+    "corrected/ess": ("ESS after", ".3f"),
     "mismatch/ratio_max": ("largest ratio", ".1f"),
     "mismatch/ess": ("ESS", ".3f"),
     "mismatch/sequence_ess": ("ESS of sequences", ".3f"),
@@ -74,6 +75,7 @@ COLUMNS = {
     "pruning/out_of_set": ("out of set, tokens a step", ".2f"),
     "mismatch/tail_bias": ("tail bias", "+.3f"),
     "update/grad_norm": ("gradient norm, median", ".2f"),
+    "update/skipped": ("skipped updates", ".2f"),
 }
 
 
@@ -134,7 +136,7 @@ def figures(folder: Path) -> dict[str, float | None]:
         "best": max(scores),
         "first/kl": mean_of("mismatch/kl", steps[:quarter]),
         "last/kl": mean_of("mismatch/kl", steps[-quarter:]),
-        "update/grad_norm": statistics.median(line["update/grad_norm"] for line in steps),
+        "update/grad_norm": statistics.median(n for line in steps if (n := line["update/grad_norm"]) is not None),
     }
 
 

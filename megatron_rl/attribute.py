@@ -24,6 +24,7 @@ from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.models.attention import CoreAttention
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
+from megatron_rl.preflight import activate_flash
 from megatron_rl.rollout.record import load_trajectories
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
@@ -47,6 +48,7 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
     step, weights = _choose(run, config, step)
     check_precision(config.precision, this_machine(), rolls_out=False)
     check_parallel(read_hf_config(config.model.path), config.parallel, int(os.environ.get("WORLD_SIZE", 1)))
+    activate_flash(config)
     ranks = parallel.initialize(config.parallel, config.seed)
     try:
         found = attribute(config, ranks, _recorded(run, step), weights, step)
@@ -95,7 +97,8 @@ def attribute(
         raise UserError(f"report: no recorded response of step {step} was sampled from that step's weights alone")
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     try:
-        support.check_recorded(usable[0].support)
+        for trajectory in usable:
+            support.check_recorded(trajectory.support)
     except ValueError as error:
         raise UserError(f"report: the responses of step {step} were {error}") from None
     samples = [Sample.from_trajectory(t, 0.0) for t in usable[ranks.data_rank :: ranks.data_size]]
@@ -103,7 +106,7 @@ def attribute(
     config = _scoring_alone(config)
     have_routes = any(t.routes is not None for t in usable)
 
-    own = _Scorer(config, ranks, samples, weights)
+    own = _Scorer(config, ranks, samples, weights, step)
     base = own.score(replay=replayed)
     removed: dict[str, tuple[str, torch.Tensor | None]] = {}
     if own.trainer.layout.routes is None:
@@ -131,7 +134,7 @@ def attribute(
         removed["precision"] = "the run trains in fp32 already", None
     else:
         exact = replace(config, precision=replace(config.precision, train="fp32"))
-    best = _Scorer(exact, ranks, samples, weights)
+    best = _Scorer(exact, ranks, samples, weights, step)
     best.round_weights(dtypes)
     if exact is not config:
         removed["precision"] = f"fp32 in place of {config.precision.train}", best.score(replay=replayed)
@@ -156,7 +159,8 @@ def attribute(
 def _scoring_alone(config: Config) -> Config:
     """Without what only training needs, or refuses for a single update."""
     algorithm = replace(config.algorithm, kl=KLConfig())
-    routing = replace(config.routing, source="free", features="trainer")
+    source = "predicted" if config.routing.source == "predicted" else "free"
+    routing = replace(config.routing, source=source, features="trainer")
     return replace(config, algorithm=algorithm, routing=routing, optimizer=OptimizerConfig())
 
 
@@ -167,11 +171,15 @@ def _everywhere(ranks: parallel.Ranks, mine: torch.Tensor) -> torch.Tensor:
 class _Scorer:
     """A trainer that only scores, always the same samples."""
 
-    def __init__(self, config: Config, ranks: parallel.Ranks, samples: list[Sample], weights: Path | None) -> None:
+    def __init__(
+        self, config: Config, ranks: parallel.Ranks, samples: list[Sample], weights: Path | None, step: int
+    ) -> None:
         support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
-        self.trainer: Trainer = build_trainer(config, ranks, total_updates=1, support=support)
+        self.trainer: Trainer = build_trainer(config, ranks, total_updates=None, support=support)
         if weights is not None:
-            checkpoint.load_weights(weights, self.trainer)
+            # At its first step the run's predictors are new, whatever it started from.
+            checkpoint.load_weights(weights, self.trainer, predictors=step > 0)
+        self.routing = config.routing
         self.batches = self.trainer.pack(samples)
 
     @torch.no_grad()
@@ -187,9 +195,8 @@ class _Scorer:
         rho: tokens outside that safe set count nothing.
         """
         trainer = self.trainer
-        trainer.config = replace(
-            trainer.config, routing=replace(trainer.config.routing, source="rollout" if replay else "free")
-        )
+        routing = replace(self.routing, source="rollout") if replay else self.routing
+        trainer.config = replace(trainer.config, routing=routing)
         for module in self._attentions():
             module.in_fp64 = exact_attention
         trainer.score(self.batches, "scored")

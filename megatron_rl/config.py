@@ -128,14 +128,18 @@ class CorrectionConfig:
     level: Literal["token", "sequence", "geometric"] = "token"
     """Whose ratio: the token's, the whole response's, or the geometric mean over the response."""
     low: NonNegativeFloat | None = None
+    """Of the ratio itself, so below 1: 0.8 for a threshold of 0.2."""
     high: PositiveFloat | None = None
+    """Of the ratio itself, so above 1."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A response with a token whose ratio is below it leaves the update; the paper's is 1e-4."""
     reject: Literal["none", "k1", "k2", "k3"] = "none"
-    """Drop what is further from the engine than reject_above: k1 = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
+    """Drop what is further from the engine than reject_above: k1 = |log r| (unlike the signed k1 of KL estimates),
+    k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
     reject_level: Literal["token", "sequence", "geometric"] = "geometric"
     """Drop a token by its own statistic, or a response by the sum or the mean over its tokens."""
     reject_above: PositiveFloat | None = None
+    """The largest value of the statistic that stays."""
     normalize: bool = False
     """Divide the weights by their mean over all tokens of the update."""
     bypass: bool = False
@@ -210,6 +214,7 @@ class PrecisionConfig:
 @section
 class SamplingConfig:
     temperature: PositiveFloat = 1.0
+    """Of the policy itself: logits are divided by it on both sides."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that together have this probability; below 1 it needs top_k too."""
     top_k: int = -1
@@ -348,7 +353,7 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
             _check_keys(value, hints[name], f"{prefix}{name}.")
 
 
-KNOWN_AS = {"min_p": "pruning.rho"}
+KNOWN_AS = {"min_p": "pruning.rho, with pruning.enabled: true"}
 """What others call a key: its last part -> ours."""
 
 

@@ -15,13 +15,13 @@ def panel_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
     """Figures of all micro-batches of the step, after their updates. Every process calls it.
 
     mismatch/*: the policy that the updates started from, against the engine. corrected/*: the same over the tokens that
-    stayed in the update, and what became of the others.
+    stayed in the update, with the importance weight in the place of the ratio where there is one (correction.mode), and
+    what became of the others.
     """
     trainer, config = run.trainer, run.config
     scored = [batch for batches in updates for batch in batches if batch.corrected is not None]
-    used = [batch.corrected.weights > 0 for batch in scored]
-    before = [_measure(run, batch, batch.mask) for batch in scored]
-    after = [_measure(run, batch, mask) for batch, mask in zip(scored, used, strict=True)]
+    before = [_before(run, batch) for batch in scored]
+    after = [_after(run, batch) for batch in scored]
     sums = [_correction_sums(batch) for batch in scored]
     mine: tuple[list, ...] = ([], [], [], [])
     if trainer.reports:
@@ -45,14 +45,29 @@ def panel_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
     return metrics
 
 
-def _measure(run: Run, batch: Batch, mask: torch.Tensor) -> mismatch.Mismatch:
+def _before(run: Run, batch: Batch) -> mismatch.Mismatch:
+    return _measure(run, batch, batch.mask, batch.scored["old"].double() - batch.rollout_log_probs.double())
+
+
+def _after(run: Run, batch: Batch) -> mismatch.Mismatch:
+    used, correction = batch.corrected.weights > 0, run.config.correction
+    if correction.mode == "none":
+        return _measure(run, batch, used, batch.scored["old"].double() - batch.rollout_log_probs.double())
+    # Above the token's level every token has its sequence's weight.
+    return _measure(run, batch, used, batch.corrected.weights.log(), of_sequences=correction.level != "token")
+
+
+def _measure(
+    run: Run, batch: Batch, mask: torch.Tensor, log_ratios: torch.Tensor, *, of_sequences: bool = False
+) -> mismatch.Mismatch:
     """Of the tokens in the mask. Sequences are counted on the first context-parallel rank, which all of them add to."""
-    old, engine = batch.scored["old"], batch.rollout_log_probs
-    d = torch.where(mask, old.double() - engine.double(), 0.0)
-    sums = run.trainer.context_sum(sequence_sums(d, batch.sequence_ids, batch.num_sequences))
-    counted = run.trainer.context_sum(sequence_sums(mask.double(), batch.sequence_ids, batch.num_sequences)) > 0
-    sequences = sums[counted].tolist() if run.trainer.layout.context_rank == 0 else []
-    return mismatch.measure(old, engine, mask, sequences)
+    parts = torch.stack([torch.where(mask, log_ratios, 0.0), mask.double()])
+    sums = [sequence_sums(part, batch.sequence_ids, batch.num_sequences) for part in parts]
+    total, tokens = run.trainer.context_sum(torch.stack(sums))
+    total = total / tokens.clamp(min=1) if of_sequences else total
+    sequences = total[tokens > 0].tolist() if run.trainer.layout.context_rank == 0 else []
+    engine = batch.rollout_log_probs.double()
+    return mismatch.measure(engine + log_ratios, engine, mask, sequences)
 
 
 def _correction_sums(batch: Batch) -> dict[str, float]:

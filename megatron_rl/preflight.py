@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, PruningConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
@@ -57,14 +57,23 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             "config: rollout.server.extra_args asks for speculative decoding, which skips the logit processor that prunes in"
             " the engine; leave it out, or set pruning.enabled: false"
         )
+    if kind == "train" and not config.pruning.enabled and config.pruning.rho != PruningConfig().rho:
+        raise UserError(
+            f"config: pruning.rho = {config.pruning.rho:g} without pruning.enabled prunes nothing; set pruning.enabled: true"
+        )
     if kind == "train":
         _check_correction(config)
         _check_routing(config, hf_config)
+    activate_flash(config)
+    return hf_config, plan, support
+
+
+def activate_flash(config: Config) -> None:
+    """Errors: UserError for a version that is not here."""
     try:
         flash.activate(config.model.flash_attention)
     except ValueError as error:
         raise UserError(f"config: model.flash_attention = {config.model.flash_attention}: {error}") from None
-    return hf_config, plan, support
 
 
 def _check_correction(config: Config) -> None:
@@ -87,8 +96,14 @@ def _check_correction(config: Config) -> None:
         raise UserError(
             "config: correction.low or high without a mode does nothing; set correction.mode: mask, or remove it"
         )
-    if correction.reject == "none" and correction.reject_above is not None:
-        raise UserError("config: correction.reject_above without a statistic does nothing; set correction.reject: k3")
+    for key, given in (
+        ("above", correction.reject_above is not None),
+        ("level", correction.reject_level != "geometric"),
+    ):
+        if given and correction.reject == "none":
+            raise UserError(
+                f"config: correction.reject_{key} without a statistic does nothing; set correction.reject: k3, or remove it"
+            )
     if correction.normalize and correction.mode == "none":
         raise UserError(
             "config: correction.normalize with mode = none: there are no weights; set correction.mode, or normalize: false"

@@ -122,18 +122,16 @@ def token_weights(
 
     log_ratio = at(correction.level, token, 0)
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
-    if correction.mode == "none":  # a sequence with a token of ratio 0 has ratio 0, whatever its other weights
-        weight, bounded = (log_ratio > -torch.inf).to(ratio), torch.zeros_like(mask)
-    else:
-        weight = _bounded(ratio, correction)
-        bounded = mask & (weight != ratio)
+    weight = torch.ones_like(ratio) if correction.mode == "none" else _bounded(ratio, correction)
+    bounded = mask & (weight != ratio) if correction.mode != "none" else torch.zeros_like(mask)
     out = torch.zeros_like(mask)
     vetoed = mask & (sums[2] > 0) if correction.veto else out
     rejected = out
     if correction.reject != "none":
         found = at(correction.reject_level, divergence(token, correction.reject), 3)
         rejected = mask & (found > correction.reject_above)
-    used = mask & ~vetoed & ~rejected & (token > -torch.inf)
+    # A ratio of 0 is no small one: the trainer cannot have sampled it, so that no bound lifts it.
+    used = mask & ~vetoed & ~rejected & (token > -torch.inf) & (log_ratio > -torch.inf)
     weights, log_ratios = torch.where(used, weight, 0.0), torch.where(mask, log_ratio, 0.0)
     return TokenWeights(weights, log_ratios, bounded, vetoed, rejected)
 
@@ -193,7 +191,7 @@ def rollout_correction(
     mask: torch.Tensor,
     *,
     level: Literal["token", "sequence", "geometric"],
-    mode: Literal["truncate", "mask", "clip"],
+    mode: Literal["none", "truncate", "mask", "clip"],
     low: float | None = None,
     high: float | None = None,
     veto: float | None = None,
@@ -202,8 +200,8 @@ def rollout_correction(
 
     train_log_probs, rollout_log_probs, mask: [B, T]. The log-ratio is train - rollout.
     level: token; sequence (its sum over the mask); geometric (its mean over the mask); both broadcast to the tokens.
-    mode: truncate: min(r, high); mask: r where low <= r <= high, else 0; clip: r clamped to [low, high]. In mask and
-    clip one of the bounds may be absent.
+    mode: none: weight 1; truncate: min(r, high); mask: r where low <= r <= high, else 0; clip: r clamped to [low, high].
+    In mask and clip one of the bounds may be absent. A ratio of 0 has weight 0 in all of them.
     veto: a row with any masked-in token ratio below it is dropped: keep False, all its weights 0.
 
     Errors: ValueError for a missing bound, an unknown level or mode, and log-probs that are not numbers (naming the

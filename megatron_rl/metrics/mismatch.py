@@ -30,7 +30,7 @@ TAIL = 0.01
 """p below which a token counts as one of the tail."""
 CERTAIN = 1e-3
 """1 - p below which rounding of the log-prob itself hides the (1 - p) law: such tokens are left out of its fit."""
-SUMS = ("tokens", "not_finite", "k1", "k3", "absolute", "ratio", "ratio_squared", "surprise")
+SUMS = ("tokens", "not_finite", "zero", "k1", "k3", "absolute", "ratio", "ratio_squared", "surprise")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Mismatch:
 
     tokens: int = 0
     not_finite: int = 0
-    """Tokens left out because d is no finite number (a trainer that has pruned the token says -inf)."""
+    """Tokens left out because d is no finite number."""
+    zero: int = 0
+    """Of these, tokens of ratio 0: a trainer that has pruned the token says -inf."""
     k1: float = 0.0
     """Sum of -d."""
     k3: float = 0.0
@@ -82,10 +84,10 @@ def measure(
     engine = rollout_log_probs[mask].double()
     d = train_log_probs.detach()[mask].double() - engine
     finite = d.isfinite()
-    not_finite, sequences = int((~finite).sum()), tuple(sequences)
+    not_finite, zero, sequences = int((~finite).sum()), int((d == -torch.inf).sum()), tuple(sequences)
     d, engine = d[finite].clamp(-LIMIT, LIMIT), engine[finite].clamp(max=0.0)
     if not len(d):
-        return Mismatch(not_finite=not_finite, sequences=sequences)
+        return Mismatch(not_finite=not_finite, zero=zero, sequences=sequences)
     ratio, absolute = d.exp(), d.abs()
     parts = [-d, d.expm1() - d, absolute, ratio, ratio.square(), -engine]
     sums = torch.stack([part.sum() for part in parts] + [d.min(), d.max()]).tolist()
@@ -104,6 +106,7 @@ def measure(
     return Mismatch(
         len(d),
         not_finite,
+        zero,
         *sums,
         histogram=torch.bincount(_bins(d), minlength=2 * HALF + 1).cpu().numpy(),
         bound=torch.bincount(needed, minlength=HALF + 1).cpu().numpy(),
@@ -152,9 +155,10 @@ def metrics(measured: Mismatch, prefix: str = "mismatch") -> dict[str, float]:
     estimate; chi2: mean of (ratio - 1)^2, the chi-square divergence of the trainer from the engine; ppl_gap: trainer's
     perplexity of the tokens minus the engine's; ess, sequence_ess: effective sample size of the ratios of tokens and of
     whole sequences, as a share of their number (1: no mismatch); ratio_*: extremes and quantiles of the ratio; abs_*: of
-    |d|.
+    |d|. Tokens of ratio 0 count in chi2 and ess, and in no other: to kl they would be infinite.
     """
     n = measured.tokens
+    with_zero = n + measured.zero
     found = dict.fromkeys(NAMES, math.nan) | {"not_finite": float(measured.not_finite)}
     if measured.sequences:
         ratios = torch.tensor(measured.sequences, dtype=torch.float64)
@@ -166,9 +170,9 @@ def metrics(measured: Mismatch, prefix: str = "mismatch") -> dict[str, float]:
         found |= {
             "kl": measured.k3 / n,
             "k1": measured.k1 / n,
-            "chi2": max(0.0, (measured.ratio_squared - 2 * measured.ratio) / n + 1),
+            "chi2": max(0.0, (measured.ratio_squared - 2 * measured.ratio) / with_zero + 1),
             "ppl_gap": math.exp((measured.surprise + measured.k1) / n) - math.exp(measured.surprise / n),
-            "ess": measured.ratio**2 / (n * measured.ratio_squared),
+            "ess": measured.ratio**2 / (with_zero * measured.ratio_squared),
             "ratio_max": math.exp(measured.highest),
             "ratio_min": math.exp(measured.lowest),
             "ratio_p01": math.exp(quantile(counts, VALUES, 0.01)),

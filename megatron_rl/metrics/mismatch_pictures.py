@@ -95,7 +95,7 @@ def write_curves(groups: Mapping[str, Sequence[Path | str]], path: Path, *, smoo
     width, labels = 880, list(groups)
     parts, top = legend(dict(enumerate(labels)), 52, width - 60, 8)
     for i, (title, curves, log) in enumerate(
-        (("KL(engine || trainer), nats per token", kl, True), ("Score", scores, False))
+        (("KL(engine || trainer), nats per token inside both supports", kl, True), ("Score", scores, False))
     ):
         colored = {labels.index(label): points for label, points in curves.items()}
         parts += line_panel(title, colored, log, i * width / 2 + 52, top + 26, width / 2 - 68, 240)

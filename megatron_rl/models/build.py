@@ -225,6 +225,11 @@ def _set_kernels(config: GPTModelProvider, regime: Regime, recompute: str) -> No
     gpu = torch.cuda.is_available()
     config.params_dtype = config.pipeline_dtype = config.autocast_dtype = regime.dtype
     config.bf16, config.fp16 = regime.dtype == torch.bfloat16, False
+    if regime.recipe and gpu and not HAVE_TE:
+        raise UserError(
+            "config: precision.train: Transformer Engine is installed and cannot be imported; its own error is that of"
+            " python -c 'import transformer_engine.pytorch'"
+        )
     if regime.recipe and gpu:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
         config.fp8, config.fp8_recipe = regime.fp8, regime.recipe
     config.attention_softmax_in_fp32 = True

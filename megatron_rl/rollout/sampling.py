@@ -14,6 +14,10 @@ MOST_KEPT = 4096
 """Largest top_k under which SGLang names the kept tokens (its return_sampling_mask)."""
 ROOM_FOR_TIES = 8192
 """Tokens that it may name: ties at the border are all kept, and a set that is too large ends the request."""
+_WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+_UNTOUCHED = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""Said in every request, as a server may have been given other defaults (--preferred-sampling-params), and log-probs do not
+tell."""
 PRUNING = "megatron_rl_plugin.pruning", "PruneTail"
 """Module and class of the logit processor that prunes in the engine."""
 
@@ -68,8 +72,9 @@ class SamplingSupport:
 
     def check_recorded(self, recorded: dict[str, float]) -> None:
         """Errors: ValueError where a recorded trajectory was sampled under another support."""
-        mine = asdict(self)
-        apart = [f"{name} {value:g} and not {mine[name]:g}" for name, value in recorded.items() if value != mine[name]]
+        recorded = _WHOLE | recorded  # the first releases neither truncated nor said so
+        pairs = [(name, recorded[name], mine) for name, mine in asdict(self).items() if name in recorded]
+        apart = [f"{name} {value:g} and not {mine:g}" for name, value, mine in pairs if value != mine]
         if apart:
             raise ValueError(
                 f"sampled under {', '.join(apart)} (min_p is pruning.rho, 0 without pruning): the log-probs of both sides"
@@ -79,6 +84,7 @@ class SamplingSupport:
     def request(self) -> dict[str, Any]:
         """The part of SGLang's sampling_params that this support fixes."""
         sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        sampling |= _UNTOUCHED
         if self._prunes:
             sampling["custom_params"] = {"log_rho": self.log_rho, "temperature": self.temperature}
         return sampling

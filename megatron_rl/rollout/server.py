@@ -217,6 +217,8 @@ class RolloutServer:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # the model is a folder
         # Without compiled modules on disk each of SGLang's processes compiles thousands of them at every start.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        # Log-probs are those of the distribution that is sampled from: at its temperature.
+        environment.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
         # A dead worker has to be known at once, not after a dump of the others, during which requests hang.
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         paths = self.pythonpath + [str(MODELS_PYTHONPATH)] * self.predictor

@@ -132,7 +132,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     common = read_common(path, ranks)
     same_size = common["world_size"] == ranks.world_size
     state = _state(trainer, ranks, loading=True, with_random=same_size)
-    has_predictors = common.get("predictor_updates", NO_PREDICTORS) != NO_PREDICTORS
+    has_predictors = _has_predictors(common)
     if not has_predictors:
         _leave_out_predictors(state)
     loaded = _load(state, path)
@@ -147,12 +147,17 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     return {"step": common["step"], "extra": common["extra"]}
 
 
-def load_weights(path: Path, trainer: Trainer) -> None:
-    """Restore the model's weights alone; the optimizer and route predictors start anew."""
+def load_weights(path: Path, trainer: Trainer, *, predictors: bool = False) -> None:
+    """Restore the model's weights alone; the optimizer starts anew.
+
+    predictors: those of the routes too, where the checkpoint has any; else they start anew.
+    """
     state = _model_state(trainer)
-    _leave_out_predictors(state)
+    if not (predictors and _has_predictors(read_common(path, trainer.ranks))):
+        _leave_out_predictors(state)
     _load_model(trainer, _load(state, path))
-    trainer.optimizer.reload_model_params()
+    if trainer.optimizer is not None:
+        trainer.optimizer.reload_model_params()
 
 
 def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
@@ -215,6 +220,10 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
         raise UserError(
             f"checkpoint {path}: damaged or of another model ({_one_line(error)}); remove it to go on from an older one"
         ) from None
+
+
+def _has_predictors(common: dict[str, Any]) -> bool:
+    return common.get("predictor_updates", NO_PREDICTORS) != NO_PREDICTORS
 
 
 def _leave_out_predictors(state: dict[str, Any]) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import Correction, TokenWeights, token_weights
+from megatron_rl.algorithms.losses import AllReduce
 from megatron_rl.config import Config
 from megatron_rl.trainer.packing import Batch
 
 Sums = dict[str, torch.Tensor]
 """Metric sums of one micro-batch; the same keys on every micro-batch, so that they can be added up."""
-
-
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a tensor over the context-parallel ranks that hold the other parts of the same sequences."""
 
 
 @dataclass(frozen=True)

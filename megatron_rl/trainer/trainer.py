@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Config
@@ -38,8 +39,9 @@ class Trainer:
     """The policy with its optimizer, and its frozen reference where one is asked for."""
 
     def __init__(
-        self, config: Config, model: Model, ranks: Ranks, *, total_updates: int, support: SamplingSupport
+        self, config: Config, model: Model, ranks: Ranks, *, total_updates: int | None, support: SamplingSupport
     ) -> None:
+        """total_updates: of the run; None: it scores alone, and has neither gradients nor an optimizer."""
         self.config = config
         self.model = model
         self.ranks = ranks
@@ -57,18 +59,23 @@ class Trainer:
         self.predictors = self._make_predictors()
         self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
         self._export_plan: list | None = None
-        self.ddp = wrap_ddp(config, self.chunks)
-        self.optimizer = make_optimizer(config, self.ddp)
-        self.scheduler = make_scheduler(config.optimizer, self.optimizer, total_updates)
-        settings = self.chunks[0].config
-        settings.finalize_model_grads_func = finalize_model_grads
-        settings.grad_scale_func = self.optimizer.scale_loss
-        settings.no_sync_func = [d.no_sync for d in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
+        self.optimizer: MegatronOptimizer | None = None
+        if total_updates is not None:
+            self._prepare_updates(total_updates)
         self.reports = (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
         """Whether this process's per-token results count: those of the last stage, once per tensor-parallel group."""
+
+    def _prepare_updates(self, total: int) -> None:
+        self.ddp = wrap_ddp(self.config, self.chunks)
+        self.optimizer = make_optimizer(self.config, self.ddp)
+        self.scheduler = make_scheduler(self.config.optimizer, self.optimizer, total)
+        settings = self.chunks[0].config
+        settings.finalize_model_grads_func = finalize_model_grads
+        settings.grad_scale_func = self.optimizer.scale_loss
+        settings.no_sync_func = [d.no_sync for d in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
 
     def _make_reference(self) -> list[torch.nn.Module]:
         chunks = self.model.make_chunks(weights=self.config.algorithm.kl.reference)
@@ -305,10 +312,10 @@ def route_shape(model: Model) -> RouteShape | None:
     return RouteLayout.from_config(model.hf_config.to_dict()).kept
 
 
-def build_trainer(config: Config, ranks: Ranks, *, total_updates: int, support: SamplingSupport) -> Trainer:
+def build_trainer(config: Config, ranks: Ranks, *, total_updates: int | None, support: SamplingSupport) -> Trainer:
     """The trainer of the folder config.model.path, whose log-probs are those under `support`.
 
-    parallel_state must be initialised. Errors: UserError.
+    total_updates: of the run; None: for scoring alone. parallel_state must be initialised. Errors: UserError.
     """
     model = load(
         config.model.path,

@@ -34,6 +34,11 @@ REFUSED = {
         {"correction": {"reject_above": 0.1}},
         "without a statistic does nothing; set correction.reject: k3",
     ),
+    "level alone": (
+        {"correction": {"reject_level": "token"}},
+        "reject_level without a statistic does nothing; set correction.reject: k3",
+    ),
+    "rho alone": ({"pruning": {"rho": 1e-4}}, "rho = 0.0001 without pruning.enabled.*set pruning.enabled: true"),
     "normalised nothing": ({"correction": {"normalize": True}}, "there are no weights; set correction.mode"),
     "veto with bypass": (
         {"correction": {"bypass": True, "veto": 1e-4}},
@@ -85,7 +90,7 @@ def test_rho_outside_its_interval(rho):
 
 
 def test_min_p_is_the_prunings_rho():
-    with pytest.raises(UserError, match=r"unknown key 'rollout.sampling.min_p'; did you mean 'pruning.rho'"):
+    with pytest.raises(UserError, match=r"'rollout.sampling.min_p'; did you mean 'pruning.rho, with pruning.enabled"):
         build_config({"rollout": {"sampling": {"min_p": 0.1}}})
 
 
@@ -98,7 +103,9 @@ def test_an_evaluation_corrects_nothing(tiny_model, monkeypatch):
 def test_a_record_of_another_support_is_refused():
     support = SamplingSupport(temperature=0.5, min_p=0.1)
     support.check_recorded({"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.1})
-    support.check_recorded({})  # of a release that did not say
+    SamplingSupport(temperature=0.5).check_recorded({})  # of a release that did not say, and never truncated
+    with pytest.raises(ValueError, match=r"under min_p 0 and not 0.1 "):
+        support.check_recorded({})
     with pytest.raises(
         ValueError, match=r"under temperature 1 and not 0.5, min_p 0 and not 0.1 .*set rollout.sampling"
     ):
@@ -111,6 +118,8 @@ def test_the_request_of_a_support():
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     assert support.log_rho == pytest.approx(-13.0)
     assert support.request()["custom_params"] == {"log_rho": support.log_rho, "temperature": 0.5}
+    for asked in (support.request(), SamplingSupport().request()):  # a server may have other defaults
+        assert (asked["min_p"], asked["repetition_penalty"], asked["presence_penalty"]) == (0.0, 1.0, 0.0)
     named = bytes.fromhex(json.loads(support.options()["custom_logit_processor"])["callable"])
     assert named == b"cmegatron_rl_plugin.pruning\nPruneTail\n."
     assert SamplingSupport().options() == {} and SamplingSupport().log_rho is None

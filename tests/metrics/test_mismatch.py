@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.metrics import mismatch
+from megatron_rl.metrics.mismatch_pictures import by_probability, probability_svg
 
 
 def log_probs(seed: int, scale: float, shape=(4, 50)):
@@ -67,6 +69,9 @@ def test_tokens_without_a_finite_ratio_are_counted_apart():
     found = mismatch.metrics(mismatch.measure(train, torch.full((4,), -1.0), torch.ones(4)))
     assert found["mismatch/not_finite"] == 2.0
     assert found["mismatch/kl"] == 0.0
+    # Of ratios 1, 0 and 1: a token that the trainer has pruned weighs nothing, which is not the same as not being there.
+    assert found["mismatch/chi2"] == pytest.approx(1 / 3)
+    assert found["mismatch/ess"] == pytest.approx(2**2 / 2 / 3)
     empty = mismatch.metrics(mismatch.merge([]))
     assert math.isnan(empty["mismatch/kl"]) and empty.keys() == found.keys()
 
@@ -112,3 +117,27 @@ def test_the_effective_sample_size_of_sequences():
     parts = [mismatch.measure(ones, ones, ones, sequences) for sequences in ([0.0, math.log(3.0)], [-math.inf])]
     found = mismatch.metrics(mismatch.merge(parts))
     assert found["mismatch/sequence_ess"] == pytest.approx((1 + 3) ** 2 / (1 + 9) / 3)
+
+
+def test_the_picture_by_probability():
+    """Means over steps by their tokens, the largest of all; a mark that says which side says more."""
+
+    def row(tokens, size, largest, bias, epsilon):
+        values = {"tokens": tokens, "abs": size, "abs_max": largest, "bias": bias}
+        return {f"mismatch/p<0.1/{name}": value for name, value in values.items()} | {"mismatch/epsilon_p99": epsilon}
+
+    nothing = {"mismatch/p<0.1/tokens": 0}
+    lines = [row(10, 0.1, 0.5, 0.1, 0.2), nothing, row(30, 0.2, 0.4, 0.0, 0.4), row(20, 0.3, 0.1, 0.2, 0.3)]
+    found = by_probability(lines)
+    assert list(found) == [0.1]
+    expected = {"tokens": 60, "abs": 13 / 60, "abs_max": 0.5, "bias": 5 / 60}
+    assert found[0.1] == pytest.approx(expected)
+    above, below = (probability_svg([row(10, 0.1, 0.5, bias, 0.2)]) for bias in (0.1, -0.1))
+    assert 'fill="currentColor"' in above.partition("<circle")[2].partition(">")[0]
+    assert 'fill="none"' in below.partition("<circle")[2].partition(">")[0]
+    # The bound 2 e (1 - p) of the median e, at the class's geometric middle, between the lines of 0.1 and 1.
+    page = probability_svg(lines)
+    grid = [float(y) for y in re.findall(r'y1="([\d.]+)"[^>]*class="grid"', page)]
+    height = float(page.partition('points="')[2].partition('"')[0].split(",")[1])
+    bound = 2 * 0.3 * (1 - math.sqrt(0.1 * 0.01))
+    assert height == pytest.approx(min(grid) - math.log10(bound) * (max(grid) - min(grid)), abs=0.2)

@@ -150,14 +150,15 @@ def save_and_go_on(model: str, seed: int, folder: str) -> dict:
         "straight": straight,
         "resumed": resumed,
         "weights_alone": weights_alone(config, path),
+        "weights_and_predictors": weights_alone(config, path, predictors=True),
         "changed": changed_source(model, folder),
     }
 
 
-def weights_alone(config: Config, path: Path) -> dict[int, np.ndarray]:
+def weights_alone(config: Config, path: Path, **options) -> dict[int, np.ndarray]:
     """Predictors of a trainer that starts from another run's weights."""
     trainer = make_trainer(config)
-    checkpoint.load_weights(path, trainer)
+    checkpoint.load_weights(path, trainer, **options)
     found = predictors_of(trainer)
     parallel_state.destroy_model_parallel()
     return found

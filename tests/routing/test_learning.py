@@ -101,6 +101,7 @@ def test_checkpoints_have_the_predictors(model, found):
     for name, weight in run["straight"][1].items():
         assert np.array_equal(weight, run["resumed"][1][name]), name
     assert not any(weight.any() for weight in run["weights_alone"].values()), "another run's predictors"
+    assert all(np.array_equal(weight, run["saved"][layer]) for layer, weight in run["weights_and_predictors"].items())
     saved, loaded, predictors = run["changed"]
     assert all(np.array_equal(saved[name], loaded[name]) for name in saved)
     assert predictors and not any(weight.any() for weight in predictors.values())

@@ -130,16 +130,18 @@ def test_a_token_outside_the_safe_set_has_ratio_zero(loss, where, bypass):
     assert ((batch.corrected.weights == 0) == (gone | ~batch.mask)).all()
 
 
-def test_a_sequence_ratio_of_zero_is_zero_in_every_mode():
+@pytest.mark.parametrize("mode", ["truncate", "mask", "clip"])
+def test_a_ratio_of_zero_is_zero_in_every_mode(mode):
     batch, current, _ = draw(3)
     pruned = current.detach().clone()
     token = int(batch.mask.nonzero()[2])
     pruned[token] = -torch.inf
     whole = batch.mask & (batch.sequence_ids == batch.sequence_ids[token])
-    for level in ("token", "sequence"):
-        config = config_of({"mode": "clip", "level": level, "low": 0.5, "high": 2.0}, loss="gspo")
-        objective(config, batch, pruned.clone().requires_grad_())
-        assert ((batch.corrected.weights == 0) == (whole | ~batch.mask)).all()
+    for level in ("token", "sequence", "geometric"):
+        correction = {"mode": mode, "level": level, "high": 1e9} | ({} if mode == "truncate" else {"low": 1e-9})
+        objective(config_of(correction), batch, pruned.clone().requires_grad_())
+        gone = torch.arange(len(pruned)) == token if level == "token" else whole
+        assert ((batch.corrected.weights == 0) == (gone | ~batch.mask)).all()
 
 
 def test_drift_out_of_the_safe_set_is_no_mismatch():

@@ -50,6 +50,8 @@ ALGORITHMS = {
             "reject_above": 4.0,
         },
     },
+    # Nothing of it needs whole sequences, so that the head computes gradients on the way.
+    "pruned": {"pruning": {"enabled": True, "rho": 0.43}, "correction": {"mode": "clip", "low": 0.5, "high": 2.0}},
 }
 
 
@@ -65,15 +67,15 @@ def samples():
     return make_samples(seed, SAMPLES, 64)
 
 
-def run(model, samples, world_size: int, layouts: dict[str, dict], algorithm: str) -> dict[str, dict]:
-    configs = [{**layout, **ALGORITHMS[algorithm]} for layout in layouts.values()]
-    results = run_ranks(
-        world_size,
-        "layouts:run_layouts",
-        (model, samples, configs),
-        timeout=280.0,
-    )
-    return dict(zip(layouts, results[0], strict=True))
+def under(algorithm: str, layouts: dict[str, dict]) -> dict[str, dict]:
+    """Layouts of an algorithm, by 'algorithm name'."""
+    return {f"{algorithm} {name}": {**layout, **ALGORITHMS[algorithm]} for name, layout in layouts.items()}
+
+
+def run(model, samples, world_size: int, configs: dict[str, dict]) -> dict[str, dict]:
+    """One after the other on the same processes, which take longest to start."""
+    results = run_ranks(world_size, "layouts:run_layouts", (model, samples, list(configs.values())), timeout=540.0)
+    return dict(zip(configs, results[0], strict=True))
 
 
 def compare(name: str, reference: dict, result: dict) -> None:
@@ -110,46 +112,61 @@ def truncated():
 
 
 @pytest.fixture(scope="module")
-def reference(model, samples, truncated):
-    results = run(model, samples, 1, ONE_RANK, "grpo")
-    for algorithm, those in (("gspo", samples), ("corrected", truncated)):
-        chunks = {algorithm: {}, f"{algorithm}_head_in_chunks": {"model": {"head_chunk_tokens": 5}}}
-        results |= run(model, those, 1, chunks, algorithm)
-    return results
+def one_rank(model, samples, truncated):
+    both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
+    return run(model, samples, 1, under("grpo", ONE_RANK) | under("gspo", both)) | run(
+        model, truncated, 1, under("corrected", both) | under("pruned", both)
+    )
 
 
-def test_micro_batches_and_recompute_do_not_change_the_update(reference):
-    assert reference["one_sequence_per_micro_batch"]["micro_batches"] > reference["all_in_one"]["micro_batches"] == 1
-    for name in ONE_RANK:
-        compare(name, reference["reference"], reference[name])
+@pytest.fixture(scope="module")
+def two_ranks(model, samples, truncated):
+    split = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
+    with_data = split | {"dp2_distributed_optimizer": TWO_RANKS["dp2_distributed_optimizer"]}
+    return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split)) | run(
+        model, truncated, 2, under("corrected", with_data)
+    )
 
 
-def test_two_ranks(model, samples, reference):
-    for name, result in run(model, samples, 2, TWO_RANKS, "grpo").items():
-        compare(name, reference["reference"], result)
+def compare_all(algorithm: str, one_rank, results) -> None:
+    found = {name: result for name, result in results.items() if name.startswith(f"{algorithm} ")}
+    assert found
+    for name, result in found.items():
+        compare(name, one_rank[f"{algorithm} reference"], result)
 
 
-def test_four_ranks(model, samples, reference):
-    for name, result in run(model, samples, 4, FOUR_RANKS, "grpo").items():
-        compare(name, reference["reference"], result)
+def test_micro_batches_and_recompute_do_not_change_the_update(one_rank):
+    assert one_rank["grpo one_sequence_per_micro_batch"]["micro_batches"] > 1
+    assert one_rank["grpo all_in_one"]["micro_batches"] == 1
+    compare_all("grpo", one_rank, one_rank)
 
 
-def test_sequence_ratios_over_split_sequences(model, samples, reference):
+def test_two_ranks(one_rank, two_ranks):
+    compare_all("grpo", one_rank, two_ranks)
+
+
+def test_four_ranks(model, samples, one_rank):
+    compare_all("grpo", one_rank, run(model, samples, 4, under("grpo", FOUR_RANKS)))
+
+
+def test_sequence_ratios_over_split_sequences(one_rank, two_ranks):
     """GSPO needs sums over whole sequences, which context parallelism and the head's chunks cut."""
-    compare("gspo_head_in_chunks", reference["gspo"], reference["gspo_head_in_chunks"])
-    layouts = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
-    for name, result in run(model, samples, 2, layouts, "gspo").items():
-        compare(name, reference["gspo"], result)
+    compare_all("gspo", one_rank, one_rank)
+    compare_all("gspo", one_rank, two_ranks)
 
 
-def test_corrected_and_pruned_over_split_sequences_and_vocabularies(model, truncated, reference):
-    """Sequence ratios and the veto over context-parallel ranks, safe and kept sets over tensor-parallel ones."""
-    whole = reference["corrected"]
+def test_pruned_tokens_in_the_heads_chunks(one_rank):
+    """Token by token the loss is computed inside the head, with log-probs of -inf."""
+    whole = one_rank["pruned reference"]
     outside = np.mean([value == -np.inf for value in whole["scored"].values()])
     assert 0.01 < outside < 0.5, f"{outside:.2f} of the tokens outside the safe set"
-    shares = {key: whole["panel"][f"corrected/{key}"] for key in ("vetoed", "rejected", "bounded")}
+    compare_all("pruned", one_rank, one_rank)
+
+
+def test_corrected_and_pruned_over_split_sequences_and_vocabularies(one_rank, two_ranks):
+    """Sequence ratios and the veto over context-parallel ranks, safe and kept sets over tensor-parallel ones."""
+    panel = one_rank["corrected reference"]["panel"]
+    shares = {key: panel[f"corrected/{key}"] for key in ("vetoed", "rejected", "bounded")}
     assert all(0.01 < share < 0.9 for share in shares.values()), f"{shares}: not every part has something to do"
-    compare("corrected_head_in_chunks", whole, reference["corrected_head_in_chunks"])
-    layouts = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2", "dp2_distributed_optimizer")}
-    for name, result in run(model, truncated, 2, layouts, "corrected").items():
-        compare(name, whole, result)
+    compare_all("corrected", one_rank, one_rank)
+    compare_all("corrected", one_rank, two_ranks)

@@ -1,0 +1,111 @@
+"""The panel of one step by hand: before and after correction, weights, and what pruning took away."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config import build_config
+from megatron_rl.panel import panel_metrics
+from megatron_rl.trainer.objective import Scale, policy_objective
+from megatron_rl.trainer.packing import Layout, Sample, pack
+
+RATIOS = [[0.5, 4.0], [1.0, 1.0, 0.25]]
+"""trainer / engine, token by token, of two responses."""
+ROOTS = [2.0 ** (1 / 2), 0.25 ** (1 / 3)]
+
+
+def panel(ratios=RATIOS, coverage=1.0, **config) -> dict[str, float]:
+    """Of one update in which everything is computed by the real objective, in one process."""
+    config = build_config({"rollout": {"max_new_tokens": 10}, **config})
+    samples = [
+        Sample(
+            np.arange(1, 3 + len(r), dtype=np.int32), 2, np.ones(len(r), bool), np.full(len(r), -3.0, np.float32), 1.0
+        )
+        for r in ratios
+    ]
+    batch = pack(samples, [0, 1], Layout())
+    train = batch.rollout_log_probs.clone()
+    train[batch.mask] += torch.tensor([r for row in ratios for r in row]).log()
+    values = torch.stack([train, torch.zeros_like(train), torch.ones_like(train)])
+    values[2, batch.mask] = torch.as_tensor(coverage, dtype=torch.float32)
+    trainer = SimpleNamespace(reports=True, context_sum=lambda x: x, layout=SimpleNamespace(context_rank=0))
+    policy_objective(config, Scale(int(batch.mask.sum()), 2), batch, values, trainer.context_sum)
+    task = SimpleNamespace(weights={"answer": 2.0, "length": -0.5})
+    return panel_metrics(SimpleNamespace(trainer=trainer, config=config, task=task, ranks=_Alone()), [[batch]])
+
+
+class _Alone:
+    def gather(self, value):
+        return [value]
+
+
+def ess(weights) -> float:
+    return sum(weights) ** 2 / sum(w * w for w in weights) / len(weights)
+
+
+def k3(ratios) -> float:
+    return float(np.mean([r - 1 - math.log(r) for r in ratios]))
+
+
+def test_without_a_correction():
+    found = panel()
+    flat = [r for row in RATIOS for r in row]
+    assert found["mismatch/kl"] == pytest.approx(k3(flat), rel=1e-5)
+    assert found["mismatch/ess"] == pytest.approx(ess(flat), rel=1e-5)
+    assert found["mismatch/sequence_ess"] == pytest.approx(ess([2.0, 0.25]), rel=1e-5)
+    assert not any(name.startswith(("corrected/", "pruning/")) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights", "sequences"),
+    [
+        ({"mode": "truncate", "high": 2.0}, [0.5, 2.0, 1.0, 1.0, 0.25], [1.0, 0.25]),
+        ({"mode": "mask", "low": 0.4, "high": 2.0}, [0.5, 0.0, 1.0, 1.0, 0.0], [0.5, 1.0]),
+        ({"mode": "clip", "low": 0.5, "high": 2.0}, [0.5, 2.0, 1.0, 1.0, 0.5], [1.0, 0.5]),
+        # Of whole responses: 2 and 1 / 4, or their roots; every token has its response's.
+        ({"mode": "truncate", "level": "sequence", "high": 1.5}, [1.5, 1.5, 0.25, 0.25, 0.25], [1.5, 0.25]),
+        ({"mode": "truncate", "level": "geometric", "high": 9.0}, [ROOTS[0]] * 2 + [ROOTS[1]] * 3, ROOTS),
+    ],
+)
+def test_after_correction_ratios_are_weights(correction, weights, sequences):
+    found = panel(correction=correction)
+    used = [w for w in weights if w > 0]
+    flat = [r for row in RATIOS for r in row]
+    assert found["mismatch/kl"] == pytest.approx(k3(flat), rel=1e-5)
+    assert found["corrected/kl"] == pytest.approx(k3(used), rel=1e-5, abs=1e-9)
+    assert found["corrected/chi2"] == pytest.approx(np.mean([(w - 1) ** 2 for w in used]), rel=1e-4, abs=1e-9)
+    assert found["corrected/ess"] == pytest.approx(ess(used), rel=1e-5)
+    assert found["corrected/sequence_ess"] == pytest.approx(ess(sequences), rel=1e-5)
+    assert found["corrected/ratio_max"] == pytest.approx(max(used), rel=1e-5)
+    assert found["corrected/masked"] == pytest.approx(1 - len(used) / 5)
+    assert found["corrected/weight_mean"] == pytest.approx(np.mean(weights), rel=1e-5)
+    assert found["corrected/weight_max"] == pytest.approx(max(weights), rel=1e-5)
+    assert found["corrected/weight_ess"] == pytest.approx(ess(weights), rel=1e-5)
+
+
+def test_a_veto_alone_leaves_the_ratios_of_what_stays():
+    found = panel(correction={"veto": 0.3})
+    assert found["corrected/vetoed"] == found["corrected/masked"] == pytest.approx(3 / 5)
+    assert found["corrected/kl"] == pytest.approx(k3(RATIOS[0]), rel=1e-5)
+    assert found["corrected/sequence_ess"] == pytest.approx(1.0)
+    assert found["corrected/weight_mean"] == pytest.approx(2 / 5)
+
+
+def test_what_pruning_takes_away():
+    found = panel([[0.5, 0.0], [1.0, 1.0, 0.25]], [0.9, 1.0, 0.8, 1.0, 1.0], pruning={"enabled": True})
+    assert found["pruning/out_of_set"] == found["mismatch/not_finite"] == 1.0
+    assert found["mismatch/kl"] == pytest.approx(k3([0.5, 1.0, 1.0, 0.25]), rel=1e-5)
+    assert found["mismatch/sequence_ess"] == pytest.approx(ess([0.0, 0.25]), rel=1e-5)
+    assert found["pruning/coverage"] == pytest.approx(0.94) and found["pruning/coverage_min"] == pytest.approx(0.8)
+    assert found["pruning/pruned_mass"] == pytest.approx(0.06) and found["pruning/pruned_mass_max"] == pytest.approx(
+        0.2
+    )
+    # R_max T (1 - Z): weights 2 and -0.5, ten tokens.
+    assert found["pruning/bias_bound"] == pytest.approx(2.5 * 10 * 0.2)
+    assert found["pruning/bias_mean"] == pytest.approx(2.5 * 10 * 0.06)
+    assert found["corrected/masked"] == pytest.approx(1 / 5)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+# Megatron takes ten seconds to import: once in the server from which all processes are forked.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["megatron_rl.trainer.trainer"])
 
 
 def free_port() -> int:
@@ -28,56 +31,55 @@ def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float =
 
     Errors: AssertionError with the tail of the failed rank's output; the others are ended. TimeoutError likewise.
     """
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the server too: a pool of threads would not survive the fork
+    environment = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        call = Path(folder) / "call.pkl"
-        call.write_bytes(pickle.dumps((function, args, timeout)))
-        environment = os.environ | {
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([*sys.path, str(REPOSITORY)]),
-        }
-        processes, outputs = [], []
-        for rank in range(world_size):
-            output = open(Path(folder) / f"{rank}.log", "w+")  # noqa: SIM115 (closed below)
-            outputs.append(output)
-            command = [sys.executable, __file__, str(call), str(Path(folder) / f"{rank}.out")]
-            env = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
+        processes = [
+            _CONTEXT.Process(target=_run, args=(rank, environment, Path(folder), function, args, timeout), daemon=True)
+            for rank in range(world_size)
+        ]
         try:
+            for process in processes:
+                process.start()
             deadline = time.monotonic() + timeout
-            while any(p.poll() is None for p in processes):
-                failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
+            while any(p.is_alive() for p in processes):
+                failed = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
                 if failed or time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
-            failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
-            late = [r for r, p in enumerate(processes) if p.poll() is None]
+            failed = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
+            late = [r for r, p in enumerate(processes) if p.exitcode is None]
         finally:
             for p in processes:
-                p.kill()
-                p.wait(30)
-        tails = []
-        for output in outputs:
-            output.seek(0)
-            tails.append(output.read()[-9000:])
-            output.close()
-        if failed:
-            raise AssertionError(f"rank {failed[0]} of {world_size} failed in {function}:\n{tails[failed[0]]}")
-        if late:
-            raise TimeoutError(f"ranks {late} of {world_size} took over {timeout} s in {function}:\n{tails[late[0]]}")
+                if p.pid is not None:
+                    p.kill()
+                    p.join(30)
+        for ranks, error, happened in (
+            (failed, AssertionError, "failed"),
+            (late, TimeoutError, f"took over {timeout} s"),
+        ):
+            if ranks:
+                tail = (Path(folder) / f"{ranks[0]}.log").read_text(errors="replace")[-9000:]
+                raise error(f"rank {ranks[0]} of {world_size} {happened} in {function}:\n{tail}")
         return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(world_size)]
 
 
-def _main() -> None:
-    function, args, timeout = pickle.loads(Path(sys.argv[1]).read_bytes())
-    faulthandler.dump_traceback_later(0.9 * timeout)  # says where a rank hangs, before it is killed
-    module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(*args)
-    Path(sys.argv[2]).write_bytes(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    _main()
+def _run(rank: int, environment: dict[str, str], folder: Path, function: str, args: tuple, timeout: float) -> None:
+    """One rank, in its own process."""
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    faulthandler.dump_traceback_later(0.9 * timeout, file=log)  # says where a rank hangs, before it is killed
+    try:
+        module, _, name = function.partition(":")
+        result = getattr(importlib.import_module(module), name)(*args)
+        (folder / f"{rank}.out").write_bytes(pickle.dumps(result))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

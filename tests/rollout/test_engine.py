@@ -156,7 +156,7 @@ def test_kill_9_in_mid_step_loses_nothing(server, victim):
         prompts,
         SamplingSupport(),
         samples_per_prompt=1,
-        max_new_tokens=400,
+        max_new_tokens=200,
         stop_token_ids=list(range(50, 62)),
         on_progress=kill_once,
     )

@@ -163,6 +163,10 @@ def test_megatrons_own_fp8_settings_on_a_gpu(name, monkeypatch):
     from megatron.core.enums import Fp8Recipe
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    if name != "bf16":
+        with pytest.raises(UserError, match="is installed and cannot be imported"):
+            _set_kernels(SimpleNamespace(fp8=None), TRAIN[name], "none")
+    monkeypatch.setattr("megatron_rl.models.build.HAVE_TE", True)
     config = SimpleNamespace(fp8=None)
     _set_kernels(config, TRAIN[name], "none")
     assert config.params_dtype == torch.bfloat16 and config.bf16

@@ -257,7 +257,7 @@ class RolloutConfig:
     record: bool = False
     """Keep every step's trajectories under the run's rollouts/ folder."""
     replay: str | None = None
-    """A rollouts/ folder to train from instead of asking an engine."""
+    """A rollouts/ folder to train from instead of asking an engine; evaluation has to be off."""
 
 
 @section

@@ -57,6 +57,10 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             "config: rollout.server.extra_args asks for speculative decoding, which skips the logit processor that prunes in"
             " the engine; leave it out, or set pruning.enabled: false"
         )
+    if kind == "train" and config.rollout.replay and config.eval.prompts:
+        raise UserError(
+            "config: rollout.replay starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
+        )
     if kind == "train" and not config.pruning.enabled and config.pruning.rho != PruningConfig().rho:
         raise UserError(
             f"config: pruning.rho = {config.pruning.rho:g} without pruning.enabled prunes nothing; set pruning.enabled: true"

@@ -66,7 +66,7 @@ def load_trajectories(path: Path) -> list[Trajectory]:
 
 def _trajectory(arrays, index: int, row: dict) -> Trajectory:
     kept = None
-    if row["kept"] is not None:
+    if row.get("kept") is not None:
         kept = np.split(arrays[f"{index}.kept"], np.cumsum(row["kept"])[:-1])
     routes = arrays.get(f"{index}.routes")
     features = None

@@ -172,14 +172,18 @@ def test_the_mismatch_is_attributed(finished, capsys):
         (["--batch.samples_per_prompt", "1"], ["batch.samples_per_prompt"]),
         (["--rollout.sampling.top_p", "0.9"], ["rollout.sampling", "top_p"]),
         (["--rollout.addresses", "[http://127.0.0.1:9]", "--rollout.retries", "0"], ["127.0.0.1:9"]),
-        (["--rollout.replay", "RUN/rollouts", "--rollout.sampling.temperature", "0.5"], ["temperature 1 and not 0.5"]),
+        (["--rollout.replay", "RUN/rollouts"], ["eval.prompts: 0"]),
+        (
+            ["--rollout.sampling.temperature", "0.5", "--rollout.replay", "RUN/rollouts", "--eval.prompts", "0"],
+            ["temperature 1 and not 0.5"],
+        ),
     ],
 )
 def test_bad_input_is_one_line(finished, tmp_path, capsys, override, fragments):
     config = finished[0].parent / "config.yaml"
     arguments = ["train", str(config), "--name", f"bad{tmp_path.name}", "--parallel.expert", "1"]
     arguments += [part.replace("RUN", str(finished[0])) for part in override]
-    if override[0] in ("--rollout.addresses", "--rollout.replay"):  # a trainer finds it out, in a process of its own
+    if override[0] in ("--rollout.addresses", "--rollout.sampling.temperature"):  # found by a trainer that has started
         command = [sys.executable, "-m", "megatron_rl.cli", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         status, printed = done.returncode, done.stderr

@@ -82,7 +82,7 @@ def train(name: str, root: Path, steps: int, settings: Settings) -> float:
 
 def mean_and_spread(values: list[float], form: str, sign: str = "") -> str:
     """Mean and, of several values, standard deviation; nothing of none."""
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    spread = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{sign}{form}}{spread}" if values else ""
 
 

@@ -60,8 +60,10 @@ COMMON: Settings = {
 OUTLIER = 2.0**18
 """Times the largest weight of the matrix."""
 COLUMNS = {
+    "before": ("score before", ".3f"),
     "eval/score": ("score", ".3f"),
     "best": ("best score", ".3f"),
+    "greedy": ("greedy score", ".3f"),
     "first/kl": ("KL, first quarter", ".4f"),
     "last/kl": ("KL, last quarter", ".4f"),
     "corrected/kl": ("KL after correction", ".4f"),
@@ -128,12 +130,14 @@ def figures(folder: Path) -> dict[str, float | None]:
     steps = [line for line in lines if line["step"] > 0]
 
     quarter = -(-len(steps) // 4)
-    scores = [line["eval/score"] for line in lines if line.get("eval/score") is not None]
+    evaluated = [line for line in lines if line.get("eval/score") is not None]
+    scores = [line["eval/score"] for line in evaluated]
     found = {name: mean_of(name, steps) for name in COLUMNS if not name.startswith(("eval/", "first/", "last/"))}
     return found | {
         "before": scores[0],
         "eval/score": scores[-1],
         "best": max(scores),
+        "greedy": evaluated[-1]["eval/greedy"],
         "first/kl": mean_of("mismatch/kl", steps[:quarter]),
         "last/kl": mean_of("mismatch/kl", steps[-quarter:]),
         "update/grad_norm": statistics.median(n for line in steps if (n := line["update/grad_norm"]) is not None),

@@ -21,5 +21,6 @@ class PruneTail(CustomLogitProcessor):
             torch.tensor([row[key] for row in custom_param_list], dtype=torch.float32).to(logits.device)[:, None]
             for key in ("log_rho", "temperature")
         )
-        scaled = logits.float() / temperature  # in fp32 and in this order, as the trainer's kernels do
-        return logits.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + log_rho, -torch.inf)
+        # The threshold goes to the logits' scale and not the logits to the threshold's: a pass over them less in each step.
+        threshold = (logits.amax(-1, keepdim=True).float() / temperature + log_rho) * temperature
+        return logits.masked_fill_(logits < threshold, -torch.inf)

@@ -52,13 +52,14 @@ def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
         for seed in (0, 1):
             folder = tmp_path / "runs" / f"{method}-seed{seed}"
             folder.mkdir(parents=True)
-            lines = [{"step": 0, "eval/score": 0.25}]
+            lines = [{"step": 0, "eval/score": 0.25, "eval/greedy": 0.5}]
             lines += [
                 {
                     "step": step,
                     "eval/score": 0.5 + 0.25 * (step == 4) if step % 4 == 0 else None,
+                    "eval/greedy": step / 10,
                     "mismatch/kl": kl * step,
-                    "update/grad_norm": 100.0 if step == 1 else 1.0,
+                    "update/grad_norm": {1: 100.0, 2: None}.get(step, 1.0),  # no number: the update was skipped
                     "pruning/pruned_mass": 1e-4 if method == "dvp" else None,
                 }
                 for step in range(1, 9)
@@ -75,7 +76,8 @@ def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
     assert figures["update/grad_norm"] == 1.0
     rows = (tmp_path / "out" / "mismatch-ablation.md").read_text().splitlines()
     [dvp] = [row for row in rows if row.startswith("| DVP |")]
-    assert dvp.startswith("| DVP | 2 | 0.500 ± 0.000 | 0.750 ± 0.000 | 0.3750 ± 0.0000 | 1.8750 ± 0.0000 |")
+    scores = "0.250 ± 0.000 | 0.500 ± 0.000 | 0.750 ± 0.000 | 0.800 ± 0.000"  # before, after, best, greedy
+    assert dvp.startswith(f"| DVP | 2 | {scores} | 0.3750 ± 0.0000 | 1.8750 ± 0.0000 |")
     assert not [row for row in rows if "TIS" in row]
     picture = (tmp_path / "out" / "mismatch-ablation.svg").read_text()
     assert "RLOO" in picture and "Score" in picture and "NaN" not in picture

@@ -119,8 +119,8 @@ class ExpectedChecksums:
             size = min(rows, parameter.shape[1] // slot.parts)
         elif slot.parameter == name:
             size = min(rows, local_rows)  # a vocabulary is padded to equal shards: its rows alone do not tell the cuts
-        elif rows % self._ranks == 0:
-            size = rows // self._ranks
+        else:  # the cuts are the ranks', or fewer where ranks share key-value heads
+            size = rows // math.gcd(rows, self._ranks)
         return _Piece(slot, name, size, [fingerprint(block) for block in matrix.split(size)], by_columns=False)
 
     def mismatches(self, engine: list[dict[str, EngineParameter]]) -> list[str]:
@@ -134,13 +134,14 @@ class ExpectedChecksums:
             held = {rank[parameter].value for rank in engine if parameter in rank}
             if parameter.endswith(".w2_weight_bias") and len(engine) > 1:
                 held.discard(0)  # it is added after the sum over ranks: SGLang keeps it on one of them
-            if held != self._shards(parameter):
+            if held not in self._shards(parameter):
                 origin = "" if names == [parameter] else f" (from {_summary(names)})"
                 found.append(parameter + origin)
         return found
 
-    def _shards(self, name: str) -> set[int]:
-        """The fingerprints that the engine's ranks must hold of a parameter, one per distinct shard."""
+    def _shards(self, name: str) -> list[set[int]]:
+        """The fingerprints that the engine's ranks must hold of a parameter, one per distinct shard, for every way to cut
+        it that shapes leave open."""
         pieces = sorted(self._pieces[name], key=lambda piece: (piece.slot.expert, piece.slot.part))
         parameter = self._engine[name]
         if not parameter.has_experts:
@@ -149,40 +150,45 @@ class ExpectedChecksums:
         # which may be more than their rows: SGLang pads them where a kernel wants multiples.
         local_experts, distance = parameter.shape[0], parameter.shape[1] // pieces[0].slot.parts
         by_expert = [list(parts) for _, parts in groupby(pieces, key=lambda piece: piece.slot.expert)]
-        return {
+        found = {
             _stack([(distance, [piece.hashes[cut]]) for parts in by_expert[i : i + local_experts] for piece in parts])
             for i in range(0, len(by_expert), local_experts)
             for cut in range(min(len(piece.hashes) for piece in pieces))
         }
+        return [found]
 
 
-def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> set[int]:
+def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[set[int]]:
     """Fingerprints of the shards of stacked pieces; a rank holds local_rows of their rows, or a cut of the columns."""
     if pieces[0].by_columns:
         cuts = range(len(pieces[0].hashes))
-        return {_stack([(piece.rows, [piece.hashes[cut]]) for piece in pieces]) for cut in cuts}
+        return [{_stack([(piece.rows, [piece.hashes[cut]]) for piece in pieces]) for cut in cuts}]
     total = sum(piece.rows * len(piece.hashes) for piece in pieces)
     if local_rows >= total:
         # On one rank each part may be padded by as much: so SGLang does to shared experts without a GPU.
         padding = (local_rows - total) // len(pieces) if ranks == 1 else 0
-        return {_stack([(piece.rows + padding, piece.hashes) for piece in pieces])}
+        return [{_stack([(piece.rows + padding, piece.hashes) for piece in pieces])}]
     if len(pieces) == 1 and pieces[0].rows == local_rows:
-        return {*pieces[0].hashes, *([0] if ranks > len(pieces[0].hashes) else [])}  # 0: a rank with padding alone
-    # Rows each rank holds of every piece: the same cut of all, or all queries cut and key-value heads shared by ranks.
-    first, *others = pieces
+        return [{*pieces[0].hashes, *([0] if ranks > len(pieces[0].hashes) else [])}]  # 0: a rank with padding alone
+    # The same cut of all pieces, or all queries cut and key-value heads shared by ranks: shapes may allow both.
+    ways = []
     if total % local_rows == 0 and ranks % (total // local_rows) == 0:
-        cuts = [total // local_rows] * len(pieces)
-    else:
-        rest = (local_rows - first.rows) // max(1, len(others))
-        cuts = [ranks] + [piece.rows * len(piece.hashes) // max(1, rest) for piece in others]
-    shards = set()
-    for rank in range(max(cuts)):
-        held = []
-        for piece, cut in zip(pieces, cuts, strict=True):
-            blocks, part = len(piece.hashes) // cut, rank * cut // max(cuts)
-            held.append((piece.rows, piece.hashes[part * blocks : (part + 1) * blocks]))
-        shards.add(_stack(held))
-    return shards
+        ways.append([total // local_rows] * len(pieces))
+    first, *others = pieces
+    rest = (local_rows - first.rows) // max(1, len(others))
+    if rest > 0:
+        ways.append([len(first.hashes), *(piece.rows * len(piece.hashes) // rest for piece in others)])
+    possible = [cuts for cuts in ways if all(cut and not len(p.hashes) % cut for p, cut in zip(pieces, cuts, strict=True))]
+    return [{_stack(_held(pieces, cuts, rank)) for rank in range(max(cuts))} for cuts in possible]
+
+
+def _held(pieces: list[_Piece], cuts: list[int], rank: int) -> list[tuple[int, list[int]]]:
+    """The blocks of every piece that one rank of max(cuts) holds; where a piece has fewer cuts, neighbours share one."""
+    held = []
+    for piece, cut in zip(pieces, cuts, strict=True):
+        blocks, part = len(piece.hashes) // cut, rank * cut // max(cuts)
+        held.append((piece.rows, piece.hashes[part * blocks : (part + 1) * blocks]))
+    return held
 
 
 def _stack(blocks: list[tuple[int, list[int]]]) -> int:

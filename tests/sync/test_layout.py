@@ -38,16 +38,16 @@ class World:
         cuts = cuts or self.tp
         return tensor.chunk(cuts)[rank * cuts // self.tp]
 
-    def attention(self, bias: bool = False) -> None:
+    def attention(self, bias: bool = False, heads: int = HEADS, kv: int = KV) -> None:
         for kind in ["weight", "bias"] if bias else ["weight"]:
             wide = [H] if kind == "weight" else []
-            q = self.new(f"{LAYER}.self_attn.q_proj.{kind}", HEADS * D, *wide)
-            k = self.new(f"{LAYER}.self_attn.k_proj.{kind}", KV * D, *wide)
-            v = self.new(f"{LAYER}.self_attn.v_proj.{kind}", KV * D, *wide)
+            q = self.new(f"{LAYER}.self_attn.q_proj.{kind}", heads * D, *wide)
+            k = self.new(f"{LAYER}.self_attn.k_proj.{kind}", kv * D, *wide)
+            v = self.new(f"{LAYER}.self_attn.v_proj.{kind}", kv * D, *wide)
             for r, rank in enumerate(self.ranks):
-                shards = [self.rows(q, r), self.rows(k, r, min(self.tp, KV)), self.rows(v, r, min(self.tp, KV))]
+                shards = [self.rows(q, r), self.rows(k, r, min(self.tp, kv)), self.rows(v, r, min(self.tp, kv))]
                 rank[f"{LAYER}.self_attn.qkv_proj.{kind}"] = torch.cat(shards)
-        out = self.new(f"{LAYER}.self_attn.o_proj.weight", H, HEADS * D)
+        out = self.new(f"{LAYER}.self_attn.o_proj.weight", H, heads * D)
         norm = self.new(f"{LAYER}.input_layernorm.weight", H)
         for r, rank in enumerate(self.ranks):
             rank[f"{LAYER}.self_attn.o_proj.weight"] = out.chunk(self.tp, 1)[r]
@@ -139,14 +139,14 @@ def deepseek(world: World) -> None:
     world.experts(f"{LAYER}.mlp.experts")
 
 
-def with_scales(family):
-    """Every matrix in FP8 beside it: scales stand for what they belong to, in blocks of 2 x 2 here."""
+def with_scales(family, block: int = 2):
+    """Every matrix in FP8 beside it: scales stand for what they belong to, in blocks of block x block."""
 
     def build(world: World) -> None:
         family(world)
         for tensors in (world.pushed, *world.ranks):
             for name in [n for n in tensors if re.search(r"proj.*weight$|experts.*weight$", n)]:
-                scale = tensors[name][..., ::2, ::2].contiguous()
+                scale = tensors[name][..., ::block, ::block].contiguous()
                 tensors[f"{name}_scale_inv"] = scale
                 tensors[name] = tensors[name].to(torch.float8_e4m3fn)
 
@@ -166,6 +166,21 @@ def test_what_was_pushed_is_what_is_found(family, tp, ep):
     assert world.mismatches() == []
     in_any_order = dict(reversed(world.pushed.items()))
     assert world.mismatches(in_any_order) == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "tp"), [(8, 2, 4), (8, 4, 8), (16, 4, 8), (32, 4, 8), (16, 4, 16), (32, 8, 16), (48, 16, 16), (24, 4, 8)]
+)
+def test_key_value_heads_that_ranks_share(heads, kv, tp):
+    """A scale has one row a head, fewer than there are ranks; and shapes alone do not tell 16 and 4 heads' cuts on 16."""
+    world = World(tp)
+    with_scales(lambda world: world.attention(heads=heads, kv=kv), block=D)(world)
+    assert world.mismatches() == []
+    for kind in ("weight", "weight_scale_inv"):
+        wrong = {name: tensor.clone() for name, tensor in world.pushed.items()}
+        tensor = wrong[f"{LAYER}.self_attn.v_proj.{kind}"]
+        tensor.view(torch.uint8).view(-1)[-1] ^= 1
+        assert len(world.mismatches(wrong)) == 1
 
 
 def test_padded_experts():

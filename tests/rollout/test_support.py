@@ -76,6 +76,22 @@ def test_no_sampled_token_lies_outside_the_engines_set(sampled, reference):
     assert 0.01 < share < 0.5, f"{share:.2f} of the vocabulary kept: the draw says nothing"
 
 
+@pytest.mark.parametrize("rho", [1.0, 1 - 1e-7])
+def test_a_set_of_one_token_is_greedy_at_any_temperature(rho, server):
+    """Rounding would lift its threshold above the largest logit, and leave nothing to sample from."""
+    questions = [Question(str(i), [5 + i, 6, 7]) for i in range(8)]
+    best, *sampled = (
+        collect(client_of(server), questions, support, samples_per_prompt=1, max_new_tokens=24)[0]
+        for support in (
+            SamplingSupport(temperature=0.0),
+            *(SamplingSupport(temperature=t, min_p=rho) for t in (0.7, 1.3)),
+        )
+    )
+    for trajectories in sampled:
+        assert [t.tokens.tolist() for t in trajectories] == [t.tokens.tolist() for t in best]
+        assert all((t.log_probs == 0).all() for t in trajectories)
+
+
 def test_greedy_needs_no_support(server, reference):
     questions = [Question("a", [5, 6, 7])]
     plain, pruned, kept = (

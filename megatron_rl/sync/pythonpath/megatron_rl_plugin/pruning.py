@@ -22,5 +22,8 @@ class PruneTail(CustomLogitProcessor):
             for key in ("log_rho", "temperature")
         )
         # The threshold goes to the logits' scale and not the logits to the threshold's: a pass over them less in each step.
-        threshold = (logits.amax(-1, keepdim=True).float() / temperature + log_rho) * temperature
+        maximum = logits.amax(-1, keepdim=True).float()
+        threshold = (maximum / temperature + log_rho) * temperature
+        # Rounding may lift it above the maximum, where rho is 1 or next to it.
+        threshold = torch.minimum(threshold, maximum)
         return logits.masked_fill_(logits < threshold, -torch.inf)

@@ -34,9 +34,9 @@ class Correction:
     low: float | None = None
     high: float | None = None
     veto: float | None = None
-    """A sequence with any token ratio below it gets weights of 0."""
+    """A sequence with any token ratio below it leaves the update: weights of 0, and no KL or entropy term."""
     reject: Literal["none", "k1", "k2", "k3"] = "none"
-    """Statistic of log r by which tokens or sequences get weights of 0: |log r|, (log r)^2 / 2, r - 1 - log r."""
+    """Statistic of log r by which tokens or sequences leave the update: |log r|, (log r)^2 / 2, r - 1 - log r."""
     reject_level: Level = "geometric"
     """token: each by its own; sequence: by the sum over the mask; geometric: by the mean over the mask."""
     reject_above: float | None = None

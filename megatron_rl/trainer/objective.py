@@ -98,13 +98,15 @@ def policy_objective(
     ) * (scale.tokens / scale.sequences if algorithm.aggregation == "sequence_mean" else 1.0)
     sums["loss/policy"] = (terms.detach() * weights).sum()
     total = terms
+    # What is dropped leaves the whole update: where the trainer finds a token next to impossible, its KL explodes too.
+    stays = mask & ~corrected.vetoed & ~corrected.rejected
     if "reference" in batch.scored:
         estimate = kl.estimate(log_probs, batch.scored["reference"], algorithm.kl.estimator)
         estimate = torch.where(inside, estimate, torch.zeros_like(estimate))
         sums["kl/reference"] = estimate.detach().sum()
-        total = total + algorithm.kl.coefficient * estimate
+        total = total + algorithm.kl.coefficient * torch.where(stays, estimate, torch.zeros_like(estimate))
     if algorithm.entropy_coefficient:
-        total = total - algorithm.entropy_coefficient * torch.where(mask, entropy, torch.zeros_like(entropy))
+        total = total - algorithm.entropy_coefficient * torch.where(stays, entropy, torch.zeros_like(entropy))
     loss = (total * weights).sum()
     sums["entropy"] = entropy.detach()[mask].sum()
     # For the metrics: the mismatch to the engine is that of the policy before its update.

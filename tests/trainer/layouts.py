@@ -14,7 +14,7 @@ from megatron_rl.config import Config, build_config
 from megatron_rl.panel import panel_metrics
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import is_pointwise, policy_objective
+from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
@@ -56,7 +56,7 @@ def make_config(model: str, overrides: dict) -> Config:
     base = {
         "steps": 4,
         "model": {"path": model},
-        "batch": {"tokens_per_micro_batch": 96},
+        "batch": {"tokens_per_micro_batch": 96, "updates_per_step": 2},
         "optimizer": {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1},
         "precision": {"train": "fp32"},
     }
@@ -99,9 +99,10 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
     result: dict = {"micro_batches": 0}
     for update in range(updates):
         batches = trainer.pack(mine)
-        trainer.score(batches, "old")
+        name = score_before(config) or "seen"
+        trainer.score(batches, name)
         if update == 0:
-            result["scored"] = gather_scored(trainer, batches, mine_index, "old")
+            result["scored"] = gather_scored(trainer, batches, mine_index, name)
             for batch in batches:  # make ratios differ from 1, the same in every layout
                 if "old" in batch.scored:
                     old = batch.scored["old"]

@@ -155,3 +155,25 @@ def test_drift_out_of_the_safe_set_is_no_mismatch():
     objective(config, batch, pruned.requires_grad_(), old)
     assert not batch.corrected.vetoed.any()
     assert ((batch.corrected.weights == 0) == (~batch.mask | (torch.arange(len(old)) == token))).all()
+
+
+@pytest.mark.parametrize("correction", [{"veto": 1e-4}, {"reject": "k1", "reject_above": 2.0, "reject_level": "token"}])
+def test_what_is_dropped_has_no_kl_and_no_entropy_either(correction):
+    """A token that the trainer finds impossible has a KL to the reference that would outweigh the whole update."""
+    batch, current, _ = draw(5)
+    token = int(batch.mask.nonzero()[2])
+    with torch.no_grad():
+        current[token] = batch.rollout_log_probs[token] - 14
+    gone = torch.arange(len(current)) == token
+    if "veto" in correction:
+        gone = batch.mask & (batch.sequence_ids == batch.sequence_ids[token])
+    batch.scored = {"reference": batch.rollout_log_probs.clone()}
+    entropy = torch.ones_like(current, requires_grad=True)
+    values = torch.stack([current, entropy, torch.ones_like(current)])
+    config = config_of(correction, kl={"coefficient": 0.1, "estimator": "k3"}, entropy_coefficient=0.01)
+    loss, sums = policy_objective(config, Scale(int(batch.mask.sum()), 4), batch, values, alone)
+    of_log_probs, of_entropy = torch.autograd.grad(loss, (current, entropy))
+    assert (of_log_probs[gone] == 0).all() and (of_entropy[gone] == 0).all()
+    stays = batch.mask & ~gone
+    assert (of_log_probs[stays] != 0).all() and (of_entropy[stays] < 0).all()
+    assert float(sums["kl/reference"]) > 1e5, "the metric shows it"

@@ -50,6 +50,12 @@ ALGORITHMS = {
             "reject_above": 4.0,
         },
     },
+    # One update: its own forward is the old policy, and only the mean weight is known before.
+    "normalised": {
+        "correction": {"mode": "truncate", "high": 2.0, "normalize": True},
+        "batch": {"updates_per_step": 1},
+    },
+    "weighted": {"correction": {"mode": "truncate", "high": 2.0}, "batch": {"updates_per_step": 1}},
     # Nothing of it needs whole sequences, so that the head computes gradients on the way.
     "pruned": {"pruning": {"enabled": True, "rho": 0.43}, "correction": {"mode": "clip", "low": 0.5, "high": 2.0}},
 }
@@ -115,7 +121,10 @@ def truncated():
 def one_rank(model, samples, truncated):
     both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
     return run(model, samples, 1, under("grpo", ONE_RANK) | under("gspo", both)) | run(
-        model, truncated, 1, under("corrected", both) | under("pruned", both)
+        model,
+        truncated,
+        1,
+        under("corrected", both) | under("pruned", both) | under("normalised", both) | under("weighted", {"reference": {}}),
     )
 
 
@@ -124,7 +133,7 @@ def two_ranks(model, samples, truncated):
     split = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
     with_data = split | {"dp2_distributed_optimizer": TWO_RANKS["dp2_distributed_optimizer"]}
     return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split)) | run(
-        model, truncated, 2, under("corrected", with_data)
+        model, truncated, 2, under("corrected", with_data) | under("normalised", with_data)
     )
 
 
@@ -170,3 +179,14 @@ def test_corrected_and_pruned_over_split_sequences_and_vocabularies(one_rank, tw
     assert all(0.01 < share < 0.9 for share in shares.values()), f"{shares}: not every part has something to do"
     compare_all("corrected", one_rank, one_rank)
     compare_all("corrected", one_rank, two_ranks)
+
+
+def test_normalised_weights_of_a_single_update(one_rank, two_ranks):
+    """By their mean, which the ranks learn from each other before the update."""
+    normalised, weighted = one_rank["normalised reference"], one_rank["weighted reference"]
+    mean = weighted["panel"]["corrected/weight_mean"]
+    assert mean > 1.1
+    expected = weighted["metrics"]["update/grad_norm"] / mean
+    assert normalised["metrics"]["update/grad_norm"] == pytest.approx(expected, rel=1e-4)
+    compare_all("normalised", one_rank, one_rank)
+    compare_all("normalised", one_rank, two_ranks)

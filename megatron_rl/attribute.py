@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_rl.algorithms.correction import divergence
-from megatron_rl.algorithms.losses import sequence_sums
 from megatron_rl.config import Config, KLConfig, OptimizerConfig, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import attribution
@@ -30,7 +30,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer import checkpoint, parallel
-from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.packing import Batch, Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 _RECORD = re.compile(r"step_(\d+)\.rank\d+\.npz")
@@ -108,7 +108,7 @@ def attribute(
 
     own = _Scorer(config, ranks, samples, weights, step)
     base = own.score(replay=replayed)
-    removed: dict[str, tuple[str, torch.Tensor | None]] = {}
+    removed: dict[str, tuple[str, Tensor | None]] = {}
     if own.trainer.layout.routes is None:
         fused = config.model.moe_router_fusion
         removed["routes"] = "the fused router knows no replay" if fused else "a dense model has none", None
@@ -117,15 +117,17 @@ def attribute(
     elif not have_routes:
         removed["routes"] = "not recorded: set rollout.routes: true", None
     else:
-        removed["routes"] = "experts of the engine replayed", own.score(replay=True)
+        removed["routes"] = "experts of the engine replayed", own.compare(base, own.score(replay=True))
     rho = config.pruning.rho
     if config.pruning.enabled:
         removed["tail"] = "the run prunes it already", None
     elif any(t.kept is not None for t in usable):
         removed["tail"] = "the sampler truncates it already", None
     else:
-        removed["tail"] = f"tokens below {rho:.2g} of the likeliest left out", own.score(replay=replayed, rho=rho)
-    removed["attention"] = "attention in fp64", own.score(replay=replayed, exact_attention=True)
+        pruned = own.score(replay=replayed, rho=rho)
+        removed["tail"] = f"tokens below {rho:.2g} of the likeliest left out", own.compare(base, pruned)
+    removed["attention"] = "attention in fp64", own.compare(base, own.score(replay=replayed, exact_attention=True))
+    whole = _everywhere(ranks, own.compare(base, base))
     dtypes = [p.dtype for chunk in own.trainer.chunks for p in chunk.parameters()]
     del own
 
@@ -137,23 +139,18 @@ def attribute(
     best = _Scorer(exact, ranks, samples, weights, step)
     best.round_weights(dtypes)
     if exact is not config:
-        removed["precision"] = f"fp32 in place of {config.precision.train}", best.score(replay=replayed)
+        fp32 = best.score(replay=replayed)
+        removed["precision"] = f"fp32 in place of {config.precision.train}", best.compare(base, fp32)
     replay = replayed or removed["routes"][1] is not None
     everything = best.score(replay=replay, rho=rho if removed["tail"][1] is not None else None, exact_attention=True)
-    removed["all"] = "all of the above together", everything
+    removed["all"] = "all of the above together", best.compare(base, everything)
 
-    tokens = sum(int(t.loss_mask.sum()) for t in usable)
-    sums = {
-        name: _everywhere(ranks, values)
-        for name, (_, values) in {"": ("", base), **removed}.items()
-        if values is not None
-    }
     sources = [
-        attribution.source(name, how, sums[""], sums[name], tokens) if name in sums else Source(name, how, None)
-        for name, (how, _) in removed.items()
+        Source(name, how, None) if sums is None else attribution.source(name, how, *_everywhere(ranks, sums).unbind(1))
+        for name, (how, sums) in removed.items()
     ]
-    kl = float(sums[""].sum()) / tokens
-    return Attribution(step, tokens, len(usable), len(trajectories) - len(usable), kl, sources)
+    _, kl, tokens = whole.sum(0).tolist()
+    return Attribution(step, round(tokens), len(usable), len(trajectories) - len(usable), kl / max(tokens, 1), sources)
 
 
 def _scoring_alone(config: Config) -> Config:
@@ -164,7 +161,7 @@ def _scoring_alone(config: Config) -> Config:
     return replace(config, algorithm=algorithm, routing=routing, optimizer=OptimizerConfig())
 
 
-def _everywhere(ranks: parallel.Ranks, mine: torch.Tensor) -> torch.Tensor:
+def _everywhere(ranks: parallel.Ranks, mine: Tensor) -> Tensor:
     return torch.cat(ranks.gather(mine))
 
 
@@ -180,7 +177,7 @@ class _Scorer:
             # At its first step the run's predictors are new, whatever it started from.
             checkpoint.load_weights(weights, self.trainer, predictors=step > 0)
         self.routing = config.routing
-        self.batches = self.trainer.pack(samples)
+        self.samples = samples
 
     @torch.no_grad()
     def round_weights(self, dtypes: list[torch.dtype]) -> None:
@@ -189,32 +186,39 @@ class _Scorer:
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             parameter.copy_(parameter.to(dtype))
 
-    def score(self, *, replay: bool, rho: float | None = None, exact_attention: bool = False) -> torch.Tensor:
-        """Sums of k3 over this rank's sequences [S]; empty on ranks whose results do not count.
+    def score(self, *, replay: bool, rho: float | None = None, exact_attention: bool = False) -> list[Tensor]:
+        """k3 of each token of the loss [n], by micro-batch; none on ranks without the head. NaN outside the run's own safe
+        set, where no KL is measured.
 
-        rho: tokens outside that safe set count nothing.
+        rho: tokens outside that safe set count 0.
         """
         trainer = self.trainer
         routing = replace(self.routing, source="rollout") if replay else self.routing
         trainer.config = replace(trainer.config, routing=routing)
         for module in self._attentions():
             module.in_fp64 = exact_attention
+        self.batches = trainer.pack(self.samples)  # anew: routers remember in it what they saw in a pass
         trainer.score(self.batches, "scored")
         if rho is not None:
             support, trainer.support = trainer.support, replace(trainer.support, min_p=rho)
             trainer.score(self.batches, "pruned")
             trainer.support = support
-        sums = [self._sums(batch, rho is not None) for batch in self.batches if "scored" in batch.scored]
-        counts = trainer.reports and trainer.layout.context_rank == 0
-        return torch.cat(sums).cpu() if counts and sums else torch.zeros(0, dtype=torch.float64)
+        return [self._k3(batch, rho is not None) for batch in self.batches if "scored" in batch.scored]
 
-    def _sums(self, batch, pruned: bool) -> torch.Tensor:
+    def _k3(self, batch: Batch, pruned: bool) -> Tensor:
         d = batch.scored["scored"].double() - batch.rollout_log_probs.double()
-        counted = batch.mask & d.isfinite()
-        if pruned:
-            counted &= batch.scored["pruned"] > -torch.inf
-        k3 = torch.where(counted, divergence(torch.where(counted, d, 0.0), "k3"), 0.0)
-        return self.trainer.context_sum(sequence_sums(k3, batch.sequence_ids, batch.num_sequences))
+        k3 = torch.where(d.isfinite(), divergence(torch.where(d.isfinite(), d, 0.0), "k3"), torch.nan)
+        k3 = torch.where(batch.scored["pruned"] > -torch.inf, k3, 0.0) if pruned else k3
+        return k3[batch.mask]  # precisions pad differently
+
+    def compare(self, before: list[Tensor], after: list[Tensor]) -> Tensor:
+        """[S, 3]: `common_sums` of this rank's sequences. Empty on ranks whose results do not count."""
+        sums = []
+        for batch, one, other in zip((b for b in self.batches if "scored" in b.scored), before, after, strict=True):
+            by_sequence = attribution.common_sums(one, other, batch.sequence_ids[batch.mask], batch.num_sequences)
+            sums.append(self.trainer.context_sum(by_sequence).T)
+        counts = self.trainer.reports and self.trainer.layout.context_rank == 0
+        return torch.cat(sums).cpu() if counts and sums else torch.zeros(0, 3, dtype=torch.float64)
 
     def _attentions(self) -> Iterable[CoreAttention]:
         return (m for chunk in self.trainer.chunks for m in chunk.modules() if isinstance(m, CoreAttention))

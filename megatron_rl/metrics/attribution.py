@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
+from torch import Tensor
+
+from megatron_rl.algorithms.losses import sequence_sums
 
 ATTRIBUTION_FILE = "attribution.json"
 
@@ -34,6 +37,7 @@ class Source:
 class Attribution:
     step: int
     tokens: int
+    """Of the loss, without those outside the run's safe set."""
     sequences: int
     left_out: int
     """Sequences that other weights have sampled too."""
@@ -42,19 +46,29 @@ class Attribution:
     sources: list[Source]
 
 
-def source(name: str, removed_by: str, before: torch.Tensor, after: torch.Tensor, tokens: int) -> Source:
-    """From the sums of k3 over each sequence [S], as it is and without the source.
+def common_sums(before: Tensor, after: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
+    """[3, S]: sums of `before` and of `after` [n] over a sequence's tokens that are finite in both, and their number.
+
+    A token that a removal brings into the safe set, or takes out of it, says nothing of the source.
+    """
+    common = before.isfinite() & after.isfinite()
+    values = (torch.where(common, value, 0.0) for value in (before, after, torch.ones_like(before)))
+    return torch.stack([sequence_sums(value, sequence_ids, num_sequences) for value in values])
+
+
+def source(name: str, removed_by: str, before: Tensor, after: Tensor, tokens: Tensor) -> Source:
+    """From the sums of k3 over each sequence [S], as it is and without the source, and over how many tokens [S] each.
 
     The shares of sources that act independently, the engine's own among them, add up to 1, as the KL is to second order
     half the variance of the difference of log-probs. The error is that of a ratio of two sums over independent sequences.
     """
-    whole = float(before.sum())
+    whole, kl = float(before.sum()), float(after.sum()) / max(float(tokens.sum()), 1.0)
     if whole <= 0:
-        return Source(name, removed_by, float(after.sum()) / tokens)
+        return Source(name, removed_by, kl)
     gone = before - after
     share = float(gone.sum()) / whole
     error = math.sqrt(float((gone - share * before).square().sum())) / whole
-    return Source(name, removed_by, float(after.sum()) / tokens, share, error)
+    return Source(name, removed_by, kl, share, error)
 
 
 def save(found: Attribution, run: Path) -> Path:

@@ -67,6 +67,7 @@ def finished(tmp_path_factory, tiny_model):
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 24, "context_length": 64, "routes": True, "record": True},
         "eval": {"prompts": 6, "samples": 2},
+        "checkpoint": {"every": 2},
         "logging": {"tensorboard": False},
     }
     path = folder / "config.yaml"
@@ -143,19 +144,22 @@ def test_report_is_one_page(finished):
 
 
 def test_the_mismatch_is_attributed(finished, capsys):
-    """Two expert-parallel ranks of the run, one process here: what is recorded does not depend on the layout."""
+    """Two expert-parallel ranks of the run, one process here: what is recorded does not depend on the layout.
+
+    It is the newest step with both its rollouts and its weights, from a checkpoint; with other weights nothing would agree.
+    """
     run_dir, _ = finished
     command = [sys.executable, "-m", "megatron_rl.cli", "report", str(run_dir), "--attribute"]
     done = subprocess.run(
         [*command, "--parallel.expert", "1"], capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Sources of the mismatch at step 0" in done.stdout and "Sources of" in (run_dir / "report.html").read_text()
+    assert "Sources of the mismatch at step 2" in done.stdout and "Sources of" in (run_dir / "report.html").read_text()
     sources = {s["name"]: s for s in json.loads((run_dir / "attribution.json").read_text())["sources"]}
     assert list(sources) == ["routes", "tail", "attention", "precision", "all"]
     assert sources["routes"]["kl"] <= 1e-6 and sources["tail"]["removed_by"] == "the run prunes it already"
     for arguments, reason in (
-        (["--step", "3"], "steps 0 have both"),
+        (["--step", "3"], "steps 0, 2 have both"),
         (["--attribut.x", "1"], "unknown key"),
         (["--parallel.expert", "3"], "parallel.expert"),
     ):

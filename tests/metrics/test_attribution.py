@@ -24,7 +24,8 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
 
     The engine is the trainer itself, in fp32 with its own routes, but for what is planted: other experts, a trainer in
     bf16, or wrong log-probs below the threshold of the safe set. In
-    the last case the trainer's attention is a little wrong, unless it is the reference.
+    the last case the trainer's attention is a little wrong, unless it is the reference. "predicted" is "routes" for a run with
+    route predictors, which are zero.
     """
     from dataclasses import replace
 
@@ -37,9 +38,10 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     from megatron_rl.trainer.packing import Sample
     from megatron_rl.trainer.trainer import build_trainer
 
-    def config(precision):
+    def config(precision, source="free"):
         return build_config(
             {
+                "routing": {"source": source},
                 "model": {"path": model},
                 "batch": {"tokens_per_micro_batch": 64},
                 "rollout": {"context_length": 64},
@@ -108,6 +110,8 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
         ]  # fmt: skip
         CoreAttention.forward = wrong if name == "attention" else forward
         found[name] = attribute(config(precision), ranks, trajectories, None, STEP)
+        if name == "routes":
+            found["predicted"] = attribute(config(precision, "predicted"), ranks, trajectories, None, STEP)
     return found
 
 
@@ -138,6 +142,20 @@ def test_what_is_not_there_is_not_removed(found):
     assert precision.kl is None and precision.removed_by == "the run trains in fp32 already"
 
 
+def test_predictors_that_are_zero_change_nothing(found):
+    assert found["predicted"] == found["routes"]
+
+
+def test_only_what_both_measure_is_compared():
+    nan = math.nan
+    before = torch.tensor([1.0, nan, 2.0, 4.0, 8.0], dtype=torch.float64)
+    after = torch.tensor([0.5, 3.0, nan, 1.0, 0.0], dtype=torch.float64)
+    sums = attribution.common_sums(before, after, torch.tensor([0, 0, 0, 1, 1]), 3)
+    assert sums.tolist() == [[1.0, 12.0, 0.0], [0.5, 1.0, 0.0], [1.0, 2.0, 0.0]]
+    found = attribution.source("x", "", *sums)
+    assert found.kl == 0.5 and found.share == pytest.approx(1 - 1.5 / 13)
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_the_shares_error_is_its_spread_over_batches(seed):
@@ -145,7 +163,7 @@ def test_the_shares_error_is_its_spread_over_batches(seed):
     draw = torch.Generator().manual_seed(seed)
     before = torch.rand(400, 60, generator=draw, dtype=torch.float64) ** 2
     after = before * (0.3 + 0.4 * torch.rand(400, 60, generator=draw, dtype=torch.float64))
-    found = [attribution.source("x", "", b, a, 60) for b, a in zip(before, after, strict=True)]
+    found = [attribution.source("x", "", b, a, torch.ones(60)) for b, a in zip(before, after, strict=True)]
     shares = torch.tensor([f.share for f in found])
     errors = torch.tensor([f.error for f in found])
     assert float(shares.mean()) == pytest.approx(0.5, abs=0.02)
@@ -153,7 +171,7 @@ def test_the_shares_error_is_its_spread_over_batches(seed):
 
 
 def test_no_mismatch_has_no_shares():
-    none = attribution.source("x", "", torch.zeros(3), torch.zeros(3), 10)
+    none = attribution.source("x", "", torch.zeros(3), torch.zeros(3), torch.ones(3))
     assert none.share is None and none.kl == 0.0
 
 

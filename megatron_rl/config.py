@@ -229,6 +229,8 @@ class ServerConfig:
     """Python of SGLang's environment; by default .venv-rollout beside the package."""
     start_timeout_s: PositiveFloat = 300.0
     tensor: Positive = 1
+    expert: Positive = 1
+    """Expert parallelism of the same GPUs: it divides tensor."""
     memory_fraction: Fraction = 0.5
     max_total_tokens: Positive | None = None
     """Size of the key-value cache in tokens; by default SGLang chooses on a GPU, and 65,536 without one."""
@@ -353,15 +355,15 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
             _check_keys(value, hints[name], f"{prefix}{name}.")
 
 
-KNOWN_AS = {"min_p": "pruning.rho, with pruning.enabled: true"}
-"""What others call a key: its last part -> ours."""
+KNOWN_AS = {"min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0"}
+"""What others call a key, and we did once: its last part -> what to say."""
 
 
 def nearest_key(key: str) -> str:
     """'did you mean ...?' for a dotted key: the nearest in its own section, else anywhere in the tree."""
     paths = list(key_paths())
     if elsewhere := KNOWN_AS.get(key.rpartition(".")[2]):
-        return f"did you mean '{elsewhere}'?"
+        return elsewhere
     section_name = key.rpartition(".")[0]
     siblings = [p for p in paths if p.rpartition(".")[0] == section_name]
     close = difflib.get_close_matches(key, siblings, 1, 0.5) or difflib.get_close_matches(key, paths, 1, 0.4)

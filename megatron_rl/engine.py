@@ -267,19 +267,22 @@ def _check_served(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) 
     """Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them, or
     with which it would die at the first request."""
     path, rollout, name = config.model.path, config.precision.rollout, architecture(hf_config)
+    on_gpu = torch.cuda.is_available()
     if rollout == "fp8":
-        fp8.check_folder(Path(path), config.rollout.server.tensor, simulate=not torch.cuda.is_available())
+        server = config.rollout.server
+        fp8.check_folder(Path(path), server.tensor, server.expert, simulate=not on_gpu)
     if getattr(hf_config, "tie_word_embeddings", False) and name not in TIED_IN_SGLANG:
         raise UserError(
             f"model: SGLang serves {name} without tied embeddings: write the embedding as lm_head.weight too, and set"
             " tie_word_embeddings to false in config.json"
         )
     quantized = getattr(hf_config, "quantization_config", None)
-    if quantized and pushes:
+    method = quantized and quantized["quant_method"]
+    if method and (pushes or (method == "fp8" and not on_gpu)):
+        reason = "which a push does not fill" if pushes else "whose products need a GPU"
         raise UserError(
-            f"model {path}: SGLang would hold its weights as {quantized['quant_method']} (quantization_config in config.json),"
-            f" which a push does not fill; write plain ones: megatron-rl convert {path} CHECKPOINT, then"
-            " megatron-rl convert CHECKPOINT FOLDER"
+            f"model {path}: SGLang would hold its weights as {method} (quantization_config in config.json), {reason}; write"
+            f" plain ones: megatron-rl convert {path} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
         )
     dtype = getattr(hf_config, "dtype", None)
     if name in OF_THE_FOLDERS_DTYPE and dtype not in (None, ROLLOUT_DTYPES[rollout]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Literal
 
@@ -51,6 +52,12 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         raise UserError(
             "config: precision.rollout = fp8 quantises weights when they are pushed, and eval and rollout push none;"
             " set precision.rollout to bf16"
+        )
+    server = config.rollout.server
+    if server.tensor % server.expert:
+        raise UserError(
+            f"config: rollout.server.expert = {server.expert} does not divide rollout.server.tensor = {server.tensor};"
+            f" take {math.gcd(server.tensor, server.expert)}"
         )
     if config.pruning.enabled and any("--speculative" in flag for flag in config.rollout.server.extra_args):
         raise UserError(

@@ -34,6 +34,7 @@ from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
 from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.gpt import GPTModel
 
+from megatron_rl.models import fp8
 from megatron_rl.models.mixtral import MixtralBridge
 from megatron_rl.models.parallel_check import architecture
 
@@ -75,13 +76,14 @@ class OurSpec:
         if problem:
             raise IncompleteWeights(problem)
 
+        tensors = fp8.Dequantized(source.state)
         recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
         for task in tasks:
             if task.megatron_module is None:
                 continue
             key = str(task.mapping.hf_param)
             if key not in recent:
-                recent[key] = self.maybe_modify_loaded_hf_weight(task.mapping.hf_param, source.state)
+                recent[key] = self.maybe_modify_loaded_hf_weight(task.mapping.hf_param, tensors)
                 while len(recent) > 4:
                     recent.popitem(last=False)
             weight = task.mapping.hf_to_megatron(recent[key], task.megatron_module)
@@ -119,7 +121,8 @@ class OurSpec:
         for name in sorted(keys):
             layer = _LAYER.match(name)
             ignored = (
-                name.endswith(("rotary_emb.inv_freq", "_scale_inv"))
+                name.endswith("rotary_emb.inv_freq")
+                or (name.endswith(fp8.SCALE) and name.removesuffix(fp8.SCALE) in keys)
                 or (tied and name == "lm_head.weight")
                 or (layer is not None and int(layer[1]) >= layers)  # draft layers for multi-token prediction
             )

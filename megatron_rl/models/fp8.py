@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,10 +25,11 @@ SCALE = "_scale_inv"
 """Appended to the name of a quantised weight: the name of its scales."""
 _MATRIX = re.compile(r"model\.layers\.\d+\.(?:.+\.)?(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
 _STACKED_EXPERTS = re.compile(r".+\.experts\.(gate_up_proj|down_proj)(_blocks)?")
-_FUSED = ("gate_proj", "up_proj", "w1", "w3", "q_a_proj")
-"""SGLang puts these on top of others: the border must be one of blocks, on every tensor-parallel rank."""
+_FUSED = ("gate_proj", "up_proj", "w1", "w3", "q_a_proj", "k_proj", "v_proj")
+"""SGLang puts these on top of others, or others on top of them: the border must be one of blocks, on every rank."""
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
-"""Likewise, but ranks may share heads; queries are a multiple of them."""
+"""A rank has at least one head of them, shared with others where ranks outnumber heads."""
+_REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 SCALES_LOST = ("LlamaForCausalLM",)
 SGLANG = "0.5.23"
 _ROW_PARALLEL = ("o_proj", "down_proj", "w2")
@@ -77,15 +78,46 @@ def quantized(named_tensors: Iterable[tuple[str, Tensor]], *, simulate: bool = F
             yield name + SCALE, scale_inv
 
 
+class Dequantized(Mapping[str, Tensor]):
+    """A folder's tensors by name, those in this layout as fp32 matrices.
+
+    Errors: UserError for FP8 of another layout.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor
+        blocks = [-(-size // BLOCK) for size in tensor.shape]
+        scale_inv = self._tensors.get(name + SCALE)
+        if scale_inv is None or list(scale_inv.shape) != blocks:
+            found = "none" if scale_inv is None else f"of shape {list(scale_inv.shape)}"
+            raise UserError(
+                f"fp8: {name}: scales {found}; read are those of blocks of {BLOCK} x {BLOCK}, {name + SCALE} {blocks}"
+            )
+        return dequantize_blocks(tensor, scale_inv.float())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def is_quantized(name: str) -> bool:
     """Whether a Hugging Face tensor of this name becomes FP8."""
     return _MATRIX.fullmatch(name) is not None
 
 
-def check_served(name: str, shape: Iterable[int], tensor_parallel: int = 1) -> None:
+def check_served(
+    name: str, shape: Iterable[int], tensor_parallel: int = 1, expert_tensor: int = 1, head_dim: int = 1
+) -> None:
     """Whether SGLang takes this tensor in block FP8 (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`).
 
-    Errors: UserError naming the tensor.
+    tensor_parallel, expert_tensor: ranks that share a matrix, and one of an expert. Errors: UserError naming the tensor.
     """
     if _STACKED_EXPERTS.fullmatch(name):
         raise UserError(
@@ -95,14 +127,13 @@ def check_served(name: str, shape: Iterable[int], tensor_parallel: int = 1) -> N
     if match is None:
         return
     (rows, columns), module = shape, match[1]
+    ranks = 1 if module in _REPLICATED else expert_tensor if ".experts." in name else tensor_parallel
     cut, whole = ("columns", columns) if module in _ROW_PARALLEL else ("rows", rows)
-    if module in _KEYS_AND_VALUES:
-        tensor_parallel = 1
-    elif module not in _FUSED and tensor_parallel == 1:
+    if module not in _FUSED and ranks == 1:
         return
-    size = whole // tensor_parallel
+    size = max(whole // ranks, head_dim if module in _KEYS_AND_VALUES else 1)
     if size % BLOCK:
-        on = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
+        on = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
         raise UserError(f"fp8: {name} has {size} {cut}{on}: SGLang wants multiples of {BLOCK} (whole blocks); use bf16")
 
 
@@ -114,18 +145,25 @@ def check_architecture(name: str) -> None:
         )
 
 
-def check_folder(folder: Path, tensor_parallel: int = 1, *, simulate: bool = False) -> None:
+def check_folder(
+    folder: Path, tensor_parallel: int = 1, expert_parallel: int = 1, *, simulate: bool = False
+) -> None:
     """All that SGLang would refuse of a model folder, from its config and its files' headers. Errors: UserError.
 
-    simulate: for an engine that gets rounded bf16 weights, to which blocks of any size are the same.
+    expert_parallel: of the tensor_parallel ranks. simulate: for an engine that gets rounded bf16 weights, to which blocks
+    of any size are the same.
     """
+    head_dim = 1
     if not simulate:
-        check_architecture(json.loads((folder / "config.json").read_text())["architectures"][0])
+        config = json.loads((folder / "config.json").read_text())
+        check_architecture(config["architectures"][0])
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 if not simulate or _STACKED_EXPERTS.fullmatch(name):
-                    check_served(name, opened.get_slice(name).get_shape(), tensor_parallel)
+                    shape = opened.get_slice(name).get_shape()
+                    check_served(name, shape, tensor_parallel, tensor_parallel // expert_parallel, head_dim)
 
 
 def quantization_config(plain: Iterable[str] = ()) -> dict:

@@ -33,6 +33,10 @@ class Regime:
     """Megatron's fp8: of all tensors, or hybrid: gradients in e5m2."""
     capability: Capability = (0, 0)
     """Least that Transformer Engine's products of this recipe run on."""
+    below: Capability = (99, 0)
+    """First that they do not run on."""
+    cuda: str = "0"
+    """Oldest CUDA of torch with which Transformer Engine takes the recipe."""
     transformer_engine: str = "0"
     """Oldest release with which Megatron takes the recipe (`megatron/core/fp8_utils.py`)."""
     multiple: int = 1
@@ -65,6 +69,7 @@ TRAIN: dict[str, Regime] = {
         fp8="e4m3",
         capability=(9, 0),
         transformer_engine="2.3",
+        cuda="12.9",
         block=128,
         near=("fp8_tensorwise", "fp8_delayed"),
     ),
@@ -73,6 +78,7 @@ TRAIN: dict[str, Regime] = {
         recipe="mxfp8",
         fp8="e4m3",
         capability=(10, 0),
+        below=(12, 0),
         transformer_engine="2.1",
         near=("fp8_blockwise", "fp8_tensorwise", "fp8_delayed"),
     ),
@@ -91,11 +97,13 @@ class Machine:
     gpu: Capability | None
     transformer_engine: str | None
     modelopt: str | None
+    cuda: str | None
+    """That torch was built with."""
 
 
 def this_machine() -> Machine:
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return Machine(gpu, _version("transformer-engine"), _version("nvidia-modelopt"))
+    return Machine(gpu, _version("transformer-engine"), _version("nvidia-modelopt"), torch.version.cuda)
 
 
 @dataclass(frozen=True)
@@ -157,8 +165,11 @@ def _trainer(name: str, regime: Regime, machine: Machine) -> Answer:
         return Answer(
             name, "cannot", f"needs Transformer Engine{oldest} (found: {machine.transformer_engine or 'none'})"
         )
-    if machine.gpu < regime.capability:
-        return Answer(name, "cannot", f"needs {_card(regime.capability)}, this one has {_dotted(machine.gpu)}")
+    if not regime.capability <= machine.gpu < regime.below:
+        limit = f" and below {_dotted(regime.below)}" if machine.gpu >= regime.below else ""
+        return Answer(name, "cannot", f"needs {_card(regime.capability)}{limit}, this one has {_dotted(machine.gpu)}")
+    if Version(machine.cuda or "0") < Version(regime.cuda):
+        return Answer(name, "cannot", f"needs torch with CUDA {regime.cuda} or later (found: {machine.cuda or 'none'})")
     return Answer(name, "runs")
 
 

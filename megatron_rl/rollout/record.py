@@ -67,7 +67,8 @@ def load_trajectories(path: Path) -> list[Trajectory]:
 def _trajectory(arrays, index: int, row: dict) -> Trajectory:
     kept = None
     if row.get("kept") is not None:
-        kept = np.split(arrays[f"{index}.kept"], np.cumsum(row["kept"])[:-1])
+        # np.split makes one part of no borders, where a response without tokens has none.
+        kept = np.split(arrays[f"{index}.kept"], np.cumsum(row["kept"])[:-1]) if row["kept"] else []
     routes = arrays.get(f"{index}.routes")
     features = None
     if f"{index}.positions" in arrays:

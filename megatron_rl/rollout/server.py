@@ -178,6 +178,7 @@ class RolloutServer:
             "--context-length": self.context_length,
             "--mem-fraction-static": self.config.memory_fraction,
             "--tensor-parallel-size": self.config.tensor,
+            "--expert-parallel-size": self.config.expert,
             "--random-seed": self.seed,
         }
         tokens = self.config.max_total_tokens

@@ -95,7 +95,7 @@ def test_a_broken_engine_environment_is_described(monkeypatch, code, words):
 def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
     from megatron_rl.models import precision
 
-    monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine(None, None, "0.47.0"))
+    monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine(None, None, "0.47.0", "13.0"))
     trainer, rollout = doctor._regimes("trainer"), doctor._regimes("rollout")
     assert trainer.part == "trainer precision" and trainer.state == "missing"
     assert trainer.found == "bf16, fp32, fp8_tensorwise (simulated), fp8_blockwise (simulated)"
@@ -105,7 +105,7 @@ def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
         "ok",
         "bf16, fp32, fp8 (simulated)",
     ) and "products are bf16" in rollout.note
-    monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine((10, 0), "2.20.2", "0.47.0"))
+    monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine((10, 0), "2.20.2", "0.47.0", "13.0"))
     everything = doctor.Finding("trainer precision", "ok", ", ".join(precision.TRAIN))
     assert doctor._regimes("trainer") == everything
 

@@ -26,6 +26,10 @@ REFUSED = {
         {"pruning": {"enabled": True}, "rollout": {"server": {"extra_args": ["--speculative-algorithm", "NGRAM"]}}},
         "speculative decoding, which skips the logit processor.*pruning.enabled: false",
     ),
+    "experts of a server": (
+        {"rollout": {"server": {"tensor": 4, "expert": 6}}},
+        "rollout.server.expert = 6 does not divide rollout.server.tensor = 4; take 2",
+    ),
     "no bound": ({"correction": {"mode": "truncate"}}, "'truncate' needs high; set correction.high: 2.0"),
     "neither bound": ({"correction": {"mode": "clip"}}, "'clip' needs low, high or both; set"),
     "bound without a mode": ({"correction": {"high": 2.0}}, "without a mode does nothing; set correction.mode: mask"),
@@ -90,7 +94,7 @@ def test_rho_outside_its_interval(rho):
 
 
 def test_min_p_is_the_prunings_rho():
-    with pytest.raises(UserError, match=r"'rollout.sampling.min_p'; did you mean 'pruning.rho, with pruning.enabled"):
+    with pytest.raises(UserError, match=r"min_p'; that is pruning.rho, with .*leave it out where it is 0"):
         build_config({"rollout": {"sampling": {"min_p": 0.1}}})
 
 

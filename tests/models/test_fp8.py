@@ -138,6 +138,38 @@ def test_convert_to_fp8(family, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "direct", "checkpoint", "fp8"}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3"])
+def test_fp8_is_read_back_as_plain_weights(family, tmp_path):
+    """What troubleshooting says of a folder that is quantised already."""
+    source = make_tiny_model(family, tmp_path / "hf", sizes=WHOLE_BLOCKS, dtype=torch.float32)
+    convert(source, tmp_path / "fp8", ALONE, quantize="fp8")
+    convert(tmp_path / "fp8", tmp_path / "checkpoint", ALONE)
+    convert(tmp_path / "checkpoint", tmp_path / "plain", ALONE)
+    plain, codes = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "fp8"))
+    for name, tensor in plain.items():
+        expected = codes[name]
+        if fp8.is_quantized(name):
+            expected = fp8.dequantize_blocks(expected, codes[name + "_scale_inv"])
+        assert torch.equal(tensor.float(), expected.to(tensor.dtype).float()), name
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    convert(tmp_path / "plain", tmp_path / "again", ALONE, quantize="fp8")
+
+
+@pytest.mark.parametrize("wrong", ["lost", "other blocks"])
+def test_fp8_of_another_layout_is_not_read(wrong, tmp_path):
+    source = make_tiny_model("qwen3_moe", tmp_path / "hf", sizes=WHOLE_BLOCKS)
+    convert(source, tmp_path / "fp8", ALONE, quantize="fp8")
+    file = tmp_path / "fp8" / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.self_attn.k_proj.weight"
+    scale = tensors.pop(f"{name}_scale_inv")
+    if wrong == "other blocks":
+        tensors[f"{name}_scale_inv"] = scale.repeat(2, 2)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"{name}: scales (none|of shape \[2, 2\]); read are those of blocks of 128 x 128"):
+        convert(tmp_path / "fp8", tmp_path / "out", ALONE)
+    assert not (tmp_path / "out").exists()
+
+
 REFUSED = {
     "experts": (
         "qwen3_moe",
@@ -203,6 +235,19 @@ def test_shards_of_tensor_parallel_servers():
     with pytest.raises(UserError, match="kv_b_proj.weight has 192 rows on each of 2"):
         fp8.check_served(f"{layer}.kv_b_proj.weight", (384, 128), 2)
     fp8.check_served("lm_head.weight", (300, 100), 2)
+    # Heads are shared where ranks outnumber them, and never cut.
+    fp8.check_served(f"{layer}.k_proj.weight", (256, 100), 8, head_dim=128)
+    with pytest.raises(UserError, match="k_proj.weight has 64 rows on each of 4"):
+        fp8.check_served(f"{layer}.k_proj.weight", (256, 100), 4, head_dim=64)
+    with pytest.raises(UserError, match="v_proj.weight has 64 rows on each of 4"):
+        fp8.check_served(f"{layer}.v_proj.weight", (128, 100), 4, head_dim=64)
+    # What every rank holds whole; and experts, which expert parallelism does not cut.
+    fp8.check_served(f"{layer}.q_a_proj.weight", (1536, 100), 8)
+    fp8.check_served(f"{layer}.kv_a_proj_with_mqa.weight", (576, 100), 8)
+    expert = "model.layers.0.mlp.experts.3.gate_proj.weight"
+    fp8.check_served(expert, (768, 100), 8, expert_tensor=1)
+    with pytest.raises(UserError, match="gate_proj.weight has 96 rows on each of 8"):
+        fp8.check_served(expert, (768, 100), 8, expert_tensor=8)
 
 
 def test_other_refusals(tmp_path):

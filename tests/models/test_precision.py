@@ -20,16 +20,19 @@ from megatron_rl.models.precision import (
 )
 
 MACHINES = {
-    "cpu": Machine(None, None, "0.47.0"),
-    "cpu with TE": Machine(None, "2.20.2", "0.47.0"),
-    "cpu alone": Machine(None, None, None),
-    "a100": Machine((8, 0), "2.20.2", "0.47.0"),
-    "l40": Machine((8, 9), "2.20.2", "0.47.0"),
-    "h100": Machine((9, 0), "2.20.2", "0.47.0"),
-    "h100 without TE": Machine((9, 0), None, "0.47.0"),
-    "h100 with old TE": Machine((9, 0), "2.2.0", "0.47.0"),
-    "b200": Machine((10, 0), "2.20.2", "0.47.0"),
-    "b200 without modelopt": Machine((10, 0), "2.20.2", None),
+    "cpu": Machine(None, None, "0.47.0", "13.0"),
+    "cpu with TE": Machine(None, "2.20.2", "0.47.0", "13.0"),
+    "cpu alone": Machine(None, None, None, "13.0"),
+    "a100": Machine((8, 0), "2.20.2", "0.47.0", "13.0"),
+    "l40": Machine((8, 9), "2.20.2", "0.47.0", "13.0"),
+    "h100": Machine((9, 0), "2.20.2", "0.47.0", "13.0"),
+    "h100 without TE": Machine((9, 0), None, "0.47.0", "13.0"),
+    "h100 with old TE": Machine((9, 0), "2.2.0", "0.47.0", "13.0"),
+    "b200": Machine((10, 0), "2.20.2", "0.47.0", "13.0"),
+    "b200 without modelopt": Machine((10, 0), "2.20.2", None, "13.0"),
+    "h100 with CUDA 12.8": Machine((9, 0), "2.20.2", "0.47.0", "12.8"),
+    "rtx 5090": Machine((12, 0), "2.20.2", "0.47.0", "13.0"),
+    "torch without CUDA": Machine(None, None, "0.47.0", None),
 }
 STATES = {  # delayed, tensorwise, blockwise, mxfp8; rollout fp8. r runs, s simulated, - cannot
     "cpu": "-ss- s",
@@ -42,6 +45,9 @@ STATES = {  # delayed, tensorwise, blockwise, mxfp8; rollout fp8. r runs, s simu
     "h100 with old TE": "rr-- r",
     "b200": "rrrr r",
     "b200 without modelopt": "rrrr -",
+    "h100 with CUDA 12.8": "rr-- r",
+    "rtx 5090": "rrr- r",
+    "torch without CUDA": "-ss- s",
 }
 
 
@@ -75,6 +81,8 @@ h100 without TE: train fp8_blockwise needs Transformer Engine 2.3 or later (foun
 h100 with old TE: train fp8_blockwise needs Transformer Engine 2.3 or later (found: 2.2.0); here fp8_tensorwise can run
 h100: train mxfp8 needs a GPU of compute capability 10.0 (Blackwell), this one has 9.0; here fp8_blockwise can run
 l40: train fp8_blockwise needs a GPU of compute capability 9.0 (Hopper), this one has 8.9; here fp8_tensorwise can run
+rtx 5090: train mxfp8 needs a GPU of compute capability 10.0 (Blackwell) and below 12.0, this one has 12.0; here fp8_blockwise can run
+h100 with CUDA 12.8: train fp8_blockwise needs torch with CUDA 12.9 or later (found: 12.8); here fp8_tensorwise can run
 a100: rollout fp8 needs a GPU of compute capability 8.9 (Ada), this one has 8.0; here bf16 can run
 cpu alone: rollout fp8 needs nvidia-modelopt, which quantises the weights; here bf16 can run
 """.strip().splitlines()  # noqa: E501

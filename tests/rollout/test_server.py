@@ -128,6 +128,17 @@ def test_quantized_weights_are_served_but_not_pushed_to(tmp_path):
         _check_served(config, read_hf_config(folder), pushes=True)
 
 
+def test_fp8_weights_are_served_on_a_gpu_alone(tmp_path, monkeypatch):
+    folder = make_tiny_model("qwen3_moe", tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    config = build_config({"model": {"path": str(folder)}})
+    with pytest.raises(UserError, match=r"as fp8 .*whose products need a GPU; write plain ones: megatron-rl convert"):
+        _check_served(config, read_hf_config(folder), pushes=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    _check_served(config, read_hf_config(folder), pushes=False)
+
+
 def test_fp8_folders_that_sglang_would_refuse(tmp_path, monkeypatch):
     """On a GPU by the tensor's name; without one any sizes are rounded alike."""
     folder = make_tiny_model("qwen3_moe", tmp_path / "model")
@@ -141,13 +152,14 @@ def test_fp8_folders_that_sglang_would_refuse(tmp_path, monkeypatch):
 def test_flags_of_an_fp8_server(tmp_path, monkeypatch):
     """On a GPU SGLang's FP8 layers, to be filled by the first push; without one it serves bf16."""
     settings = {"dtype": "fp8", "predictor": True, "feature_stride": 4}
-    server = RolloutServer(tmp_path, ServerConfig(python=sys.executable), **settings)
+    server = RolloutServer(tmp_path, ServerConfig(python=sys.executable, tensor=4, expert=2), **settings)
     command = server.command()
     assert command[command.index("--dtype") + 1] == "bfloat16" and "--load-format" not in command
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     command = server.command()
     values = dict(pairwise(command))
     assert (values["--dtype"], values["--load-format"]) == ("bfloat16", "dummy")
+    assert (values["--tensor-parallel-size"], values["--expert-parallel-size"]) == ("4", "2")
     assert values["--fp8-gemm-backend"] == values["--moe-runner-backend"] == "triton"
     overrides = json.loads(values["--json-model-override-args"])
     assert overrides["router_feature_stride"] == 4

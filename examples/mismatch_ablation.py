@@ -68,7 +68,7 @@ COLUMNS = {
     "last/kl": ("KL, last quarter", ".4f"),
     "corrected/kl": ("KL after correction", ".4f"),
     "corrected/ess": ("ESS after", ".3f"),
-    "mismatch/ratio_max": ("largest ratio", ".1f"),
+    "mismatch/ratio_max": ("largest ratio of a step", ".1f"),
     "mismatch/ess": ("ESS", ".3f"),
     "mismatch/sequence_ess": ("ESS of sequences", ".3f"),
     "corrected/vetoed": ("vetoed", ".4f"),

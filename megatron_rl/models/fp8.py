@@ -145,9 +145,7 @@ def check_architecture(name: str) -> None:
         )
 
 
-def check_folder(
-    folder: Path, tensor_parallel: int = 1, expert_parallel: int = 1, *, simulate: bool = False
-) -> None:
+def check_folder(folder: Path, tensor_parallel: int = 1, expert_parallel: int = 1, *, simulate: bool = False) -> None:
     """All that SGLang would refuse of a model folder, from its config and its files' headers. Errors: UserError.
 
     expert_parallel: of the tensor_parallel ranks. simulate: for an engine that gets rounded bf16 weights, to which blocks

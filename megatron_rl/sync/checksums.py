@@ -178,7 +178,9 @@ def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[
     rest = (local_rows - first.rows) // max(1, len(others))
     if rest > 0:
         ways.append([len(first.hashes), *(piece.rows * len(piece.hashes) // rest for piece in others)])
-    possible = [cuts for cuts in ways if all(cut and not len(p.hashes) % cut for p, cut in zip(pieces, cuts, strict=True))]
+    possible = [
+        cuts for cuts in ways if all(cut and not len(p.hashes) % cut for p, cut in zip(pieces, cuts, strict=True))
+    ]
     return [{_stack(_held(pieces, cuts, rank)) for rank in range(max(cuts))} for cuts in possible]
 
 

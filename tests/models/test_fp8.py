@@ -165,7 +165,9 @@ def test_fp8_of_another_layout_is_not_read(wrong, tmp_path):
     if wrong == "other blocks":
         tensors[f"{name}_scale_inv"] = scale.repeat(2, 2)
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(UserError, match=rf"{name}: scales (none|of shape \[2, 2\]); read are those of blocks of 128 x 128"):
+    with pytest.raises(
+        UserError, match=rf"{name}: scales (none|of shape \[2, 2\]); read are those of blocks of 128 x 128"
+    ):
         convert(tmp_path / "fp8", tmp_path / "out", ALONE)
     assert not (tmp_path / "out").exists()
 

@@ -169,7 +169,8 @@ def test_what_was_pushed_is_what_is_found(family, tp, ep):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv", "tp"), [(8, 2, 4), (8, 4, 8), (16, 4, 8), (32, 4, 8), (16, 4, 16), (32, 8, 16), (48, 16, 16), (24, 4, 8)]
+    ("heads", "kv", "tp"),
+    [(8, 2, 4), (8, 4, 8), (16, 4, 8), (32, 4, 8), (16, 4, 16), (32, 8, 16), (48, 16, 16), (24, 4, 8)],
 )
 def test_key_value_heads_that_ranks_share(heads, kv, tp):
     """A scale has one row a head, fewer than there are ranks; and shapes alone do not tell 16 and 4 heads' cuts on 16."""

@@ -124,7 +124,10 @@ def one_rank(model, samples, truncated):
         model,
         truncated,
         1,
-        under("corrected", both) | under("pruned", both) | under("normalised", both) | under("weighted", {"reference": {}}),
+        under("corrected", both)
+        | under("pruned", both)
+        | under("normalised", both)
+        | under("weighted", {"reference": {}}),
     )
 
 

@@ -23,9 +23,8 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     """Source -> what is found where the engine differs from the trainer in that alone. Runs in a process of its own.
 
     The engine is the trainer itself, in fp32 with its own routes, but for what is planted: other experts, a trainer in
-    bf16, or wrong log-probs below the threshold of the safe set. In
-    the last case the trainer's attention is a little wrong, unless it is the reference. "predicted" is "routes" for a run with
-    route predictors, which are zero.
+    bf16, wrong log-probs below the threshold of the safe set, or a trainer's attention that is a little wrong unless it is
+    the reference. "predicted" is "routes" for a run with route predictors, which are zero.
     """
     from dataclasses import replace
 

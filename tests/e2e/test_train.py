@@ -59,7 +59,8 @@ def finished(tmp_path_factory, tiny_model):
         "model": {"path": str(model)},
         "data": {"task": "number_sorting"},
         "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "updates_per_step": 2, "tokens_per_micro_batch": 256},
-        "algorithm": {"kl": {"coefficient": 0.01}},
+        # A random model earns nothing: without the entropy its weights would not move, and any would be the newest.
+        "algorithm": {"kl": {"coefficient": 0.01}, "entropy_coefficient": 0.01},
         "pruning": {"enabled": True},
         "correction": {"mode": "mask", "low": 0.5, "high": 2.0, "veto": 1e-4, "normalize": True},
         "optimizer": {"lr": 1e-3, "warmup_steps": 2},
@@ -104,6 +105,7 @@ def test_engine_and_trainer_agree_in_fp32(finished):
     """Log-probs of sampled tokens: SGLang's decode against the trainer's pass over the packed sequences."""
     for row in read_json_lines(finished[0] / "metrics.jsonl"):
         if row["step"] > 0:
+            assert row["update/grad_norm"] > 0
             assert row["mismatch/abs_median"] <= 1e-4
             assert row["mismatch/kl"] <= 1e-6
             assert row["mismatch/ess"] > 0.999

@@ -7,7 +7,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -15,15 +14,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.rollout.server import reserve_port
+
 # Megatron takes ten seconds to import: once in the server from which all processes are forked.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["megatron_rl.trainer.trainer"])
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float = 240.0) -> list[Any]:
@@ -32,13 +27,13 @@ def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float =
     Errors: AssertionError with the tail of the failed rank's output; the others are ended. TimeoutError likewise.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # of the server too: a pool of threads would not survive the fork
-    environment = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reserve_port() as reserved:
+        environment = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(reserved.getsockname()[1]),
+        }
         processes = [
             _CONTEXT.Process(target=_run, args=(rank, environment, Path(folder), function, args, timeout), daemon=True)
             for rank in range(world_size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_rl.config import load_config
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.rollout.server import RolloutServer, reserve_port
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 
@@ -34,9 +33,9 @@ def main() -> int:
     except UserError as error:
         print(f"serve: error: {error}", file=sys.stderr)
         return 2
-    with socket.socket() as probe:
-        probe.bind((args.host, 0))
-        port = probe.getsockname()[1]
+    reserved = reserve_port(args.host)
+    reserved.set_inheritable(True)  # outlives the exec below
+    port = reserved.getsockname()[1]
     partial = args.address_file.with_suffix(".partial")
     partial.write_text(f"http://{args.host}:{port}\n")
     partial.rename(args.address_file)  # whole or not there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -52,10 +53,17 @@ def find_python(configured: str | None = None) -> Path:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def reserve_port(host: str = "127.0.0.1") -> socket.socket:
+    """A socket on a free port of the host (`getsockname()[1]`), which nobody else is given while it is open.
+
+    It does not listen, so connections are refused and a server may listen there itself: Linux lets two sockets with
+    SO_REUSEADDR share an address as long as one of them listens. A port that is only looked up may be another process's
+    (a rendezvous, an outgoing connection) by the time that SGLang has imported itself and binds it.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
 
 
 def tail(path: Path, lines: int = 20) -> list[str]:
@@ -68,8 +76,14 @@ def tail(path: Path, lines: int = 20) -> list[str]:
 
 
 def reason_of_death(path: Path) -> str:
-    """The last exception's own line in SGLang's log, with its place where it says nothing; else the log's last line."""
+    """The last exception's own line in SGLang's log, with its place where it says nothing; else the log's last line.
+
+    A port in use goes first: what comes after it is of requests that SGLang sent to the port's other owner.
+    """
     lines = tail(path, 400)
+    for line in lines:
+        if f"[Errno {errno.EADDRINUSE}]" in line:
+            return line
     for index in reversed(range(len(lines))):
         line = lines[index]
         if re.match(r"^(\w+\.)*\w*(Error|Exception|Interrupt)\b", line) or "error: " in line:
@@ -132,7 +146,8 @@ class RolloutServer:
         self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
         self.predictor, self.feature_stride = predictor, feature_stride
         self.pruning, self.kept_sets = pruning, kept_sets
-        self.port = free_port()
+        self._reserved = reserve_port()  # also between the two lives of a restarted server
+        self.port = self._reserved.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
 
@@ -167,6 +182,7 @@ class RolloutServer:
 
     def __exit__(self, *_exception) -> None:
         self.stop()
+        self._reserved.close()
 
     def command(self) -> list[str]:
         """The server's command line."""

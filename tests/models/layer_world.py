@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import free_port
 
 from megatron_rl.platform import activate
 
@@ -33,11 +32,10 @@ def process_group():
     if dist.is_initialized():
         yield
         return
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    where = alone | {key: os.environ[key] for key in alone if key in os.environ}
-    store = f"tcp://{where['MASTER_ADDR']}:{where['MASTER_PORT']}"
-    rank, size = int(where["RANK"]), int(where["WORLD_SIZE"])
-    dist.init_process_group("gloo", store, rank=rank, world_size=size, timeout=timedelta(seconds=180))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=180))
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import os
 import random
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 
 from megatron_rl.ops import masked_log_softmax_torch
 from megatron_rl.ops.extensions import masked_log_softmax as compiled
@@ -343,8 +342,9 @@ def test_errors_name_the_row(change, message):
         masked_log_softmax(logits, targets, log_rho=-13.0)
 
 
-def two_ranks_worker(rank: int, port: int, queue: mp.Queue) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def on_two_ranks() -> list:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     results = []
     for seed, dtype, log_rho in [(0, torch.float32, -6.0), (1, torch.bfloat16, None), (2, torch.float32, -13.0)]:
         logits, targets = batch(seed, 16, 50, dtype)
@@ -362,25 +362,12 @@ def two_ranks_worker(rank: int, port: int, queue: mp.Queue) -> None:
         results.append("no error")
     except ValueError as error:
         results.append(str(error))
-    queue.put((rank, results))
     dist.destroy_process_group()
+    return results
 
 
 def test_two_ranks_equal_one():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=two_ranks_worker, args=(r, port, queue), daemon=True) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
-        results = dict(queue.get(timeout=200) for _ in ranks)
-    finally:
-        for rank in ranks:
-            rank.join(10)
-            rank.kill()
+    results = run_ranks(2, "test_masked_log_softmax:on_two_ranks", timeout=120)
     for index, (seed, dtype, log_rho) in enumerate(
         [(0, torch.float32, -6.0), (1, torch.bfloat16, None), (2, torch.float32, -13.0)]
     ):

@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import EngineLost, SGLangClient, parse_reply
 from megatron_rl.rollout.record import load_trajectories, save_trajectories
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
-from megatron_rl.rollout.server import RolloutServer, free_port
+from megatron_rl.rollout.server import RolloutServer, reserve_port
 from megatron_rl.rollout.trajectory import Trajectory, WeightSpan
 from tools.make_tiny_model import FAMILIES, Sizes
 
@@ -250,10 +250,15 @@ async def generate(client: SGLangClient):
         return await client.generate([[1, 2, 3]], {"max_new_tokens": 1})
 
 
-def test_an_unreachable_address_is_named():
-    address = f"127.0.0.1:{free_port()}"
-    client = SGLangClient([address], retries=1, timeout_s=5)
-    with pytest.raises(EngineLost, match=f"2 attempts failed.*{address}"):
+@pytest.fixture
+def nobodys_address():
+    with reserve_port() as reserved:
+        yield f"127.0.0.1:{reserved.getsockname()[1]}"
+
+
+def test_an_unreachable_address_is_named(nobodys_address):
+    client = SGLangClient([nobodys_address], retries=1, timeout_s=5)
+    with pytest.raises(EngineLost, match=f"2 attempts failed.*{nobodys_address}"):
         asyncio.run(generate(client))
     assert client.stats.retries == 1
 
@@ -265,8 +270,8 @@ def test_a_server_that_never_answers_times_out():
             asyncio.run(generate(client))
 
 
-def test_a_dead_child_is_not_asked_again():
-    client = SGLangClient([f"127.0.0.1:{free_port()}"], retries=50, lost=lambda: True)
+def test_a_dead_child_is_not_asked_again(nobodys_address):
+    client = SGLangClient([nobodys_address], retries=50, lost=lambda: True)
     with pytest.raises(EngineLost, match="died"):
         asyncio.run(generate(client))
     assert client.stats.retries == 0

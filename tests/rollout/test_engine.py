@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer, free_port
+from megatron_rl.rollout.server import RolloutServer, reserve_port
 from tests.rollout.conftest import (
     CPU_SERVER,
     Question,
@@ -124,8 +124,9 @@ def test_a_refused_prompt_is_an_error_and_is_not_retried(server):
 
 
 def test_an_unreachable_server_is_replaced_by_another(server):
-    client = SGLangClient([f"127.0.0.1:{free_port()}", server.address], timeout_s=120)
-    trajectories, stats = collect(client, questions(6), SamplingSupport(), samples_per_prompt=2, max_new_tokens=8)
+    with reserve_port() as nobody:
+        client = SGLangClient([f"127.0.0.1:{nobody.getsockname()[1]}", server.address], timeout_s=120)
+        trajectories, stats = collect(client, questions(6), SamplingSupport(), samples_per_prompt=2, max_new_tokens=8)
     assert len(trajectories) == 12 and stats.retries > 0
 
 

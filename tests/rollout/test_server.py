@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from megatron_rl.config import ServerConfig, build_config
 from megatron_rl.engine import Engine, _check_served
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
-from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, find_python
+from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, find_python, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
 
@@ -174,6 +175,32 @@ def test_a_server_that_cannot_start_says_why(reference, tmp_path):
     message = str(error.value)
     assert "--no-such-flag" in message and "sglang.log" in message and "\n" not in message
     assert not server.alive()
+
+
+def test_a_reserved_port_is_free_for_the_server_alone():
+    """Whoever asks for any port, or does not share addresses, is not given it; before and while a server listens."""
+    with reserve_port() as reserved:
+        address = reserved.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+        for _ in range(2):
+            with socket.create_server(address) as server, socket.create_connection(address, timeout=5) as client:
+                server.accept()[0].close()
+                client.close()
+                with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                    other.bind(address)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+
+
+def test_a_port_in_use_is_the_reason_whatever_follows_it(tmp_path):
+    """As SGLang's log had it: its own first request went to the other owner of the port."""
+    log = tmp_path / "sglang.log"
+    log.write_text(
+        "[12:17] ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 43999): address already in use\n"
+        "requests.exceptions.ReadTimeout: HTTPConnectionPool(host='127.0.0.1', port=43999): Read timed out.\n"
+    )
+    assert "43999): address already in use" in reason_of_death(log)
 
 
 def test_a_server_that_takes_too_long_is_ended(reference, tmp_path):

@@ -193,6 +193,14 @@ def test_a_reserved_port_is_free_for_the_server_alone():
             other.bind(address)
 
 
+def test_a_server_keeps_its_port_while_it_is_down(tmp_path):
+    """Before it starts, and between its end and a restart."""
+    server = RolloutServer(tmp_path, ServerConfig(python=sys.executable))
+    server.stop()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", server.port))
+
+
 def test_a_port_in_use_is_the_reason_whatever_follows_it(tmp_path):
     """As SGLang's log had it: its own first request went to the other owner of the port."""
     log = tmp_path / "sglang.log"

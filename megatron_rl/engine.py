@@ -78,7 +78,7 @@ class Engine:
             self._server = RolloutServer.from_config(
                 self.config, pythonpath=[SERVER_PYTHONPATH], log_path=self.config.run_dir / "sglang.log"
             )
-            self._stack.callback(self._server.stop)
+            self._stack.push(self._server)
             self._server.start()
         return self
 

@@ -66,21 +66,23 @@ def reserve_port(host: str = "127.0.0.1") -> socket.socket:
     return reserved
 
 
-def tail(path: Path, lines: int = 20) -> list[str]:
-    """Last non-empty lines of a log."""
+def tail(path: Path, lines: int, since: int = 0) -> list[str]:
+    """Last non-empty lines of a log, of those after the first `since` bytes."""
     try:
         with open(path, errors="replace") as log:
+            log.seek(since)
             return [line.rstrip() for line in deque(filter(str.strip, log), lines)]
     except OSError:
         return []
 
 
-def reason_of_death(path: Path) -> str:
+def reason_of_death(path: Path, since: int = 0) -> str:
     """The last exception's own line in SGLang's log, with its place where it says nothing; else the log's last line.
 
-    A port in use goes first: what comes after it is of requests that SGLang sent to the port's other owner.
+    A port in use goes first: what comes after it is of requests that SGLang sent to the port's other owner. `since`: the
+    log's bytes before this life of the server, which are not read.
     """
-    lines = tail(path, 400)
+    lines = tail(path, 400, since)
     for line in lines:
         if f"[Errno {errno.EADDRINUSE}]" in line:
             return line
@@ -150,6 +152,8 @@ class RolloutServer:
         self.port = self._reserved.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
+        self._log_start = 0
+        """Bytes of the log that are of earlier lives: of a resumed run, or before a restart."""
 
     @classmethod
     def from_config(
@@ -254,6 +258,7 @@ class RolloutServer:
         command = self.command()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "a") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-E", "-S", str(SUPERVISOR), str(STOP_GRACE_S), *command],
                 stdin=subprocess.PIPE,
@@ -270,7 +275,7 @@ class RolloutServer:
             if not self.alive():
                 status = self._process.wait() if self._process else None
                 raise UserError(
-                    f"SGLang did not start (exit status {status}): {reason_of_death(self.log_path)}"
+                    f"SGLang did not start (exit status {status}): {reason_of_death(self.log_path, self._log_start)}"
                     f" [whole log: {self.log_path}]"
                 )
             if self.ready():
@@ -278,7 +283,7 @@ class RolloutServer:
             time.sleep(0.1)
         raise UserError(
             f"SGLang was not ready after {self.config.start_timeout_s:.0f} s (rollout.server.start_timeout_s);"
-            f" last line of {self.log_path}: {(tail(self.log_path, 1) or ['(empty)'])[0]}"
+            f" last line of {self.log_path}: {(tail(self.log_path, 1, self._log_start) or ['(empty)'])[0]}"
         )
 
     def ready(self) -> bool:

@@ -175,7 +175,11 @@ def test_features_survive_the_disk(dtype, tmp_path):
 def test_kept_sets_survive_the_disk(tmp_path):
     """Also those of a response without tokens, which are none."""
     sets = [np.array([3, 9], np.int32), np.array([4], np.int32)]
-    empty = {"log_probs": np.zeros(0, np.float32), "loss_mask": np.zeros(0, bool), "tokens": np.arange(3, dtype=np.int32)}
+    empty = {
+        "log_probs": np.zeros(0, np.float32),
+        "loss_mask": np.zeros(0, bool),
+        "tokens": np.arange(3, dtype=np.int32),
+    }
     save_trajectories(tmp_path / "step.npz", [trajectory(kept=sets), trajectory(kept=[], **empty), trajectory()])
     found = [t.kept for t in load_trajectories(tmp_path / "step.npz")]
     assert [ids.tolist() for ids in found[0]] == [[3, 9], [4]] and found[1:] == [[], None]

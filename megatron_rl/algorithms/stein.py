@@ -1,0 +1,248 @@
+"""Stein variational policy updates over experts: the experts of a MoE layer as the particles of one distribution.
+
+VP2O, "Variational Proximal Policy Optimization" (arXiv:2606.08032), of one layer with N experts. Each has a prototype, the
+top right singular vector p_i of its output projection W_i, and K = P P^T / tau says how alike two experts are. With g_j
+the gradient of expert j and the weights alpha (experts that are active on the same tokens) and beta (those that are not),
+expert i moves along
+
+    phi_i = sum_j alpha_ij K_ij g_j - lambda sum_j beta_ij grad_{W_i} K_ij                            (Eq. 10, see below)
+
+The sign of the second term is the text's, not the print's. Printed, Eq. 10 adds grad K and Section 3.2 ascends along it, which
+would pull experts together; the text wants them pushed apart, as SVGD does, whose repulsion is the gradient of the kernel in
+its *other* argument. Here a step of pure repulsion lowers the mean kernel over the pairs of beta.
+
+A singular vector has no sign of its own, so K_ij has one only relative to where the power iteration started: give all experts
+of a layer the same start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+AllReduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks that hold the other slices of D_in."""
+TOLERANCE = 1e-10
+"""Of the squared residual, relative: where conjugate gradients stop."""
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# -- who meets whom ---------------------------------------------------------------------------------------------------
+
+
+def coactivation_counts(topk: Tensor, num_experts: int, counted: Tensor) -> Tensor:
+    """`[N, N]` fp32: tokens on which two experts are both active; on the diagonal those of one. topk `[T, k]` ids, counted
+    `[T]` bool. Without a step that would wait for a GPU."""
+    active = torch.zeros(len(topk), num_experts, device=topk.device)
+    active.scatter_(1, topk.long(), counted.float()[:, None].expand(topk.shape))
+    return active.t() @ active
+
+
+def coactivation(topk: Tensor, num_experts: int) -> Tensor:
+    """O_ij = E_x[s_i(x) s_j(x)] (Eq. 6) with hard routing, `[N, N]` fp32; topk `[T, k]` expert ids. Zero without tokens.
+
+    Errors: ValueError for an id that is no expert.
+    """
+    if topk.numel() and (int(topk.min()) < 0 or int(topk.max()) >= num_experts):
+        raise ValueError(f"expert ids from {int(topk.min())} to {int(topk.max())}; there are {num_experts} experts")
+    everywhere = torch.ones(len(topk), dtype=torch.bool, device=topk.device)
+    return coactivation_counts(topk, num_experts, everywhere) / max(len(topk), 1)
+
+
+def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = None) -> Tensor:
+    """M^att `[N, N]` bool: an active expert, and the `neighbors` - 1 others that are most often active with it; or all
+    others with O_ij >= `above`. A row without activity is empty, and experts that never meet are no neighbors."""
+    others = _others(coactivation) & (coactivation > 0)
+    itself = torch.diag(coactivation.diagonal() > 0)
+    found = _first(-coactivation, others, neighbors - 1) if above is None else others & (coactivation >= above)
+    return itself | found
+
+
+def repulsion_mask(coactivation: Tensor, strangers: int, below: float | None = None) -> Tensor:
+    """M^rep `[N, N]` bool: the `strangers` experts that are most rarely active together with an active one; or all with
+    O_ij <= `below`. A row without activity is empty."""
+    others = _others(coactivation) & (coactivation.diagonal() > 0)[:, None]
+    return _first(coactivation, others, strangers) if below is None else others & (coactivation <= below)
+
+
+def _others(matrix: Tensor) -> Tensor:
+    return ~torch.eye(len(matrix), dtype=torch.bool, device=matrix.device)
+
+
+def _first(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
+    """The `count` smallest scores of each row among those allowed. Equal scores go round from the row's own place on, so that
+    not all experts choose the first ones."""
+    size = len(scores)
+    order = (torch.arange(size, device=scores.device)[:, None] + torch.arange(size, device=scores.device)) % size
+    turned = scores.masked_fill(~allowed, torch.inf).gather(1, order)
+    chosen = order.gather(1, turned.argsort(dim=1, stable=True)[:, :count])
+    return torch.zeros_like(allowed).scatter_(1, chosen, True) & allowed
+
+
+def neighbor_weights(mask: Tensor) -> Tensor:
+    """alpha or beta of Eq. 9: `[N, N]` mask -> mask / max(1, its row's sum), fp32 (fp64 stays)."""
+    mask = mask if mask.dtype == torch.float64 else mask.float()
+    return mask / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+# -- prototypes and kernel --------------------------------------------------------------------------------------------
+
+
+def prototypes(weights: Tensor, steps: int, initial: Tensor, *, all_reduce: AllReduce = _alone) -> Tensor:
+    """`steps` power iterations on W^T W: unit vectors `[N, D_out]` that tend to the top right singular vectors.
+
+    weights `[N, D_in, D_out]`, initial `[N, D_out]` (any length). fp32 at least. An expert whose weights are zero keeps
+    its initial direction. Differentiable as it is written, step by step; `kernel_gradient` is what it tends to.
+    """
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    weights, p = weights.to(dtype), torch.nn.functional.normalize(initial.to(dtype), dim=-1)
+    for _ in range(steps):
+        q = all_reduce(_transposed(weights, _times(weights, p)))
+        norm = q.norm(dim=-1, keepdim=True)
+        p = torch.where(norm > 0, q / torch.where(norm > 0, norm, 1.0), p)
+    return p
+
+
+def kernel(prototypes: Tensor, temperature: float) -> Tensor:
+    """K = P P^T / temperature (Eq. 8), `[N, N]`; the paper's temperature is T0 / N.
+
+    prototypes `[N, D_out]`, unit norm. The diagonal is 1 / temperature exactly, so that an expert without neighbors keeps its
+    gradient bit for bit at temperature 1.
+    """
+    similar = prototypes @ prototypes.t() / temperature
+    return torch.where(_others(similar), similar, similar.new_tensor(1.0 / temperature))
+
+
+def kernel_gradient(
+    weights: Tensor,
+    prototypes: Tensor,
+    kernel: Tensor,
+    repel: Tensor,
+    *,
+    damping: float = 0.0,
+    iterations: int = 256,
+    all_reduce: AllReduce = _alone,
+    experts: slice = slice(None),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(a, x, b, p) with sum_j beta_ij grad_{W_i} K_ij = a_i x_i^T + b_i p_i^T for the converged power iteration.
+
+    weights `[n, D_in, D_out]` of the `experts` (all N, or this rank's); prototypes `[N, D_out]`, kernel and repel (beta)
+    `[N, N]`. a, b `[n, D_in]`, x, p `[n, D_out]`: a gradient of rank 2 is kept as its factors.
+
+    At p, the top eigenvector of M = W^T W with eigenvalue s, dp = (s I - M)^+ (I - p p^T) dM p. With the target
+    q_i = sum_j beta_ij p_j / tau, one solve x = (s I - M)^+ (q - <q, p> p) serves the whole row:
+    grad <q, p> = (W p) x^T + (W x) p^T.
+
+    damping: (s I - M) is raised by damping * s, which bounds x where the two largest singular values meet and the direction
+    means little; 0 is exact. Conjugate gradients, at most `iterations`.
+    """
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    weights, every = weights.to(dtype), prototypes.to(dtype)
+    p = every[experts]
+    towards = (repel.to(dtype) * kernel.diagonal().to(dtype)[:, None])[experts] @ every  # 1 / tau is K's diagonal
+    a = _times(weights, p)
+    top = all_reduce(a.square().sum(-1, keepdim=True))  # s, as p has unit norm
+
+    def across(v: Tensor) -> Tensor:
+        return v - (v * p).sum(-1, keepdim=True) * p
+
+    def apply(v: Tensor) -> Tensor:
+        return across((1 + damping) * top * v - all_reduce(_transposed(weights, _times(weights, v))))
+
+    x = _conjugate_gradients(apply, across(towards), iterations)
+    return a, x, _times(weights, x), p
+
+
+def _conjugate_gradients(apply: Callable[[Tensor], Tensor], right: Tensor, iterations: int) -> Tensor:
+    """Solve apply(x) = right row by row, `[n, D]`. A row stops at its tolerance, or where the operator has no positive
+    curvature left: there p is not yet the top vector, and what was found so far is what can be said."""
+    x, residual = torch.zeros_like(right), right
+    direction = residual
+    squared = residual.square().sum(-1, keepdim=True)
+    enough = squared * TOLERANCE**2 if right.dtype == torch.float64 else squared * TOLERANCE
+    going = squared > enough
+    for _ in range(min(iterations, 4 * right.shape[-1])):
+        if right.device.type == "cpu" and not bool(going.any()):  # elsewhere it would wait for the device
+            break
+        applied = apply(direction)
+        curvature = (direction * applied).sum(-1, keepdim=True)
+        going = going & (curvature > 0)
+        length = torch.where(going, squared / torch.where(going, curvature, 1.0), 0.0)
+        x = x + length * direction
+        residual = residual - length * applied
+        before, squared = squared, residual.square().sum(-1, keepdim=True)
+        going = going & (squared > enough)
+        direction = residual + torch.where(going, squared / torch.where(going, before, 1.0), 0.0) * direction
+    return x
+
+
+def _times(weights: Tensor, vectors: Tensor) -> Tensor:
+    """W_i v_i: `[n, D_in, D_out]`, `[n, D_out]` -> `[n, D_in]`."""
+    return torch.bmm(weights, vectors.unsqueeze(-1)).squeeze(-1)
+
+
+def _transposed(weights: Tensor, vectors: Tensor) -> Tensor:
+    """W_i^T v_i: `[n, D_in, D_out]`, `[n, D_in]` -> `[n, D_out]`."""
+    return torch.bmm(vectors.unsqueeze(-2), weights).squeeze(-2)
+
+
+# -- the update -------------------------------------------------------------------------------------------------------
+
+
+def untouched(mixing: Tensor) -> Tensor:
+    """`[N]` bool: rows of `[N, N]` that are those of the identity."""
+    identity = torch.eye(len(mixing), dtype=mixing.dtype, device=mixing.device)
+    return (mixing == identity).all(-1)
+
+
+def transform(
+    grads: Tensor,
+    weights: Tensor,
+    prototypes: Tensor,
+    kernel: Tensor,
+    attract: Tensor,
+    repel: Tensor,
+    repulsion: float,
+) -> Tensor:
+    """Gradients of the loss, `[N, D_in, D_out]`, as VP2O descends them (Eq. 10; its sign is told above), same shape.
+
+    weights `[N, D_in, D_out]`, prototypes `[N, D_out]`, kernel, attract (alpha) and repel (beta) `[N, N]`, repulsion lambda. A
+    row of attract * kernel that is the identity's leaves its expert's gradient as it is, bit for bit.
+    """
+    mixing = (attract * kernel).to(grads.dtype)
+    mixed = torch.einsum("ij,j...->i...", mixing, grads)
+    mixed = torch.where(untouched(mixing).view(-1, *[1] * (grads.dim() - 1)), grads, mixed)
+    if not repulsion:
+        return mixed
+    a, x, b, p = kernel_gradient(weights, prototypes, kernel, repel)
+    gradient = a.unsqueeze(-1) * x.unsqueeze(-2) + b.unsqueeze(-1) * p.unsqueeze(-2)
+    return mixed + repulsion * gradient.to(grads.dtype)
+
+
+# -- beside the update ------------------------------------------------------------------------------------------------
+
+
+def orthogonality_loss(expert_outputs: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """L_o of Section 3.2: the sum over tokens and ordered pairs j != k of (<x_j, x_k> / (<x_k, x_k> + eps))^2, a scalar.
+
+    expert_outputs `[T, k, D]`: what the k experts of a token put out, without their router weights. fp32 at least.
+    """
+    x = expert_outputs.to(torch.promote_types(expert_outputs.dtype, torch.float32))
+    inner = x @ x.transpose(-1, -2)
+    onto = inner / (inner.diagonal(dim1=-2, dim2=-1) + eps).unsqueeze(-2)
+    apart = ~torch.eye(x.shape[-2], dtype=torch.bool, device=x.device)
+    return torch.where(apart, onto.square(), 0.0).sum()
+
+
+def barycenter_shift(gates: Tensor, prototypes: Tensor, anchor_gates: Tensor, anchor_prototypes: Tensor) -> Tensor:
+    """Mean over tokens of ||P(x) - P_anc(x)||_2 with P(x) = sum_i gate_i(x) p_i (Section 3.3), a scalar; 0 without tokens.
+
+    gates `[T, N]` (0 where an expert is not chosen), prototypes `[N, D_out]`; the anchor's of the same shapes.
+    """
+    apart = gates @ prototypes - anchor_gates @ anchor_prototypes
+    return apart.norm(dim=-1).sum() / max(len(apart), 1)

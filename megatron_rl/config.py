@@ -166,6 +166,39 @@ class RoutingConfig:
 
 
 @section
+class VP2OConfig:
+    """Stein variational updates over the experts of each MoE layer (arXiv:2606.08032)."""
+
+    enabled: bool = False
+    """Measure co-activation and prototypes, and replace expert gradients by the transformed ones."""
+    neighbors: Positive = 4
+    """Attraction: an expert follows the mean gradient, weighted by their kernel, of so many experts: itself and those most
+    often active on the same tokens. 1: its own alone."""
+    attract_above: Annotated[float, Field(gt=0, le=1)] | None = None
+    """In the place of neighbors: all experts that share at least this part of the tokens with it."""
+    strangers: Positive = 4
+    """Repulsion: an expert's prototype is pushed from those of so many experts, most rarely active on the same tokens."""
+    repel_below: Fraction | None = None
+    """In the place of strangers: all experts that share at most this part of the tokens with it."""
+    repulsion: NonNegativeFloat = 0.1
+    """Weight of the repulsion (lambda_rep); 0: none."""
+    temperature: PositiveFloat | None = None
+    """T0: the kernel's temperature is T0 / experts; by default T0 is the number of experts, so that an expert's kernel with
+    itself is 1."""
+    power_steps: Positive = 64
+    """Power iterations that find a prototype."""
+    orthogonality: NonNegativeFloat = 0.01
+    """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens; 0: none."""
+    trust_region: PositiveFloat | None = None
+    """kappa: no update may move the router-weighted prototypes of a layer further than this from those of the weights that the
+    engine has (0 to 2). null: no limit."""
+    on_excess: Literal["undo", "halve"] = "undo"
+    """What becomes of an update beyond the trust region: nothing of it is done, or its learning rate is halved until it fits."""
+    probe_tokens: Positive = 256
+    """Tokens of each process on which the trust region compares routers."""
+
+
+@section
 class OptimizerConfig:
     lr: PositiveFloat = 1e-6
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -263,11 +296,31 @@ class RolloutConfig:
 
 
 @section
+class RefreshConfig:
+    """When the engine gets the trainer's weights. Beside it, always: at the start and before an evaluation."""
+
+    when: Literal["always", "drift"] = "always"
+    """always: after every step. drift: when the policy has left the one that the engine samples from, by kl or ess below."""
+    kl: PositiveFloat = 0.01
+    """Refresh above this mean KL(engine || policy), nats per token."""
+    ess: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Refresh below this effective sample size of the ratios policy / engine, as a share of the tokens."""
+    alpha: PositiveFloat = 1.0
+    """Power to which the ratios are taken for the effective sample size; below 1 it sees less of single large ratios."""
+    calm: Fraction = 0.5
+    """Hysteresis: once it has begun, refreshing goes on after every step until the drift (kl, and 1 - ess) is below this share
+    of its limit."""
+    max_age: Positive = 8
+    """Most steps for which the engine keeps its weights."""
+
+
+@section
 class SyncConfig:
     transport: Literal["distributed", "tensor", "disk"] = "distributed"
     """distributed: NCCL or gloo broadcast; tensor: shared memory on one machine; disk: a safetensors folder."""
     bucket_mb: PositiveFloat = 256.0
     timeout_s: PositiveFloat = 300.0
+    refresh: RefreshConfig = RefreshConfig()
 
 
 @section
@@ -314,6 +367,7 @@ class Config:
     pruning: PruningConfig = PruningConfig()
     correction: CorrectionConfig = CorrectionConfig()
     routing: RoutingConfig = RoutingConfig()
+    vp2o: VP2OConfig = VP2OConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()

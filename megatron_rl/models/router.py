@@ -47,7 +47,17 @@ class ReplayRouter(TopKRouter):
     @torch.no_grad()
     def choice(self, logits: torch.Tensor) -> torch.Tensor:
         """[T, E] logits -> [T, k] int64: the experts that it would choose by itself."""
-        _, ids = topk_routing_with_score_function(
+        _, ids = self._top(logits, dense_output=True)
+        return ids
+
+    @torch.no_grad()
+    def gates(self, logits: torch.Tensor) -> torch.Tensor:
+        """[T, E] logits -> [T, E]: the weights of the experts that it would choose, 0 for the others; not scaled."""
+        gates, _ = self._top(logits, dense_output=False)
+        return gates
+
+    def _top(self, logits: torch.Tensor, *, dense_output: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return topk_routing_with_score_function(
             logits,
             self.topk,
             use_pre_softmax=self.config.moe_router_pre_softmax,
@@ -55,9 +65,8 @@ class ReplayRouter(TopKRouter):
             group_topk=self.config.moe_router_group_topk,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
-            dense_output=True,
+            dense_output=dense_output,
         )
-        return ids
 
 
 class ReplayTransformerLayer(TransformerLayer):

@@ -10,12 +10,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention, MLASelfAttention, SelfAttention
 from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.models.moe import ExpertMoELayer
 from megatron_rl.models.norm import RMSNorm
 from megatron_rl.models.router import ReplayRouter, ReplayTransformerLayer
 
@@ -31,7 +33,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         layer.module = ReplayTransformerLayer
-        _set_router(layer.submodules.mlp)
+        layer.submodules.mlp = _with_our_router(layer.submodules.mlp)
         _set_attention(layer.submodules.self_attention, config, fast)
         if not fast:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -64,10 +66,12 @@ def _norms_over_all_heads(config: TransformerConfig) -> bool:
     return isinstance(config, OlMoEModelProvider)
 
 
-def _set_router(mlp: partial) -> None:
-    submodules = mlp.keywords["submodules"]
-    if hasattr(submodules, "router"):
-        submodules.router = ReplayRouter
+def _with_our_router(mlp: partial) -> partial:
+    """A dense MLP stays as it is."""
+    if mlp.func is not MoELayer:
+        return mlp
+    mlp.keywords["submodules"].router = ReplayRouter
+    return partial(ExpertMoELayer, *mlp.args, **mlp.keywords)
 
 
 def _set_experts(mlp: partial) -> None:

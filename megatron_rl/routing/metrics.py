@@ -3,7 +3,9 @@
 Names of the sums of one update: `routing/LAYER/deviation/J` (tokens whose replayed experts differ from the current
 router's in J slots), `routing/LAYER/unpredicted/J` (so, had nothing been predicted), `routing/LAYER/engine/J` (the
 engine's experts against what the trainer would choose in its place before the first update),
-`routing/LAYER/cached`, `/kl`, `/staleness`, `/drift`, `/predictor_loss` (the last four summed over the cached tokens).
+`routing/LAYER/cached`, `/kl`, `/staleness`, `/drift`, `/predictor_loss` (the last four summed over the cached tokens),
+`routing/LAYER/load/E` (tokens of expert E), `routing/LAYER/counted`, `/entropy`, `/orthogonality` (the last two summed over
+the counted tokens).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from megatron_rl.routing.replay import RoutePass
 
 PREFIX = "routing/"
 OF_CACHED = ("kl", "staleness", "drift", "predictor_loss")
+OF_COUNTED = ("entropy", "orthogonality")
 
 
 def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
@@ -34,6 +37,13 @@ def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
         for layer, counts in route_pass.table.engine_deviations.items():
             add(f"{PREFIX}{layer}/engine", counts)
         for layer, stats in route_pass.stats.items():
+            if (together := route_pass.table.coactivation.get(layer)) is not None:
+                add(f"{PREFIX}{layer}/load", together.diagonal())
+            if stats.entropy is not None:
+                add(f"{PREFIX}{layer}/counted", route_pass.table.counted.sum())
+                add(f"{PREFIX}{layer}/entropy", stats.entropy)
+            if stats.orthogonality is not None:
+                add(f"{PREFIX}{layer}/orthogonality", stats.orthogonality)
             if stats.deviations is not None:
                 add(f"{PREFIX}{layer}/deviation", stats.deviations)
             if stats.unpredicted is not None:
@@ -49,7 +59,7 @@ def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
                     add(f"{PREFIX}{layer}/predictor_loss", stats.predictor_loss)
     numbers = iter(torch.cat(values).tolist() if values else ())  # one transfer from the device
     for name, value in zip(names, values, strict=True):
-        several = name.endswith(("/deviation", "/unpredicted", "/engine"))
+        several = name.endswith(("/deviation", "/unpredicted", "/engine", "/load"))
         for slot in range(len(value)):
             key = f"{name}/{slot}" if several else name
             sums[key] = sums.get(key, 0.0) + next(numbers)
@@ -106,7 +116,21 @@ def _figures(cells: list[dict[str, float]]) -> dict[str, float]:
         tokens = sum(sums["cached"] for sums in cells if name in sums)
         if tokens:
             figures[name] = total[name] / tokens
-    return figures
+    for name in OF_COUNTED:
+        tokens = sum(sums["counted"] for sums in cells if name in sums)
+        if tokens:
+            figures[name] = total[name] / tokens
+    return figures | _utilization(cells)
+
+
+def _utilization(cells: list[dict[str, float]]) -> dict[str, float]:
+    """active_experts: share of the experts that had a token; load_max: of the busiest expert, as a multiple of the mean."""
+    loads = [counts for sums in cells if sum(counts := _counts(sums, "load"))]
+    if not loads:
+        return {}
+    active = [sum(count > 0 for count in counts) / len(counts) for counts in loads]
+    busiest = [max(counts) * len(counts) / sum(counts) for counts in loads]
+    return {"active_experts": sum(active) / len(active), "load_max": sum(busiest) / len(busiest)}
 
 
 def _counts(total: dict[str, float], kind: str) -> list[float]:

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.stein import coactivation_counts, orthogonality_loss
 from megatron_rl.routing.agreement import deviation_counts, kl_divergence, routing_log_probs, total_variation
 from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predicted_bias, predictive_loss
 from megatron_rl.routing.table import has_route, route_dtype
@@ -74,6 +75,8 @@ class RouteTable:
     features: dict[int, Features] = field(default_factory=dict)
     engine_deviations: dict[int, Tensor] = field(default_factory=dict)
     """[k + 1] counts by layer: engine's routes against the trainer's own under the old weights."""
+    coactivation: dict[int, Tensor] = field(default_factory=dict)
+    """[E, E] counted tokens by layer on which two experts are both active, in the first pass."""
 
     def to(self, device: torch.device) -> RouteTable:
         """On a device, as it was packed: before its first pass."""
@@ -101,6 +104,10 @@ class LayerStats:
     drift: Tensor | None = None
     """KL as above, had nothing been predicted."""
     predictor_loss: Tensor | None = None
+    entropy: Tensor | None = None
+    """Of the router, nats; sum over the counted tokens."""
+    orthogonality: Tensor | None = None
+    """Of the experts' outputs, sum over the counted tokens."""
 
 
 @dataclass
@@ -116,6 +123,12 @@ class RoutePass:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """[E, d] by layer, of the predictor loss summed over tokens; one dictionary for all micro-batches of an update."""
     stats: dict[int, LayerStats] = field(default_factory=dict)
+    orthogonality: float = 0.0
+    """Weight of the loss that keeps the outputs of a token's experts apart, in an update."""
+    probe: dict[int, Tensor] | None = None
+    """Router inputs [C, d] of the first cached tokens by layer, kept where a dictionary is given."""
+    probe_tokens: int = 0
+    """At most so many of one micro-batch."""
     _engine_like: dict[int, Tensor] = field(default_factory=dict)
     """[T, k] ids by layer that the engine would choose by this pass's logits, where those are not the pass's own."""
 
@@ -123,6 +136,8 @@ class RoutePass:
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Router input [T, d] and logits [T, E] before the choice of experts; returns the logits to choose with."""
+        if self.probe is not None and layer not in self.probe:
+            self.probe[layer] = hidden.detach()[self.table.cached[: self.probe_tokens]]
         if self.stage == "score":
             return self._record_features(layer, hidden.detach(), logits, router)
         if layer not in self.stats:  # recomputation runs a layer again
@@ -136,11 +151,24 @@ class RoutePass:
         if self.stage == "score" and self.source == "predicted":
             self.table.unpredicted[layer] = engine_like.to(route_dtype(self.experts))
         self._compare(layer, replayed, own, engine_like)
-        if replayed is not None:
-            return torch.where(has_route(replayed)[:, None], replayed.long(), own)
-        if self.stage == "score":
+        chosen = own if replayed is None else torch.where(has_route(replayed)[:, None], replayed.long(), own)
+        if layer not in self.table.coactivation:
+            self.table.coactivation[layer] = coactivation_counts(chosen, self.experts, self.table.counted)
+        if replayed is None and self.stage == "score":
             self.table.recorded[layer] = own.to(route_dtype(self.experts))
-        return own
+        return chosen
+
+    def see_outputs(self, layer: int, combined: Tensor, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Add the orthogonality loss of the counted tokens to the model's.
+
+        outputs: [T, k, D] of each token's experts, times their router weights [T, k, 1]. Returns `combined`, whose
+        backward is that of the loss too.
+        """
+        counts = self.table.counted[:, None, None] & (weights > 0)
+        outputs = torch.where(counts, outputs / torch.where(counts, weights, 1.0), 0.0)
+        loss = orthogonality_loss(outputs)
+        self.stats[layer].orthogonality = loss.detach()
+        return _WithLoss.apply(combined, self.orthogonality * loss)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -169,16 +197,19 @@ class RoutePass:
         return logits + bias
 
     def _measure(self, layer: int, logits: Tensor, router: Router) -> LayerStats:
+        log_probs = partial(routing_log_probs, score_function=router.score_function)
+        every = log_probs(logits)
+        entropy = -torch.where(self.table.counted, (every.exp() * every).sum(-1), 0.0).sum()
         features = self.table.features.get(layer)
         if features is None or not len(features.logits):
-            return LayerStats()
+            return LayerStats(entropy=entropy)
         current = logits[self.table.cached]
-        log_probs = partial(routing_log_probs, score_function=router.score_function)
         now, then = log_probs(current), log_probs(features.predicted)
         stats = LayerStats(
             cached=len(current),
             kl=kl_divergence(now, then).sum(),
             staleness=total_variation(now, then).sum(),
+            entropy=entropy,
         )
         if features.bias is not None:
             stats.drift = kl_divergence(now, log_probs(features.logits)).sum()
@@ -212,6 +243,18 @@ class RoutePass:
     def _deviations(self, routes: Tensor, own: Tensor, reference: Tensor) -> Tensor:
         """[k + 1] counts over the tokens in the loss for which `reference` has a route."""
         return deviation_counts(routes, own, self.table.counted & has_route(reference))
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is, in whose backward a loss has gradient 1 (the schedule's own losses are sums over tokens too)."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, loss: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones((), device=grad.device)
 
 
 class RouteSelector:

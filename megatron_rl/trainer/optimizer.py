@@ -18,7 +18,8 @@ def wrap_ddp(config: Config, chunks: list[torch.nn.Module]) -> list[DistributedD
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
-        overlap_grad_reduce=torch.cuda.is_available(),
+        # VP2O mixes gradients of experts before they are reduced, which must not begin in the backward.
+        overlap_grad_reduce=torch.cuda.is_available() and not config.vp2o.enabled,
         overlap_param_gather=False,
         check_for_nan_in_grad=False,  # the optimizer step looks at the norm and skips: see Trainer.update
     )

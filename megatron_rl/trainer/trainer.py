@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -30,9 +31,23 @@ from megatron_rl.trainer.optimizer import make_optimizer, make_scheduler, wrap_d
 from megatron_rl.trainer.packing import Batch, Layout, Sample, micro_batch_count, pack_all
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.predictors import Predictors
+from megatron_rl.trainer.preview import StepPreview, owned_ranges, scaled_lr
+from megatron_rl.trainer.stein import PREFIX, Stein
+from megatron_rl.trainer.trust_region import TrustRegion, Verdict
 
 Objective = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Sums]]
 """(micro-batch, values [3, T] of the head) -> (loss sum, metric sums)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of one optimizer step."""
+
+    done: bool
+    norm: float
+    """Of all gradients, before clipping."""
+    verdict: Verdict | None = None
+    """Of the trust region, where there is one and the gradients are finite."""
 
 
 class Trainer:
@@ -60,6 +75,8 @@ class Trainer:
         self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
         self._export_plan: list | None = None
         self.optimizer: MegatronOptimizer | None = None
+        self.stein: Stein | None = None
+        self.trust_region: TrustRegion | None = None
         if total_updates is not None:
             self._prepare_updates(total_updates)
         self.reports = (
@@ -73,9 +90,15 @@ class Trainer:
         self.optimizer = make_optimizer(self.config, self.ddp)
         self.scheduler = make_scheduler(self.config.optimizer, self.optimizer, total)
         settings = self.chunks[0].config
-        settings.finalize_model_grads_func = finalize_model_grads
+        settings.finalize_model_grads_func = self._finalize
         settings.grad_scale_func = self.optimizer.scale_loss
         settings.no_sync_func = [d.no_sync for d in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
+        vp2o = self.config.vp2o
+        if vp2o.enabled:
+            self.stein = Stein(vp2o, self.chunks)
+            self._owned = owned_ranges(self.optimizer)
+        if vp2o.enabled and vp2o.trust_region is not None:
+            self.trust_region = TrustRegion(vp2o, self.stein, lambda value: max(self.ranks.gather(value)))
 
     def _make_reference(self) -> list[torch.nn.Module]:
         chunks = self.model.make_chunks(weights=self.config.algorithm.kl.reference)
@@ -119,7 +142,12 @@ class Trainer:
 
         passes = self._passes(batches, "score") if chunks is None else [None] * len(batches)
         options = {"with_entropy": False, "pointwise": False, "pruned": chunks is None}
+        probes = self.trust_region if chunks is None else None
+        if probes:
+            probes.probe(passes)
         self._run(chunks or self.chunks, batches, passes, objective, forward_only=True, **options)
+        if probes:
+            probes.probed(passes)
 
     def score_reference(self, batches: list[Batch]) -> None:
         """Log-probs of the frozen reference, as batch.scored['reference']. It is not pruned: its own safe set would give
@@ -135,12 +163,14 @@ class Trainer:
         pointwise: bool,
         with_entropy: bool = True,
         learn_routes: bool = False,
+        rollout_batch: list[list[Batch]] | None = None,
     ) -> dict[str, float]:
         """Forward, backward, gradient reduction, clipping, one optimizer step. Returns metric sums over all ranks.
 
         pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves).
-        learn_routes: route predictors learn too, from the routers as they are now. A step whose gradient norm is not
-        finite changes nothing and is reported as 'update/skipped' = 1.
+        learn_routes: route predictors learn too, from the routers as they are now. rollout_batch: that of all updates,
+        over which VP2O counts co-activation. A step whose gradient norm is not finite changes nothing and is reported as
+        'update/skipped' = 1; one that the trust region refuses changes nothing, as 'update/undone' = 1.
         """
         for ddp in self.ddp:
             ddp.train()
@@ -149,27 +179,63 @@ class Trainer:
         options = {"with_entropy": with_entropy, "pointwise": pointwise, "pruned": True}
         learn = self.config.routing.predictor_loss if learn_routes and self.predictors else None
         passes = self._passes(batches, "update", learn)
+        if self.stein:
+            self.stein.begin(batch.routes for one in rollout_batch or [batches] for batch in one)
+        if self.trust_region:
+            self.trust_region.probe(passes)
         sums = self._run(self.ddp, batches, passes, objective, forward_only=False, **options)
-        metrics = self._total(sums, route_sums(passes))
+        if self.trust_region:
+            self.trust_region.probed(passes)
+        metrics = self._total(sums, route_sums(passes) | (self.stein.sums() if self.stein else {}))
         lr = metrics["update/lr"] = self.optimizer.param_groups[0]["lr"]
-        done, norm = self._step()
+        step = self._step()
         if self.config.routing.source in PREDICTING:
             failed = bool(learn) and not self.predictors.step(passes, lr)
             metrics["update/predictors_skipped"] = float(self.ranks.maximum(int(failed)))
-        metrics["update/grad_norm"] = norm
-        metrics["update/skipped"] = float(not done)
-        if done:
+        metrics["update/grad_norm"] = step.norm
+        metrics["update/skipped"] = float(not step.done and not step.verdict)
+        if self.trust_region:
+            metrics |= self._verdict_metrics(step.verdict)
+        if step.done:
             self.scheduler.step(1)
         return metrics
 
-    def _step(self) -> tuple[bool, float]:
-        """Clip and step, unless the norm is not finite (Megatron's own check raises, or steps on NaN)."""
+    def _step(self) -> Step:
+        """Clip and step, unless the norm is not finite (Megatron's own check raises, or steps on NaN) or the trust region
+        refuses it."""
         found_inf = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if found_inf or not math.isfinite(norm):
-            return False, norm
-        done, _, _ = self.optimizer.step()
-        return done, norm
+            return Step(False, norm)
+        verdict = self.trust_region.judge(StepPreview(self.optimizer, norm)) if self.trust_region else None
+        if verdict and not verdict.scale:
+            return Step(False, norm, verdict)
+        with scaled_lr(self.optimizer, verdict.scale if verdict else 1.0):
+            done, _, _ = self.optimizer.step()
+        if self.stein:
+            self.stein.weights_changed(verdict.prototypes if verdict else None)
+        return Step(done, norm, verdict)
+
+    def _finalize(self, chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options) -> None:
+        """Megatron's reduction of the gradients, with the Stein transform around it."""
+        if self.stein:
+            self.stein.attract()
+        finalize_model_grads(chunks, num_tokens, **options)
+        if self.stein:
+            self.stein.repel(self._owned)
+
+    def _verdict_metrics(self, verdict: Verdict | None) -> dict[str, float]:
+        shifts = verdict.shifts if verdict else {}
+        return {
+            "update/undone": float(verdict is not None and not verdict.scale),
+            "update/halvings": float(verdict.halvings if verdict else 0),
+            **self._total([], {f"{PREFIX}{layer}/shift": shift for layer, shift in shifts.items()}),
+        }
+
+    def weights_pushed(self) -> None:
+        """The rollout engine has just got the weights as they are: VP2O's trust region is around them. Collective."""
+        if self.trust_region:
+            self.trust_region.anchor()
 
     def scale(self, batches: list[Batch]) -> Scale:
         """Counted tokens and sequences of these micro-batches over all ranks, and their mean importance weight."""
@@ -199,7 +265,8 @@ class Trainer:
         source, shape, gradients = self.config.routing.source, self.layout.routes, {}
         if shape is None:
             return [None] * len(batches)
-        return [RoutePass(b.routes, source, shape.experts, stage, learn, gradients) for b in batches]
+        options = {"orthogonality": self.config.vp2o.orthogonality if self.stein and stage == "update" else 0.0}
+        return [RoutePass(b.routes, source, shape.experts, stage, learn, gradients, **options) for b in batches]
 
     def _run(
         self,

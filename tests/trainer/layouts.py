@@ -16,6 +16,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
 from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.stein import vp2o_metrics
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
@@ -123,6 +124,7 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
             task = SimpleNamespace(weights={"correct": 1.0})
             run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=task)
             result["panel"] = panel_metrics(run, [batches])
+            result["vp2o"] = vp2o_metrics([metrics])
     result["weights"] = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
     if dist.get_rank() != 0:
         result.pop("grads"), result.pop("weights")

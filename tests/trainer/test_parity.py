@@ -24,6 +24,7 @@ FOUR_RANKS = {
     "tp2_ep2": {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}},
     "tp2_pp2": {"parallel": {"tensor": 2, "pipeline": 2}},
 }
+EP4 = {"ep4": {"parallel": {"expert": 4}}, "ep2_replicated_optimizer": {"parallel": {"expert": 2, "distributed_optimizer": False}}}
 ONE_RANK = {
     "reference": {},
     "full_recompute": {"model": {"recompute": "full"}},
@@ -58,6 +59,19 @@ ALGORITHMS = {
     "weighted": {"correction": {"mode": "truncate", "high": 2.0}, "batch": {"updates_per_step": 1}},
     # Nothing of it needs whole sequences, so that the head computes gradients on the way.
     "pruned": {"pruning": {"enabled": True, "rho": 0.43}, "correction": {"mode": "clip", "low": 0.5, "high": 2.0}},
+    # All parts of it; the first two must weigh about the same, and the last refuse nothing, but be measured.
+    "vp2o": {
+        "vp2o": {
+            "enabled": True,
+            "neighbors": 3,
+            "strangers": 2,
+            "temperature": 2.0,
+            "repulsion": 1e-3,
+            "orthogonality": 0.1,
+            "trust_region": 2.0,
+            "probe_tokens": 4096,
+        }
+    },
 }
 
 
@@ -106,6 +120,9 @@ def compare(name: str, reference: dict, result: dict) -> None:
         worst = np.abs(result["grads"][tensor] - grad).max()
         assert worst < 1e-5, f"{name}: gradient of {tensor} differs by {worst}"
     assert max(np.abs(g).max() for g in reference["grads"].values()) > 1e-3, "gradients too small to compare"
+    assert result["vp2o"].keys() == reference["vp2o"].keys()
+    for key, theirs in reference["vp2o"].items():
+        assert result["vp2o"][key] == pytest.approx(theirs, rel=1e-3, abs=1e-6), f"{name}: {key}"
     for tensor, weight in reference["weights"].items():
         worst = np.abs(result["weights"][tensor] - weight).mean()
         assert worst < 2e-5, f"{name}: after two updates {tensor} differs by {worst} on average"
@@ -120,7 +137,9 @@ def truncated():
 @pytest.fixture(scope="module")
 def one_rank(model, samples, truncated):
     both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
-    return run(model, samples, 1, under("grpo", ONE_RANK) | under("gspo", both)) | run(
+    small = both | {name: ONE_RANK[name] for name in ("full_recompute", "one_sequence_per_micro_batch")}
+    first = under("grpo", ONE_RANK) | under("gspo", both) | under("vp2o", small)
+    return run(model, samples, 1, first) | run(
         model,
         truncated,
         1,
@@ -135,7 +154,7 @@ def one_rank(model, samples, truncated):
 def two_ranks(model, samples, truncated):
     split = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
     with_data = split | {"dp2_distributed_optimizer": TWO_RANKS["dp2_distributed_optimizer"]}
-    return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split)) | run(
+    return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", TWO_RANKS)) | run(
         model, truncated, 2, under("corrected", with_data) | under("normalised", with_data)
     )
 
@@ -157,8 +176,26 @@ def test_two_ranks(one_rank, two_ranks):
     compare_all("grpo", one_rank, two_ranks)
 
 
-def test_four_ranks(model, samples, one_rank):
-    compare_all("grpo", one_rank, run(model, samples, 4, under("grpo", FOUR_RANKS)))
+@pytest.fixture(scope="module")
+def four_ranks(model, samples):
+    return run(model, samples, 4, under("grpo", FOUR_RANKS) | under("vp2o", FOUR_RANKS | EP4))
+
+
+def test_four_ranks(one_rank, four_ranks):
+    compare_all("grpo", one_rank, four_ranks)
+
+
+def test_stein_transform_over_split_experts(one_rank, two_ranks, four_ranks):
+    """Experts over expert-parallel ranks, in slices over expert-tensor-parallel ones, copied over data-parallel ones."""
+    figures = one_rank["vp2o reference"]["vp2o"]
+    assert 0.1 < figures["vp2o/repulsion"] / figures["vp2o/attraction"] < 10, "one part of the transform hides the other"
+    assert figures["vp2o/shift"] > 1e-3
+    plain, transformed = (one_rank[f"{name} reference"]["grads"] for name in ("grpo", "vp2o"))
+    for tensor in plain:
+        changed = np.abs(plain[tensor] - transformed[tensor]).max()
+        assert changed > 1e-5 or ".experts." not in tensor, f"{tensor} was not transformed"
+    for results in (one_rank, two_ranks, four_ranks):
+        compare_all("vp2o", one_rank, results)
 
 
 def test_sequence_ratios_over_split_sequences(one_rank, two_ranks):

@@ -1,0 +1,90 @@
+"""The MoE layers of a model: where their experts' weights are, and what each expert of a token puts out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from megatron_rl.models.router import ReplayRouter
+
+OUTPUT = "linear_fc2.weight"
+"""Name of the output projection among an expert's parameters."""
+_OF_ONE = re.compile(r"\.(?P<kind>weight|bias)(?P<expert>\d+)$")
+"""Transformer Engine's grouped layers: linear_fc1.weight0, linear_fc1.weight1, ..."""
+
+
+@dataclass(frozen=True)
+class ExpertSlice:
+    """One parameter of one expert: a parameter, or one row of a parameter that all experts share."""
+
+    parameter: torch.nn.Parameter
+    row: int | None = None
+
+    @property
+    def data(self) -> Tensor:
+        return self.of(self.parameter.detach())
+
+    @property
+    def main_grad(self) -> Tensor:
+        """A view of DDP's fp32 gradient buffer."""
+        return self.of(self.parameter.main_grad)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This expert's part of a tensor like the parameter."""
+        return whole if self.row is None else whole[self.row]
+
+
+class ExpertMoELayer(MoELayer):
+    """Megatron's layer; shows a pass that asks for them what the experts of each token put out, before they are summed."""
+
+    def combine(self, output: Tensor) -> Tensor:
+        output = super().combine(output)
+        route_pass = self.router.router_replay.route_pass
+        if route_pass is None or not route_pass.orthogonality or not torch.is_grad_enabled():
+            return output
+        dispatcher = self.token_dispatcher
+        mapped = dispatcher.routing_map
+        # Rows are sorted by expert, then by token; a stable sort by token leaves each one's experts in their order.
+        rows = dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True)
+        shape = (len(mapped), self.config.moe_router_topk, -1)
+        weights = dispatcher.probs.masked_select(mapped).view(*shape)
+        outputs = output.index_select(0, rows).view(*shape)
+        return route_pass.see_outputs(self.router.router_replay.layer, output, outputs, weights)
+
+
+def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, MoELayer]]:
+    """(model layer from 0, layer) of this process's MoE layers."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MoELayer) and isinstance(module.router, ReplayRouter):
+                yield module.router.router_replay.layer, module
+
+
+def expert_slices(experts: torch.nn.Module) -> dict[str, list[ExpertSlice]]:
+    """Trainable parameters of this rank's experts by the name that they have in one expert, each in the order of experts.
+
+    For each way in which Megatron stores them: an expert a module (SequentialMLP), a parameter (weight0, weight1, ... of
+    Transformer Engine's grouped layers), or a row of one parameter `[n, ...]`.
+    """
+    if hasattr(experts, "local_experts"):
+        found: dict[str, list[ExpertSlice]] = {}
+        for expert in experts.local_experts:
+            for name, parameter in expert.named_parameters():
+                if parameter.requires_grad:
+                    found.setdefault(name, []).append(ExpertSlice(parameter))
+        return found
+    numbered: dict[str, dict[int, ExpertSlice]] = {}
+    for name, parameter in experts.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if match := _OF_ONE.search(name):
+            plain = f"{name[: match.start()]}.{match['kind']}"
+            numbered.setdefault(plain, {})[int(match["expert"])] = ExpertSlice(parameter)
+        else:
+            numbered[name] = {row: ExpertSlice(parameter, row) for row in range(len(parameter))}
+    return {name: [slices[i] for i in sorted(slices)] for name, slices in numbered.items()}

@@ -1,0 +1,120 @@
+"""What the optimizer's next step would make of a few parameters, without taking it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+CLIP_EPS = 1e-6
+"""Megatron's, in clip_grad_by_total_norm_fp32."""
+
+
+def owned_ranges(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, slice] | None:
+    """Which part of each flat parameter this process updates; None where it updates them all, whole."""
+    found: dict[torch.nn.Parameter, slice] = {}
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part, DistributedOptimizer):
+            return None
+        for parameter in part.model_param_group_index_map:
+            reach = part._get_model_param_range_map(parameter)["param"]
+            found[parameter] = slice(reach.start, reach.end)
+    return found
+
+
+class StepPreview:
+    """The step that `optimizer` is about to take; its gradients are prepared (`prepare_grads`), and not yet clipped.
+
+    The inner optimizer itself steps, on copies of a few parameters and of their state, so that whatever it is (torch's Adam,
+    Transformer Engine's or Apex's) its arithmetic is its own.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, norm: float) -> None:
+        """norm: of all gradients, which decides how far they will be clipped."""
+        clip = optimizer.config.clip_grad
+        self._clip = min(1.0, clip / (norm + CLIP_EPS)) if clip > 0 else 1.0
+        self._owned = owned_ranges(optimizer)
+        self._parts = optimizer.chained_optimizers
+        self._places = {
+            id(tensor): (part.optimizer, group)
+            for part in self._parts
+            for group in part.optimizer.param_groups
+            for tensor in group["params"]
+        }
+
+    @torch.no_grad()
+    def after(self, parameters: Sequence[torch.nn.Parameter], lr_scale: float) -> list[Tensor]:
+        """The parameters, whole, after a step at `lr_scale` times the learning rate; rounded to their dtype. Collective.
+
+        Frozen ones stay as they are.
+        """
+        if self._owned is None:
+            mains = [getattr(p, "main_param", None) for p in parameters]
+            mains = [p if main is None else main for p, main in zip(parameters, mains, strict=True)]
+            stepped = self._step([m for m in mains if id(m) in self._places], lr_scale)
+            return [stepped.get(id(m), m).to(p.dtype) for p, m in zip(parameters, mains, strict=True)]
+        return self._after_sharded(parameters, lr_scale)
+
+    def _after_sharded(self, parameters: Sequence[torch.nn.Parameter], lr_scale: float) -> list[Tensor]:
+        """Of the distributed optimizer: each process steps its part, and the parts are put together."""
+        results: dict[int, Tensor] = {}
+        for part in self._parts:
+            here = {parameter for buffer in part.buffers for parameter in buffer.params}  # on all its processes
+            chosen = [p for p in parameters if p in here]
+            if not chosen:
+                continue
+            shards = {p: _main_shard(part, p) for p in chosen if p in part.model_param_group_index_map}
+            stepped = self._step(list(shards.values()), lr_scale)
+            whole = torch.zeros(sum(p.numel() for p in chosen), device=chosen[0].device)
+            for p, place in zip(chosen, whole.split([p.numel() for p in chosen]), strict=True):
+                if p in shards:
+                    place[self._owned[p]] = stepped[id(shards[p])].view(-1)
+                results[id(p)] = place
+            dist.all_reduce(whole, group=part.data_parallel_group)  # the others' parts are zero here
+        return [results[id(p)].view_as(p).to(p.dtype) if id(p) in results else p.detach() for p in parameters]
+
+    def _step(self, tensors: list[Tensor], lr_scale: float) -> dict[int, Tensor]:
+        """id of an inner parameter -> what it will be."""
+        found: dict[int, Tensor] = {}
+        by_group: dict[int, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            by_group[id(self._places[id(tensor)][1])].append(tensor)
+        for members in by_group.values():
+            inner, group = self._places[id(members[0])]
+            copies = [member.detach().clone() for member in members]
+            shadow = object.__new__(type(inner))
+            shadow.__dict__.update(inner.__dict__)
+            shadow.param_groups = [{**group, "params": copies, "lr": group["lr"] * lr_scale}]
+            shadow.state = defaultdict(dict)
+            for own, member in zip(copies, members, strict=True):
+                own.grad = None if member.grad is None else member.grad * self._clip
+                shadow.state[own] = copy.deepcopy(inner.state.get(member, {}))
+            shadow.step()
+            found |= {id(member): own for member, own in zip(members, copies, strict=True)}
+        return found
+
+
+def _main_shard(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Tensor:
+    group, order = part.model_param_group_index_map[parameter]
+    return part.optimizer.param_groups[group]["params"][order]
+
+
+@contextmanager
+def scaled_lr(optimizer: MegatronOptimizer, scale: float) -> Iterator[None]:
+    """The learning rates times `scale` inside the block."""
+    groups = optimizer.param_groups
+    before = [group["lr"] for group in groups]
+    for group, lr in zip(groups, before, strict=True):
+        group["lr"] = lr * scale
+    try:
+        yield
+    finally:
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr

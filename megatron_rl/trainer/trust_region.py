@@ -1,0 +1,138 @@
+"""VP2O's geometric trust region: how far an update would move what the experts of a layer stand for, seen by its router.
+
+The anchor is what the rollout engine has: prototypes when its weights were pushed, and the gates of the first tokens after
+that. A step is looked at before it is taken (`trainer.preview`), so that refusing it leaves every parameter, the optimizer and
+random states as they are, to the bit, and needs no copy of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from torch import Tensor
+
+from megatron_rl.algorithms.stein import barycenter_shift
+from megatron_rl.config import VP2OConfig
+from megatron_rl.models.router import ReplayRouter
+from megatron_rl.routing.replay import RoutePass
+from megatron_rl.trainer.preview import StepPreview
+from megatron_rl.trainer.stein import ExpertLayer, Stein
+
+PARTS = 4
+"""Parts in which the output projections of a layer are previewed: with moments and gradients at most one layer's gradients."""
+MOST_HALVINGS = 10
+"""After which an update is left out: it began beyond the limit."""
+
+
+@dataclass
+class _Anchor:
+    prototypes: Tensor
+    """[N, D_out]"""
+    hidden: Tensor | None = None
+    """[C, d] router inputs of this process's probe tokens; None until the first pass."""
+    gates: Tensor | None = None
+    """[C, N]"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a proposed step."""
+
+    scale: float
+    """Of the learning rate: 1, a power of 1/2, or 0: leave the step out."""
+    halvings: int
+    shifts: dict[int, float]
+    """Barycentre shift by layer of this process's pipeline stage, of the step as it was proposed."""
+    prototypes: dict[int, Tensor]
+    """Of the weights after the step, as far as it is taken."""
+
+
+class TrustRegion:
+    """Anchors of all layers of this process, and the judgement of steps."""
+
+    def __init__(self, config: VP2OConfig, stein: Stein, maximum: Callable[[float], float]) -> None:
+        """maximum: over all processes."""
+        self.config = config
+        self.stein = stein
+        self._maximum = maximum
+        self._anchors: dict[int, _Anchor] = {}
+
+    def anchor(self) -> None:
+        """The weights as they are have just gone to the engine. Collective."""
+        self._anchors = {n: _Anchor(self.stein.prototypes(n).clone()) for n in self.stein.layers}
+
+    def probe(self, passes: list[RoutePass]) -> None:
+        """Before a pass of the policy: have its routers keep what they see, where the anchor has not seen anything yet."""
+        if not self._anchors:
+            self.anchor()
+        if any(anchor.gates is None for anchor in self._anchors.values()):
+            each = -(-self.config.probe_tokens // max(len(passes), 1))
+            for route_pass in passes:
+                route_pass.probe, route_pass.probe_tokens = {}, each
+
+    @torch.no_grad()
+    def probed(self, passes: list[RoutePass]) -> None:
+        """After that pass, with the weights still as they were."""
+        for number, anchor in self._anchors.items():
+            seen = [p.probe[number] for p in passes if p.probe and number in p.probe]
+            if anchor.gates is None and seen:
+                router = self.stein.layers[number].router
+                anchor.hidden = torch.cat(seen)
+                anchor.gates = _gates(router, anchor.hidden, [p.detach() for p in _parameters(router)])
+
+    @torch.no_grad()
+    def judge(self, preview: StepPreview) -> Verdict:
+        """How much of the step that is about to be taken may be taken: the same answer on all processes. Collective."""
+        first: dict[int, float] = {}
+        scale = 1.0
+        for halvings in range(MOST_HALVINGS + 1):
+            prototypes = {n: self._prototypes_after(layer, preview, scale) for n, layer in self.stein.layers.items()}
+            shifts = self._shifts(prototypes, preview, scale)
+            first = first or shifts
+            if self._maximum(max(shifts.values(), default=0.0)) <= self.config.trust_region:
+                return Verdict(scale, halvings, first, prototypes)
+            if self.config.on_excess == "undo":
+                break
+            scale /= 2
+        return Verdict(0.0, halvings, first, {})
+
+    def _prototypes_after(self, layer: ExpertLayer, preview: StepPreview, scale: float) -> Tensor:
+        parameters = list(dict.fromkeys(output.parameter for output in layer.outputs))
+        size = -(-len(parameters) // PARTS)
+        after = {}
+        for start in range(0, len(parameters), size):
+            some = parameters[start : start + size]
+            after |= dict(zip(map(id, some), preview.after(some, scale), strict=True))
+        outputs = [output.of(after[id(output.parameter)]) for output in layer.outputs]
+        return self.stein.prototypes_of(layer, torch.stack(outputs).float().transpose(1, 2))
+
+    def _shifts(self, prototypes: dict[int, Tensor], preview: StepPreview, scale: float) -> dict[int, float]:
+        """Mean over the probe tokens of all processes, by layer."""
+        sums = []
+        for number, current in prototypes.items():
+            anchor, router = self._anchors[number], self.stein.layers[number].router
+            sign = (current * anchor.prototypes).sum(-1, keepdim=True)  # a singular vector has none of its own
+            current = torch.where(sign < 0, -current, current)
+            gates = _gates(router, anchor.hidden, preview.after(_parameters(router), scale))
+            shift = barycenter_shift(gates, current, anchor.gates, anchor.prototypes)
+            sums.append(torch.stack([shift * len(gates), shift.new_tensor(len(gates))]))
+        if not sums:
+            return {}
+        total = torch.stack(sums)
+        dist.all_reduce(total, group=self.stein.token_group)
+        return dict(zip(prototypes, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
+
+
+def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:
+    """Weight and, where it has one, bias."""
+    return [router.weight] if router.bias is None else [router.weight, router.bias]
+
+
+def _gates(router: ReplayRouter, hidden: Tensor, parameters: list[Tensor]) -> Tensor:
+    """[C, N] weights with which a router of these parameters would send these inputs to their experts."""
+    weight, *bias = parameters
+    return router.gates(router_gating_linear(hidden, weight, bias[0] if bias else None, torch.float32))

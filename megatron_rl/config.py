@@ -52,7 +52,7 @@ class ModelConfig:
 @section
 class DataConfig:
     task: str = "file"
-    """file | hub | reasoning_gym:NAME | the name of a built-in task (number_sorting)."""
+    """file | hub | reasoning_gym:NAME | a built-in task (number_sorting, number_zigzag)."""
     path: str | None = None
     """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder."""
     eval_path: str | None = None
@@ -193,7 +193,7 @@ class VP2OConfig:
     """kappa: no update may move the router-weighted prototypes of a layer further than this from those of the weights that the
     engine has (0 to 2). null: no limit."""
     on_excess: Literal["undo", "halve"] = "undo"
-    """What becomes of an update beyond the trust region: nothing of it is done, or its learning rate is halved until it fits."""
+    """Of an update beyond the trust region: nothing of it is done, or its learning rate is halved until it fits."""
     probe_tokens: Positive = 256
     """Tokens of each process on which the trust region compares routers."""
 

@@ -63,7 +63,10 @@ class Engine:
         self.stats = EngineStats()
         self._stack = ExitStack()
         self._server: RolloutServer | None = None
-        self._version = 0
+        self.version = 0
+        """Step of the weights that the engine has."""
+        self._now = 0
+        """Step of the trainer's weights, which a restarted server gets."""
         self._weights = ""
         """Digest of the trainer's weights, where recorded routes are written or read."""
 
@@ -119,11 +122,14 @@ class Engine:
 
     def push(self, trainer: Trainer, version: int) -> None:
         """Send the trainer's weights to every server and compare checksums; a server that has died is restarted first."""
-        self._trainer, self._version = trainer, version
+        self._trainer, self._now = trainer, version
         if not self.config.rollout.replay:
             self._revive()
             self._push()
-        elif self._routes is not None:
+            return
+        self.version = version
+        trainer.weights_pushed()
+        if self._routes is not None:
             digest = WeightsDigest(self._dtype)
             for _ in digest.watch(trainer.export_weights()):
                 pass
@@ -136,8 +142,9 @@ class Engine:
             if self.config.rollout.record and self._routes is not None:
                 weights = digest.watch(weights)
             try:
-                self.stats.sync_bytes = self._sync.push(weights, str(self._version)).bytes
-                self._weights = str(digest)
+                self.stats.sync_bytes = self._sync.push(weights, str(self._now)).bytes
+                self.version, self._weights = self._now, str(digest)
+                self._trainer.weights_pushed()
                 return
             except UserError:  # the same on every process
                 if attempt == RESTARTS or not self._revive(DEATH_S):
@@ -178,13 +185,14 @@ class Engine:
         """This data-parallel rank's trajectories of training step `step` (0-based), with rewards, on all its processes."""
         rollout = self.config.rollout
         rank = self.run.ranks.data_rank
+        self._now = step
         if rollout.replay:
             trajectories = self._load(file_of(Path(rollout.replay), step, rank))
             fresh = [t.weights == self._weights for t in trajectories]
         else:
             samples = self.config.batch.samples_per_prompt
             trajectories = self.ask(prompts, self.run.support, samples=samples, with_routes=True)
-            fresh = [sampled_by(t, str(self._version)) for t in trajectories]
+            fresh = [sampled_by(t, str(self.version)) for t in trajectories]
             if rollout.record and self.run.ranks.is_leader:
                 for trajectory, current in zip(trajectories, fresh, strict=True):
                     trajectory.weights = self._weights if current else ""

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from megatron_rl.config import Config
 from megatron_rl.engine import Engine
-from megatron_rl.environments.evaluation import average_at_n, pass_at_k
+from megatron_rl.environments.evaluation import average_at_n, distinct_right, pass_at_k
+from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Run
 from megatron_rl.step_metrics import reward_metrics
 
@@ -16,7 +17,8 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     """Scores of the current rollout weights on the first eval.prompts held-out prompts. Every process calls it.
 
     eval/score is the mean reward over all samples at the sampling temperature; eval/pass@n the chance that one of n is
-    right (reward above 0.5); eval/greedy the mean reward of one response without sampling.
+    right (reward above 0.5); eval/distinct@n how many different right ones n have; eval/greedy the mean reward of one
+    response without sampling.
     """
     prompts = run.eval_prompts
     if not prompts:
@@ -28,6 +30,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     scores = {
         "eval/score": average_at_n(rewards),
         f"eval/pass@{n}": pass_at_k(rewards, n, threshold=0.5),
+        f"eval/distinct@{n}": run.mean(_distinct(sampled)),
         "eval/response_length": run.mean([float(t.response_length) for t in sampled]),
         "eval/prompts": float(len(rewards)),
     }
@@ -35,6 +38,15 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         greedy = engine.ask(share, replace(run.support, temperature=0.0), samples=1)
         scores["eval/greedy"] = average_at_n(run.gather_groups(greedy))
     return scores
+
+
+def _distinct(sampled: list[Trajectory]) -> list[int]:
+    """Different right texts of each prompt of this data-parallel rank."""
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in sampled:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    rows = [([t.text.strip() for t in group], [t.reward for t in group]) for group in groups.values()]
+    return distinct_right([row[0] for row in rows], [row[1] for row in rows], threshold=0.5)
 
 
 def evaluate_command(config: Config) -> None:

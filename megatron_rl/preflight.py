@@ -8,12 +8,13 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import Config, PruningConfig
+from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
 from megatron_rl.ops import flash
 from megatron_rl.plan import Plan, make_plan
+from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.replay import PREDICTING
 from megatron_rl.trainer.objective import correction_of
@@ -75,8 +76,60 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if kind == "train":
         _check_correction(config)
         _check_routing(config, hf_config)
+        _check_refresh(config)
+    if kind != "ask":
+        _check_vp2o(config, hf_config, kind)
     activate_flash(config)
     return hf_config, plan, support
+
+
+def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
+    """Errors: UserError for a model that has no experts to interact, and for parts that cannot work."""
+    vp2o, name = config.vp2o, architecture(hf_config)
+    if not vp2o.enabled:
+        if changed := [field for field in vars(vp2o) if getattr(vp2o, field) != getattr(VP2OConfig(), field)]:
+            raise UserError(f"config: vp2o.{changed[0]} without vp2o.enabled does nothing; set vp2o.enabled: true")
+        return
+    if kind == "sft":
+        raise UserError("config: vp2o is of reinforcement learning; set vp2o.enabled: false for sft")
+    experts = expert_count(hf_config)
+    if experts < 2:
+        found = f"{name} has one expert a layer" if experts else f"{name} is dense"
+        raise UserError(f"config: vp2o updates experts by their neighbors, but {found}; set vp2o.enabled: false")
+    if config.model.moe_router_fusion:
+        raise UserError(
+            "config: vp2o with model.moe_router_fusion: the fused router does not tell which experts are active together;"
+            " turn the fusion off"
+        )
+    if vp2o.orthogonality and config.model.moe_dispatcher != "alltoall":
+        raise UserError(
+            f"config: vp2o.orthogonality needs what each expert of a token puts out, which model.moe_dispatcher ="
+            f" {config.model.moe_dispatcher} adds up on the way; use alltoall, or set vp2o.orthogonality: 0"
+        )
+    if vp2o.orthogonality and RouteLayout.from_config(hf_config.to_dict()).kept.topk < 2:
+        raise UserError(
+            f"config: vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
+            " be kept apart from; set vp2o.orthogonality: 0"
+        )
+    if vp2o.on_excess != VP2OConfig().on_excess and vp2o.trust_region is None:
+        raise UserError("config: vp2o.on_excess without vp2o.trust_region does nothing; set vp2o.trust_region: 0.1")
+
+
+def _check_refresh(config: Config) -> None:
+    """Errors: UserError for limits that nothing looks at, and for old rollouts that would be taken for new ones."""
+    refresh, correction = config.sync.refresh, config.correction
+    if refresh.when == "always":
+        if changed := [field for field in vars(refresh) if getattr(refresh, field) != getattr(RefreshConfig(), field)]:
+            raise UserError(
+                f"config: sync.refresh.{changed[0]} with when = always does nothing; set sync.refresh.when: drift"
+            )
+        return
+    if not correction.bypass and correction.mode == "none":
+        raise UserError(
+            f"config: sync.refresh.when = drift samples from weights that are up to {refresh.max_age} steps old, and nothing"
+            " corrects for it; set correction.bypass: true (the loss's ratio starts from the engine's log-probs), or"
+            " correction.mode: truncate with high: 2.0"
+        )
 
 
 def activate_flash(config: Config) -> None:

@@ -12,7 +12,11 @@ from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.routing.metrics import PREFIX, route_metrics
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.run import Clock, Run
+from megatron_rl.trainer import stein
 from megatron_rl.trainer.packing import Batch
+
+COUNTED = ("update/skipped", "update/predictors_skipped", "update/undone", "update/halvings")
+"""Of the updates of a step these are added up."""
 
 
 def log_step(
@@ -25,7 +29,7 @@ def log_step(
 ) -> None:
     """Write the line of the step that has just ended (all ranks call; rank 0 writes)."""
     metrics = reward_metrics(run, trajectories) | update_metrics(update_sums) | panel_metrics(run, updates) | engine
-    metrics |= route_metrics(update_sums) | fallback_metrics(run, updates)
+    metrics |= route_metrics(update_sums) | fallback_metrics(run, updates) | stein.vp2o_metrics(update_sums)
     times = clock.times()
     metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
     run.logger.log_samples(run.step, _samples(run, trajectories))
@@ -64,11 +68,11 @@ def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     metrics = {}
     for key in updates[0]:
         total = sum(u[key] for u in updates)
-        if key in ("update/skipped", "update/predictors_skipped"):
+        if key in COUNTED:
             metrics[key] = total
         elif key.startswith("update/"):
             metrics[key] = total / len(updates)
-        elif key != "tokens" and not key.startswith(PREFIX):
+        elif key != "tokens" and not key.startswith((PREFIX, stein.PREFIX)):
             metrics[key] = total / max(tokens, 1)
     return metrics
 

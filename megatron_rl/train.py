@@ -10,6 +10,7 @@ from megatron_rl.algorithms import advantages as adv
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.engine import Engine
 from megatron_rl.evaluate import evaluate
+from megatron_rl.refresh import RefreshSchedule, measure
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Clock, Run
 from megatron_rl.step_metrics import log_step
@@ -23,6 +24,7 @@ def train(config: Config) -> None:
         trainer, logger = run.trainer, run.logger
         engine.join(run)
         engine.push(trainer, version=run.step)
+        schedule = RefreshSchedule(config.sync.refresh)
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))
         while run.step < config.steps and not run.stop_requested():
@@ -51,21 +53,25 @@ def train(config: Config) -> None:
                         policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum
                     )
                     # Before the first update routers have not moved: there is nothing to predict.
-                    learn = index > 0
-                    metrics.append(
-                        trainer.update(batches, objective, pointwise=is_pointwise(config), learn_routes=learn)
-                    )
+                    options = {"pointwise": is_pointwise(config), "learn_routes": index > 0, "rollout_batch": updates}
+                    metrics.append(trainer.update(batches, objective, **options))
             run.step += 1
 
             with clock("sync"):
-                engine.push(trainer, version=run.step)
+                drift = measure(trainer, updates[-1], config.sync.refresh.alpha)
+                age = run.step - engine.version
+                refused = any(m.get("update/undone") for m in metrics)
+                # An evaluation is of the weights as they are.
+                if refreshed := schedule.due(drift, age=age, refused=refused) or run.due(config.eval.every):
+                    engine.push(trainer, version=run.step)
             with clock("eval"):
                 if run.due(config.eval.every):
                     logger.log_eval(run.step, evaluate(config, run, engine))
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):
                     run.save()
-            log_step(run, trajectories, updates, metrics, engine.metrics(), clock)
+            refresh = {"sync/kl": drift.kl, "sync/ess": drift.ess, "sync/age": age, "sync/refreshed": float(refreshed)}
+            log_step(run, trajectories, updates, metrics, engine.metrics() | refresh, clock)
 
 
 def advantages(config: AlgorithmConfig, trajectories: list[Trajectory]) -> torch.Tensor:

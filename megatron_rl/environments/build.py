@@ -5,11 +5,12 @@ from __future__ import annotations
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.files import RowTask, read_file, read_hub
 from megatron_rl.environments.number_sorting import NumberSorting
+from megatron_rl.environments.number_zigzag import NumberZigzag
 from megatron_rl.environments.reasoning import ReasoningGym
 from megatron_rl.environments.task import Split, Task, nearest, resolve_weights
 from megatron_rl.errors import UserError
 
-TASKS = ("file", "hub", "number_sorting", "reasoning_gym:NAME")
+TASKS = ("file", "hub", "number_sorting", "number_zigzag", "reasoning_gym:NAME")
 
 
 def build_task(data: DataConfig, *, demonstrations: bool = False) -> Task:
@@ -28,15 +29,15 @@ def _make(data: DataConfig, demonstrations: bool) -> Task:
     kind, _, name = data.task.partition(":")
     if kind in ("file", "hub"):
         return _row_task(kind, data, demonstrations)
-    own_verifier = {"number_sorting": "number_list", "reasoning_gym": "reasoning_gym"}
+    own_verifier = {"number_sorting": "number_list", "number_zigzag": "zigzag", "reasoning_gym": "reasoning_gym"}
     if kind not in own_verifier:
         raise UserError(f"config: data.task: unknown task '{data.task}'{nearest(data.task, TASKS)}")
     if data.verifier not in (None, own_verifier[kind]):
         raise UserError(
             f"config: data.verifier: task '{data.task}' has its own ({own_verifier[kind]}), not '{data.verifier}'"
         )
-    if kind == "number_sorting":
-        return NumberSorting(data.options, data.seed)
+    if kind in ("number_sorting", "number_zigzag"):
+        return (NumberSorting if kind == "number_sorting" else NumberZigzag)(data.options, data.seed)
     return ReasoningGym(name, data.options, data.seed, data.template, data.chat)
 
 

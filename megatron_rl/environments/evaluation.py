@@ -26,6 +26,16 @@ def pass_at_k(rewards: Sequence[Sequence[float]], k: int, *, threshold: float = 
     return _mean(estimates)
 
 
+def distinct_right(
+    answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]], *, threshold: float = 1.0
+) -> list[int]:
+    """How many different right answers each prompt got. answers, rewards: [prompts][n]."""
+    return [
+        len({answer for answer, reward in zip(row, row_rewards, strict=True) if reward >= threshold})
+        for row, row_rewards in zip(answers, rewards, strict=True)
+    ]
+
+
 def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]]) -> float:
     """maj@n: mean reward of each prompt's most frequent answer; among equally frequent ones the mean of theirs.
 

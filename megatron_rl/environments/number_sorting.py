@@ -64,12 +64,15 @@ class NumberSorting(Task):
         return [number_list(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str:
-        answer = list(prompt.answer)
+        answer = self._right(prompt, rng)
         pairs = [i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]]
         if pairs and rng.random() < self.options.corrupt:
             i = rng.choice(pairs)
             answer[i], answer[i + 1] = answer[i + 1], answer[i]
         return " ".join(map(str, answer))
+
+    def _right(self, prompt: Prompt, rng: random.Random) -> list[int]:
+        return list(prompt.answer)
 
 
 def _integer(text: str) -> int:

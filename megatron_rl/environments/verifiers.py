@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from megatron_rl.environments.task import Prompt
@@ -62,6 +63,18 @@ def number_list(text: str, answer: Sequence[float] | str) -> dict[str, float]:
     expected = _numbers(answer) if isinstance(answer, str) else [float(n) for n in answer]
     found = _numbers(text)
     return {"correct": float(found is not None and found == expected), "answered": float(found is not None)}
+
+
+def zigzag(text: str, question: str) -> dict[str, float]:
+    """1 if the response has the question's numbers, all of them once, going up and down in turn.
+
+    question: `<6 15 3 12:` to begin upwards, `>6 15 3 12:` to begin downwards.
+    """
+    found = _numbers(text)
+    right = found is not None and sorted(found) == sorted(_numbers(question[1:-1]))
+    upwards = question[0] == "<"
+    turns = all((a < b) == (upwards == (i % 2 == 0)) and a != b for i, (a, b) in enumerate(pairwise(found or [])))
+    return {"correct": float(right and turns), "answered": float(found is not None)}
 
 
 def _numbers(text: str) -> list[float] | None:

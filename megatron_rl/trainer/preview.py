@@ -42,6 +42,10 @@ class StepPreview:
         self._clip = min(1.0, clip / (norm + CLIP_EPS)) if clip > 0 else 1.0
         self._owned = owned_ranges(optimizer)
         self._parts = optimizer.chained_optimizers
+        self._homes: dict[int, set[torch.nn.Parameter]] = {}
+        """Parameters of each part, on all processes that share it."""
+        if self._owned is not None:
+            self._homes = {id(part): {p for b in part.buffers for p in b.params} for part in self._parts}
         self._places = {
             id(tensor): (part.optimizer, group)
             for part in self._parts
@@ -66,8 +70,7 @@ class StepPreview:
         """Of the distributed optimizer: each process steps its part, and the parts are put together."""
         results: dict[int, Tensor] = {}
         for part in self._parts:
-            here = {parameter for buffer in part.buffers for parameter in buffer.params}  # on all its processes
-            chosen = [p for p in parameters if p in here]
+            chosen = [p for p in parameters if p in self._homes[id(part)]]
             if not chosen:
                 continue
             shards = {p: _main_shard(part, p) for p in chosen if p in part.model_param_group_index_map}

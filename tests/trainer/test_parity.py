@@ -24,7 +24,10 @@ FOUR_RANKS = {
     "tp2_ep2": {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}},
     "tp2_pp2": {"parallel": {"tensor": 2, "pipeline": 2}},
 }
-EP4 = {"ep4": {"parallel": {"expert": 4}}, "ep2_replicated_optimizer": {"parallel": {"expert": 2, "distributed_optimizer": False}}}
+EP4 = {
+    "ep4": {"parallel": {"expert": 4}},
+    "ep2_replicated_optimizer": {"parallel": {"expert": 2, "distributed_optimizer": False}},
+}
 ONE_RANK = {
     "reference": {},
     "full_recompute": {"model": {"recompute": "full"}},
@@ -188,7 +191,9 @@ def test_four_ranks(one_rank, four_ranks):
 def test_stein_transform_over_split_experts(one_rank, two_ranks, four_ranks):
     """Experts over expert-parallel ranks, in slices over expert-tensor-parallel ones, copied over data-parallel ones."""
     figures = one_rank["vp2o reference"]["vp2o"]
-    assert 0.1 < figures["vp2o/repulsion"] / figures["vp2o/attraction"] < 10, "one part of the transform hides the other"
+    assert 0.1 < figures["vp2o/repulsion"] / figures["vp2o/attraction"] < 10, (
+        "one part of the transform hides the other"
+    )
     assert figures["vp2o/shift"] > 1e-3
     plain, transformed = (one_rank[f"{name} reference"]["grads"] for name in ("grpo", "vp2o"))
     for tensor in plain:

@@ -24,10 +24,7 @@ FOUR_RANKS = {
     "tp2_ep2": {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}},
     "tp2_pp2": {"parallel": {"tensor": 2, "pipeline": 2}},
 }
-EP4 = {
-    "ep4": {"parallel": {"expert": 4}},
-    "ep2_replicated_optimizer": {"parallel": {"expert": 2, "distributed_optimizer": False}},
-}
+EP4 = {"ep4": {"parallel": {"expert": 4}}}
 ONE_RANK = {
     "reference": {},
     "full_recompute": {"model": {"recompute": "full"}},
@@ -140,7 +137,7 @@ def truncated():
 @pytest.fixture(scope="module")
 def one_rank(model, samples, truncated):
     both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
-    small = both | {name: ONE_RANK[name] for name in ("full_recompute", "one_sequence_per_micro_batch")}
+    small = {name: ONE_RANK[name] for name in ("reference", "full_recompute", "one_sequence_per_micro_batch")}
     first = under("grpo", ONE_RANK) | under("gspo", both) | under("vp2o", small)
     return run(model, samples, 1, first) | run(
         model,
@@ -157,7 +154,8 @@ def one_rank(model, samples, truncated):
 def two_ranks(model, samples, truncated):
     split = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
     with_data = split | {"dp2_distributed_optimizer": TWO_RANKS["dp2_distributed_optimizer"]}
-    return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", TWO_RANKS)) | run(
+    experts = with_data | {name: TWO_RANKS[name] for name in ("ep2", "dp2_replicated_optimizer")}
+    return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts)) | run(
         model, truncated, 2, under("corrected", with_data) | under("normalised", with_data)
     )
 
@@ -181,7 +179,8 @@ def test_two_ranks(one_rank, two_ranks):
 
 @pytest.fixture(scope="module")
 def four_ranks(model, samples):
-    return run(model, samples, 4, under("grpo", FOUR_RANKS) | under("vp2o", FOUR_RANKS | EP4))
+    both = {name: FOUR_RANKS[name] for name in ("etp2_ep2", "tp2_ep2")}
+    return run(model, samples, 4, under("grpo", FOUR_RANKS) | under("vp2o", both | EP4))
 
 
 def test_four_ranks(one_rank, four_ranks):

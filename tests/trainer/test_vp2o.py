@@ -1,0 +1,132 @@
+"""VP2O in the trainer: the trust region, co-activation, orthogonality, and what has no experts to transform.
+
+That transformed gradients are the same on every layout is in test_parity.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from layouts import make_samples
+from ranks import run_ranks
+
+from megatron_rl.algorithms import stein
+
+VP2O = {"enabled": True, "neighbors": 3, "strangers": 2, "repulsion": 1e-3}
+
+
+EXPERTS = 6
+ONE_RANK = [{"parallel": {"distributed_optimizer": True}}, {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}}]  # fmt: skip  # noqa: E501
+TWO_RANKS = [
+    {"parallel": {"distributed_optimizer": True}, "precision": {"train": "bf16"}},
+    {"parallel": {"distributed_optimizer": False}},
+    {"parallel": {"expert": 2}},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return str(tiny_model("qwen3_moe", "--layers", "2"))
+
+
+@pytest.fixture(scope="module")
+def samples():
+    seed = int(np.random.SeedSequence().entropy % 2**32)
+    print(f"samples of seed {seed}")
+    return make_samples(seed, 14, 64)
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """Weights and gradients of the layers of some experts, and routes to them."""
+    weights = {"linear_fc1": torch.randn(EXPERTS, 10, 7), "linear_fc2": torch.randn(EXPERTS, 7, 5)}
+    gradients = {name: torch.randn_like(tensor) for name, tensor in weights.items()}
+    return weights, gradients, torch.rand(40, EXPERTS).topk(2).indices
+
+
+@pytest.fixture(scope="module")
+def found(model, tiny_model, samples, stored):
+    """What the functions of vp2o_ranks.py give, by name: a process takes longest to start."""
+    calls = {
+        "preview_all": (model, samples, ONE_RANK),
+        "refused_and_halved": (model, samples, VP2O),
+        "not_finite": (model, samples, VP2O | {"trust_region": 2.0}),
+        "never_active": (str(tiny_model("gpt_oss", "--layers", "2")), samples, VP2O | {"repulsion": 0.1}),
+        "counted": (model, samples, VP2O),
+        "orthogonality": (model, samples, VP2O | {"orthogonality": 0.01}),
+        "storage": stored,
+    }
+    return run_ranks(1, "vp2o_ranks:in_turn", (calls,), timeout=200.0)[0]
+
+
+def test_a_step_is_previewed_to_the_bit(model, samples, found):
+    """With each of Megatron's optimizers, and their state over one and two processes."""
+    assert found["preview_all"] == [0.0] * len(ONE_RANK)
+    split = run_ranks(2, "vp2o_ranks:preview_all", (model, samples, TWO_RANKS), timeout=200.0)
+    assert split[0] == [0.0] * len(TWO_RANKS)
+
+
+def test_a_step_beyond_the_trust_region_is_refused_or_halved(found):
+    wide, undo, halve = (found["refused_and_halved"][name] for name in ("wide", "undo", "halve"))
+    assert 0.02 < wide["shift"] < 2 and not wide["unchanged"] and wide["as_foreseen"]
+    assert wide["shift_after"] == wide["shift"]
+    assert (wide["metrics"]["update/undone"], wide["metrics"]["update/halvings"]) == (0, 0)
+
+    assert undo["unchanged"], "a refused step changed parameters, optimizer, scheduler or random states"
+    assert undo["metrics"]["update/undone"] == 1 and undo["metrics"]["update/skipped"] == 0
+    assert undo["shift"] > 1e-4 and undo["shift_after"] == 0
+
+    assert halve["metrics"]["update/undone"] == 0 and halve["metrics"]["update/halvings"] >= 1
+    assert not halve["unchanged"] and halve["as_foreseen"]
+    assert 0 < halve["shift_after"] <= 0.02 < halve["shift"]
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update(found):
+    found = found["not_finite"]
+    assert found["unchanged"] and found["metrics"]["update/skipped"] == 1 and found["metrics"]["update/undone"] == 0
+    assert not math.isfinite(found["metrics"]["update/grad_norm"])
+    assert found["next"]["update/skipped"] == 0 and math.isfinite(found["next"]["update/grad_norm"])
+
+
+def test_an_expert_that_is_never_active_stays_as_it_is(found):
+    """Its neighbors' gradients are not for it, and nothing pushes it; others may be pushed from it."""
+    found = found["never_active"]
+    assert found["metrics"]["routing/0/load/0"] == 0
+    assert found["still"] and found["others"] > 0
+
+
+def test_coactivation_is_of_the_whole_rollout_batch(found):
+    found = found["counted"]
+    torch.testing.assert_close(found["whole"], found["expected"])
+    torch.testing.assert_close(found["own"], found["expected_own"])
+    assert not torch.allclose(found["expected"], found["expected_own"])
+
+
+def test_orthogonality_is_of_the_outputs_of_each_tokens_experts(found):
+    logged, expected = found["orthogonality"]
+    assert logged == pytest.approx(expected, rel=1e-4)
+
+
+def test_every_way_of_storing_experts_gives_the_same_gradients(found, stored):
+    weights, gradients, topk = stored
+    together = stein.coactivation(topk, EXPERTS)
+    attract = stein.neighbor_weights(stein.attraction_mask(together, 3))
+    repel = stein.neighbor_weights(stein.repulsion_mask(together, 4))
+    output = weights["linear_fc2"].transpose(1, 2)
+    start = torch.randn(7, generator=torch.Generator().manual_seed(0)).expand(EXPERTS, -1)
+    p = stein.prototypes(output, 64, start)
+    kernel = stein.kernel(p, 1.0)
+    a, x, b, top = stein.kernel_gradient(output, p, kernel, repel, damping=0.01)
+    pushed = a.unsqueeze(-1) * x.unsqueeze(-2) + b.unsqueeze(-1) * top.unsqueeze(-2)
+    mixed = {name: torch.einsum("ij,jab->iab", attract * kernel, gradients[name]) for name in gradients}
+    expected = {
+        "linear_fc1.weight": mixed["linear_fc1"],
+        "linear_fc2.weight": mixed["linear_fc2"] + 0.5 * pushed.transpose(1, 2),
+    }
+    assert len(found["storage"]) == 3
+    for way, gradients in found["storage"].items():
+        for name, tensor in expected.items():
+            torch.testing.assert_close(gradients[name], tensor, atol=1e-5, rtol=1e-4, msg=f"{way}: {name}")

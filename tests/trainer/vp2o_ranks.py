@@ -1,0 +1,246 @@
+"""What test_vp2o.py runs in processes of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from layouts import make_config, make_trainer
+from megatron.core import parallel_state
+
+from megatron_rl.algorithms import stein
+from megatron_rl.config import ParallelConfig, VP2OConfig
+from megatron_rl.models.moe import expert_slices, moe_layers
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.checkpoint import _random_states
+from megatron_rl.trainer.objective import is_pointwise, policy_objective
+from megatron_rl.trainer.packing import Batch, Sample
+from megatron_rl.trainer.preview import StepPreview
+from megatron_rl.trainer.stein import ExpertLayer, Stein
+from megatron_rl.trainer.trainer import Trainer
+
+
+def state_of(trainer: Trainer) -> list[torch.Tensor]:
+    """Parameters, optimizer state and random states, as tensors."""
+    found = [p.detach().clone() for chunk in trainer.chunks for p in chunk.parameters()]
+    for part in trainer.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            found += [torch.tensor(float(group["lr"]))]
+            for p in group["params"]:
+                found += [p.detach().clone()]
+                found += [v.clone() for v in part.optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+    random = _random_states()
+    numbers = torch.tensor([*random["python"][1], *random["numpy"][1].tolist()])
+    return [*found, random["torch"], numbers, torch.tensor(trainer.scheduler.num_steps)]
+
+
+def update(trainer: Trainer, batches: list[Batch], **options) -> dict[str, float]:
+    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
+    return trainer.update(batches, objective, pointwise=is_pointwise(trainer.config), **options)
+
+
+def mine(trainer: Trainer, samples: list[Sample]) -> list[Sample]:
+    return samples[trainer.ranks.data_rank :: trainer.ranks.data_size]
+
+
+def preview_all(model: str, samples: list[Sample], layouts: list[dict]) -> list[float]:
+    """Largest difference, over two updates and all parameters, of what was previewed and what the step made."""
+    return [_preview(model, samples, overrides) for overrides in layouts]
+
+
+def _preview(model: str, samples: list[Sample], overrides: dict) -> float:
+    trainer = make_trainer(make_config(model, overrides))
+    parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
+    step, worst = trainer._step, 0.0
+
+    def previewed():
+        nonlocal worst
+        trainer.optimizer.prepare_grads()
+        preview = StepPreview(trainer.optimizer, float(trainer.optimizer.get_grad_norm()))
+        before = state_of(trainer)
+        expected = preview.after(parameters, 1.0)
+        assert all(map(torch.equal, before, state_of(trainer))), "the preview changed something"
+        result = step()
+        differences = [(p.float() - q.float()).abs().max() for p, q in zip(parameters, expected, strict=True)]
+        worst = max(worst, float(max(differences)))
+        moved = any(not torch.equal(p, q) for p, q in zip(before, parameters, strict=False))
+        assert moved, "the step changed nothing"
+        return result
+
+    trainer._step = previewed
+    for _ in range(2):
+        batches = trainer.pack(mine(trainer, samples))
+        trainer.score(batches, "old")
+        update(trainer, batches)
+    parallel_state.destroy_model_parallel()
+    return max(trainer.ranks.gather(worst))
+
+
+def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
+    """An update inside a wide region; then one that is refused, and one that is halved, in narrow ones."""
+    trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0}}))
+    found = {}
+    for name in ("wide", "undo", "halve"):
+        settings = {"wide": {}, "undo": {"trust_region": 1e-4}, "halve": {"trust_region": 0.02, "on_excess": "halve"}}[
+            name
+        ]
+        region = trainer.trust_region
+        region.config = make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0, **settings}}).vp2o
+        trainer.weights_pushed()
+        batches = trainer.pack(mine(trainer, samples))
+        trainer.score(batches, "old")
+        before = state_of(trainer)
+        judge, verdicts = region.judge, []
+        region.judge = lambda preview, judge=judge, verdicts=verdicts: verdicts.append(judge(preview)) or verdicts[0]
+        metrics = update(trainer, batches)
+        region.judge = judge
+        known = verdicts[0].prototypes
+        trainer.stein.weights_changed()
+        after = {n: trainer.stein.prototypes(n) for n in trainer.stein.layers}
+        found[name] = {
+            "metrics": metrics,
+            "shift": max(verdicts[0].shifts.values()),
+            "unchanged": all(map(torch.equal, before, state_of(trainer))),
+            "as_foreseen": all(torch.equal(after[n], known[n]) for n in known) and bool(known),
+            # Measured on the weights as they are now.
+            "shift_after": _shift_now(trainer),
+        }
+    return found
+
+
+def _shift_now(trainer: Trainer) -> float:
+    region = trainer.trust_region
+    still = SimpleNamespace(after=lambda parameters, _: [p.detach() for p in parameters])
+    now = {n: region._prototypes_after(layer, still, 1.0) for n, layer in trainer.stein.layers.items()}
+    return max(region._shifts(now, still, 1.0).values())
+
+
+def not_finite(model: str, samples: list[Sample], vp2o: dict) -> dict:
+    """One expert's gradient is NaN."""
+    trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
+    batches = trainer.pack(samples)
+    trainer.score(batches, "old")
+    attract = trainer.stein.attract
+
+    def poisoned():
+        next(iter(trainer.stein.layers.values())).outputs[1].main_grad[0, 0] = float("nan")
+        attract()
+
+    before = state_of(trainer)
+    trainer.stein.attract = poisoned
+    metrics = update(trainer, batches)
+    unchanged = all(map(torch.equal, before, state_of(trainer)))
+    trainer.stein.attract = attract
+    after = update(trainer, batches)
+    return {"metrics": metrics, "unchanged": unchanged, "next": after}
+
+
+def never_active(model: str, samples: list[Sample], vp2o: dict) -> dict:
+    """The routers' bias of expert 0 is far below all others': whether its weights stay, and the others' largest gradient."""
+    trainer = make_trainer(make_config(model, {"vp2o": vp2o, "optimizer": {"weight_decay": 0.0}}))
+    layers = trainer.stein.layers.values()
+    for layer in layers:
+        layer.router.bias.data[0] = -1e4
+    trainer.optimizer.reload_model_params()
+    before = [s.data.clone() for layer in layers for slices in layer.slices.values() for s in slices[:1]]
+    batches = trainer.pack(samples)
+    trainer.score(batches, "old")
+    metrics = update(trainer, batches)
+    after = [s.data for layer in layers for slices in layer.slices.values() for s in slices[:1]]
+    others = [float(s.main_grad.abs().max()) for layer in layers for s in layer.outputs[1:]]
+    return {"metrics": metrics, "still": all(map(torch.equal, before, after)), "others": max(others)}
+
+
+def counted(model: str, samples: list[Sample], vp2o: dict) -> dict:
+    """Co-activation of the first of two updates, over the whole rollout batch and over its own part."""
+    trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
+    updates = [trainer.pack(samples[:7]), trainer.pack(samples[7:])]
+    for batches in updates:
+        trainer.score(batches, "old")
+    first = next(iter(trainer.stein.layers))
+    topk = [b.routes.recorded[first][b.routes.counted] for batches in updates for b in batches]
+    own = [b.routes.recorded[first][b.routes.counted] for b in updates[0]]
+    result = {"expected": stein.coactivation(torch.cat(topk), 8), "expected_own": stein.coactivation(torch.cat(own), 8)}
+    for name, options in (("whole", {"rollout_batch": updates}), ("own", {})):
+        update(trainer, updates[0], **options)
+        result[name] = trainer.stein._interactions[first].coactivation
+    return result
+
+
+def orthogonality(model: str, samples: list[Sample], vp2o: dict) -> tuple[float, float]:
+    """The loss as it was logged, and by hand from what each expert of the last MoE layer puts out."""
+    trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
+    (batch,) = trainer.pack(samples[:2])
+    trainer.score([batch], "old")
+    number, layer = list(moe_layers(trainer.chunks))[-1]
+    seen = []
+    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    experts = [{k: v.detach().clone() for k, v in e.named_parameters()} for e in layer.experts.local_experts]
+    metrics = update(trainer, [batch])
+    handle.remove()
+    x = seen[0].reshape(-1, seen[0].shape[-1])
+    expected = 0.0
+    for token in batch.routes.counted.nonzero()[:, 0].tolist():
+        outputs = []
+        for e in batch.routes.recorded[number][token].tolist():
+            gate, up = (experts[e]["linear_fc1.weight"] @ x[token]).chunk(2)
+            outputs.append(experts[e]["linear_fc2.weight"] @ (torch.nn.functional.silu(gate) * up))
+        expected += float(stein.orthogonality_loss(torch.stack(outputs)[None]))
+    return metrics[f"routing/{number}/orthogonality"], expected
+
+
+class Stored(torch.nn.Module):
+    """Expert weights in one of the ways in which Megatron stores them."""
+
+    def __init__(self, way: str, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for layer, tensor in weights.items():
+            linear = torch.nn.Module()
+            setattr(self, layer, linear)
+            if way == "one parameter":
+                linear.weight = torch.nn.Parameter(tensor.clone())
+            for expert, matrix in enumerate(tensor if way == "numbered" else ()):
+                setattr(linear, f"weight{expert}", torch.nn.Parameter(matrix.clone()))
+        for p in self.parameters():
+            p.main_grad = torch.zeros_like(p)
+
+
+def storage(
+    weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], topk: torch.Tensor
+) -> dict[str, dict]:
+    """Transformed gradients `[N, ...]` by way of storage and layer, of the same weights, gradients and routes."""
+    parallel.initialize(ParallelConfig(), 0)
+    experts, found = len(next(iter(weights.values()))), {}
+    table = SimpleNamespace(
+        coactivation={0: stein.coactivation(topk, experts) * len(topk)}, counted=torch.ones(len(topk), dtype=torch.bool)
+    )
+    for way in ("a module each", "numbered", "one parameter"):
+        if way == "a module each":
+            module = torch.nn.Module()
+            alone = [Stored("one parameter", {k: w[e] for k, w in weights.items()}) for e in range(experts)]
+            module.local_experts = torch.nn.ModuleList(alone)
+        else:
+            module = Stored(way, weights)
+        slices = expert_slices(module)
+        for name, gradient in gradients.items():
+            for one, own in zip(slices[f"{name}.weight"], gradient, strict=True):
+                one.main_grad.copy_(own)
+        transform = Stein(VP2OConfig(enabled=True, neighbors=3, repulsion=0.5), [])
+        start = torch.randn(weights["linear_fc2"].shape[1], generator=torch.Generator().manual_seed(0))
+        transform.layers = {0: ExpertLayer(None, slices, experts, slice(0, experts), start)}
+        transform.begin([table])
+        transform.attract()
+        transform.repel(None)
+        found[way] = {k: torch.stack([one.main_grad.clone() for one in v]) for k, v in slices.items()}
+    return found
+
+
+def in_turn(calls: dict[str, tuple]) -> dict[str, object]:
+    """Functions of this file with their arguments, one after the other on the same process."""
+    found = {}
+    for name, arguments in calls.items():
+        found[name] = globals()[name](*arguments)
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+    return found

@@ -29,8 +29,8 @@ from ablations import (
 )
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.metrics.curves import Panel, write_curves
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.metrics.mismatch_pictures import write_curves
 
 MIS: Settings = {"correction.mode": "mask", "correction.low": 0.8, "correction.high": 1.2}
 DVP: Settings = {"pruning.enabled": "true", "pruning.rho": 0.01}
@@ -79,6 +79,11 @@ COLUMNS = {
     "update/grad_norm": ("gradient norm, median", ".2f"),
     "update/skipped": ("skipped updates", ".2f"),
 }
+
+PANELS = (
+    Panel("KL(engine || trainer), nats per token inside both supports", "mismatch/kl", log=True, smooth=5),
+    Panel("Score", "eval/score"),
+)
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) 
         if method not in OF_ONE_SEED
     }
     curves = {method: folders for method, folders in groups.items() if folders}
-    write_curves(curves, out / "mismatch-ablation.svg", smooth=5)
+    write_curves(curves, PANELS, out / "mismatch-ablation.svg", title="Mismatch and score over steps")
 
 
 def main() -> None:

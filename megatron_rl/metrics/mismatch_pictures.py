@@ -1,14 +1,11 @@
-"""The pictures of the mismatch: where in the distribution it sits, and KL and score over steps (papers/000, figure 1)."""
+"""The picture of the mismatch: where in the distribution it sits (papers/000, figure 1)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.metrics.mismatch import BELOW
-from megatron_rl.metrics.svg import Lines, legend, line, line_panel, log_ticks, number, over_steps, short, svg, text_at
+from megatron_rl.metrics.svg import Lines, legend, line, log_ticks, number, short, svg, text_at
 
 SHOWN = ("tokens", "abs", "abs_max", "bias")
 
@@ -81,31 +78,3 @@ def _middle(below: float) -> float:
     index = BELOW.index(below)
     above = BELOW[index - 1] if index else below / 10
     return math.sqrt(above * below) if below <= 0.1 else (above + below) / 2
-
-
-def write_curves(groups: Mapping[str, Sequence[Path | str]], path: Path, *, smooth: int = 1) -> None:
-    """KL between engine and trainer (log scale) and score over steps; label -> folders of its runs, which are averaged,
-    with a band from the smallest to the largest. smooth: steps of a running mean of the KL."""
-    logs = {label: [read_json_lines(Path(run) / METRICS_FILE) for run in runs] for label, runs in groups.items()}
-    kl = {
-        label: over_steps([_smoothed(run, "mismatch/kl", smooth) for run in runs], "mismatch/kl")
-        for label, runs in logs.items()
-    }
-    scores = {label: over_steps(runs, "eval/score") for label, runs in logs.items()}
-    width, labels = 880, list(groups)
-    parts, top = legend(dict(enumerate(labels)), 52, width - 60, 8)
-    for i, (title, curves, log) in enumerate(
-        (("KL(engine || trainer), nats per token inside both supports", kl, True), ("Score", scores, False))
-    ):
-        colored = {labels.index(label): points for label, points in curves.items()}
-        parts += line_panel(title, colored, log, i * width / 2 + 52, top + 26, width / 2 - 68, 240)
-    path.write_text(svg(width, top + 314, "Mismatch and score over steps", parts, False), encoding="utf-8")
-
-
-def _smoothed(lines: Lines, name: str, steps: int) -> list[dict[str, float]]:
-    rows = [(row["step"], row[name]) for row in lines if number(row.get(name)) is not None]
-    means = []
-    for i, (step, _) in enumerate(rows):
-        window = [value for _, value in rows[max(0, i - steps + 1) : i + 1]]
-        means.append({"step": step, name: sum(window) / len(window)})
-    return means

@@ -76,11 +76,73 @@ REFUSED = {
 }
 
 
+VP2O = {"vp2o": {"enabled": True}}
+REFUSED |= {
+    "vp2o of nothing": ({"vp2o": {"repulsion": 0.2}}, "vp2o.repulsion without vp2o.enabled.*set vp2o.enabled: true"),
+    "experts over ranks that do not divide them": (
+        {**VP2O, "parallel": {"expert": 3}},
+        "parallel.expert = 3 does not divide the model's 8 experts; choose one of 1, 2, 4, 8",
+    ),
+    "vp2o behind a fused router": (
+        {**VP2O, "model": {"moe_router_fusion": True}},
+        "does not tell which experts are active together; turn the fusion off",
+    ),
+    "outputs that are added up on the way": (
+        {**VP2O, "model": {"moe_dispatcher": "allgather"}},
+        "orthogonality needs.*model.moe_dispatcher = allgather.*use alltoall, or set vp2o.orthogonality: 0",
+    ),
+    "excess of no region": (
+        {"vp2o": {"enabled": True, "on_excess": "halve"}},
+        "on_excess without vp2o.trust_region does nothing; set vp2o.trust_region: 0.1",
+    ),
+    "drift that nothing looks at": (
+        {"sync": {"refresh": {"kl": 0.1}}},
+        "sync.refresh.kl with when = always does nothing; set sync.refresh.when: drift",
+    ),
+    "old rollouts": (
+        {"sync": {"refresh": {"when": "drift"}}},
+        "up to 8 steps old, and nothing corrects for it; set correction.bypass: true",
+    ),
+}
+NO_EXPERTS = {
+    "dense": (("qwen3",), VP2O, "Qwen3ForCausalLM is dense; set vp2o.enabled: false"),
+    "one expert": (
+        ("qwen3_moe", "--experts", "1", "--topk", "1"),
+        VP2O,
+        "Qwen3MoeForCausalLM has one expert a layer; set vp2o.enabled: false",
+    ),
+    "one expert a token": (
+        ("qwen3_moe", "--topk", "1"),
+        VP2O,
+        "sends a token to one expert, which has nothing to be kept apart from; set vp2o.orthogonality: 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_EXPERTS)
+def test_vp2o_needs_experts(case, tiny_model, monkeypatch):
+    model, changes, message = NO_EXPERTS[case]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = build_config({"model": {"path": str(tiny_model(*model))}, **changes})
+    with pytest.raises(UserError, match=message):
+        preflight(config, "train")
+
+
+def test_vp2o_is_of_reinforcement_learning(tiny_model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, **VP2O})
+    preflight(config, "train")
+    with pytest.raises(UserError, match="set vp2o.enabled: false for sft"):
+        preflight(config, "sft")
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_at_the_start(case, tiny_model, monkeypatch):
     changes, message = REFUSED[case]
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    config = build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, **changes})
+    size = changes.get("parallel", {}).get("expert", 1)
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    model = {"path": str(tiny_model("qwen3_moe")), **changes.get("model", {})}
+    config = build_config({**changes, "model": model, "batch": {"prompts_per_step": 12, **changes.get("batch", {})}})
     with pytest.raises(UserError, match=message) as refusal:
         preflight(config, "train")
     assert "\n" not in str(refusal.value) and str(refusal.value).startswith("config: ")

@@ -75,6 +75,23 @@ def test_demonstrations_are_wrong_as_often_as_asked():
     assert all(clean.rewards(p, clean.demonstration(p, rng))["correct"] == 1.0 for p in prompts[:50])
 
 
+def test_number_zigzag_has_prompts_with_several_right_answers():
+    rng = random.Random(0)
+    task = build_task(DataConfig(task="number_zigzag", options={"size": 300}))
+    prompts = task.prompts("train")[:100]
+    for prompt in prompts:
+        numbers = prompt.text[1:-1].split()
+        assert prompt.text[0] in "<>" and 4 <= len(set(numbers)) == len(numbers) <= 6
+        answers = {task.demonstration(prompt, rng) for _ in range(40)}
+        assert len(answers) >= 3 and all(task.rewards(prompt, answer)["correct"] == 1 for answer in answers)
+    assert {prompt.text[0] for prompt in prompts} == {"<", ">"}
+    wrong = build_task(DataConfig(task="number_zigzag", options={"corrupt": 1}))
+    assert not any(wrong.rewards(p, wrong.demonstration(p, rng))["correct"] for p in prompts)
+    assert not {p.text for p in prompts} & {p.text for p in task.prompts("eval")[:300]}
+    with pytest.raises(UserError, match="6 different numbers of 0 to 3 are too many; raise max_value"):
+        build_task(DataConfig(task="number_zigzag", options={"max_value": 3}))
+
+
 def test_too_few_different_questions_is_an_error():
     def generate(block, index):
         return Prompt(f"only:{block}:{index}", "the only question")

@@ -17,8 +17,8 @@ import pytest
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import build_task, reasoning, score
-from megatron_rl.environments.evaluation import average_at_n, majority_at_n, pass_at_k
-from megatron_rl.environments.verifiers import exact, extract_answer, number_list
+from megatron_rl.environments.evaluation import average_at_n, distinct_right, majority_at_n, pass_at_k
+from megatron_rl.environments.verifiers import exact, extract_answer, number_list, zigzag
 from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
 
@@ -216,6 +216,25 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
         assert pass_at_k(rewards, k) == pytest.approx(statistics.fmean(statistics.fmean(s) for s in subsets))
     with pytest.raises(ValueError, match="at least 7"):
         pass_at_k(rewards, 7)
+
+
+def test_distinct_right_answers():
+    answers = [["a", "a", "b", "c"], ["a", "b", "c", "d"]]
+    assert distinct_right(answers, [[1, 1, 1, 0], [0, 0, 0.4, 0.6]], threshold=0.5) == [2, 1]
+
+
+@pytest.mark.parametrize("question", ["<6 15 3 12:", ">6 15 3 12:"])
+def test_zigzag_accepts_each_order_that_turns_at_every_number(question):
+    right = set()
+    for order in itertools.permutations((6, 15, 3, 12)):
+        signs = [a < b for a, b in itertools.pairwise(order)]
+        expected = signs == ([True, False, True] if question[0] == "<" else [False, True, False])
+        assert zigzag(" ".join(map(str, order)), question) == {"correct": float(expected), "answered": 1.0}
+        right |= {order} if expected else set()
+    assert len(right) == 5
+    for text in ("6 15 3", "6 15 3 12 14", "6 15 3 13", "6 15 6 12"):
+        assert zigzag(text, question) == {"correct": 0.0, "answered": 1.0}
+    assert zigzag("", question) == zigzag("six", question) == {"correct": 0.0, "answered": 0.0}
 
 
 def test_average_and_majority():

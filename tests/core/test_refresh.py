@@ -1,0 +1,62 @@
+"""When the engine is refreshed: the drift by enumeration, limits, hysteresis and age."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.config import RefreshConfig
+from megatron_rl.refresh import Drift, RefreshSchedule, drift_of, drift_sums
+
+SMALL, LARGE = Drift(kl=1e-4, ess=0.999), Drift(kl=0.02, ess=0.99)
+
+
+def schedule(**settings) -> RefreshSchedule:
+    return RefreshSchedule(RefreshConfig(when="drift", kl=0.01, ess=0.9, calm=0.5, max_age=4, **settings))
+
+
+def test_drift_of_all_tokens_of_two_distributions():
+    """Tokens as often as the engine draws them: the estimate is the divergence."""
+    engine = torch.tensor([1, 2, 3, 4], dtype=torch.float64) / 10
+    policy = torch.tensor([0.2, 0.1, 0.4, 0.3], dtype=torch.float64)
+    ratios = (policy / engine).log().repeat_interleave((10 * engine).round().long())
+    for alpha in (1.0, 0.5):
+        found = drift_of(drift_sums(ratios[:3], alpha) + drift_sums(ratios[3:], alpha))  # sums add up over processes
+        weights = (policy / engine) ** alpha
+        assert found.kl == pytest.approx(float((engine * (engine / policy).log()).sum()))
+        assert found.ess == pytest.approx(float((engine * weights).sum() ** 2 / (engine * weights**2).sum()))
+
+
+def test_drift_of_nothing_and_of_the_impossible():
+    assert drift_of(torch.zeros(4, dtype=torch.float64)) == Drift(0.0, 1.0)
+    pruned = drift_of(drift_sums(torch.tensor([0.0, -torch.inf]), 1.0))
+    assert pruned.kl == pytest.approx((20 - 1) / 2, rel=1e-6) and pruned.ess == pytest.approx(0.5)
+
+
+def test_always():
+    every = RefreshSchedule(RefreshConfig())
+    assert all(every.due(SMALL, age=1, refused=False) for _ in range(3))
+
+
+def test_either_limit_refreshes():
+    assert not schedule().due(SMALL, age=1, refused=False)
+    assert schedule().due(LARGE, age=1, refused=False)
+    assert schedule().due(Drift(kl=1e-4, ess=0.89), age=1, refused=False)
+
+
+def test_once_begun_it_goes_on_until_the_drift_is_calm():
+    one = schedule()
+    between = Drift(kl=0.007, ess=0.999)
+    assert not one.due(between, age=1, refused=False)
+    assert one.due(LARGE, age=2, refused=False)
+    assert one.due(between, age=1, refused=False), "the drift is below its limit, and not yet calm"
+    assert one.due(Drift(kl=1e-4, ess=0.94), age=1, refused=False), "the sample size is not yet calm"
+    assert not one.due(SMALL, age=1, refused=False)
+    assert not one.due(between, age=1, refused=False), "calm again: the limit itself counts"
+
+
+def test_age_and_refused_updates_refresh_without_drift():
+    one = schedule()
+    assert [one.due(SMALL, age=age, refused=False) for age in (1, 2, 3, 4)] == [False, False, False, True]
+    assert one.due(SMALL, age=1, refused=True)
+    assert not one.refreshing

@@ -28,9 +28,9 @@ from megatron_rl.metrics.curves import Panel, write_curves
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 ATTRACTION: Settings = {"vp2o.neighbors": 4}
-REPULSION: Settings = {"vp2o.repulsion": 0.1}
+REPULSION: Settings = {"vp2o.repulsion": 0.1, "vp2o.repulsion_scale": "relative"}
 ORTHOGONALITY: Settings = {"vp2o.orthogonality": 0.01}
-TRUST_REGION: Settings = {"vp2o.trust_region": 0.02, "vp2o.on_excess": "halve"}
+TRUST_REGION: Settings = {"vp2o.trust_region": 0.03, "vp2o.on_excess": "halve"}
 REFRESH: Settings = {
     "sync.refresh.when": "drift",
     "sync.refresh.kl": 0.02,
@@ -40,6 +40,7 @@ REFRESH: Settings = {
 METHODS: dict[str, Settings] = {
     "GRPO": {},
     "VP2O": ATTRACTION | REPULSION | ORTHOGONALITY | TRUST_REGION | REFRESH,
+    "VP2O, absolute repulsion": ATTRACTION | {"vp2o.repulsion": 0.1} | ORTHOGONALITY | TRUST_REGION | REFRESH,
     "attraction": ATTRACTION,
     "repulsion": REPULSION,
     "orthogonality": ORTHOGONALITY,
@@ -100,7 +101,7 @@ class RunPlan:
 
     @property
     def name(self) -> str:
-        return f"{self.method.lower().replace(' ', '-')}-seed{self.seed}"
+        return f"{self.method.lower().replace(',', '').replace(' ', '-')}-seed{self.seed}"
 
 
 def make_plan() -> list[RunPlan]:

@@ -182,6 +182,9 @@ class VP2OConfig:
     """In the place of strangers: all experts that share at most this part of the tokens with it."""
     repulsion: NonNegativeFloat = 0.1
     """Weight of the repulsion (lambda_rep); 0: none."""
+    repulsion_scale: Literal["absolute", "relative"] = "absolute"
+    """absolute: as in the paper, where what repulsion weighs beside the policy's gradient depends on the size of weights and
+    losses. relative: in each layer its norm is `repulsion` times that of the output projections' attraction."""
     temperature: PositiveFloat | None = None
     """T0: the kernel's temperature is T0 / experts; by default T0 is the number of experts, so that an expert's kernel with
     itself is 1."""

@@ -57,12 +57,12 @@ class RefreshSchedule:
         self.refreshing = False
         """Whether the drift went beyond its limit, and has not come back to calm since."""
 
-    def due(self, drift: Drift, *, age: int, refused: bool) -> bool:
-        """age: steps since the last refresh. refused: the trust region, which is around the engine's weights, refused an
-        update of this step, and would refuse the next ones too."""
+    def due(self, drift: Drift, *, age: int, confined: bool) -> bool:
+        """age: steps since the last refresh. confined: the trust region, which is around the engine's weights, refused or
+        shortened an update of this step; at its border it would leave nothing of the next ones."""
         config = self.config
         if config.when == "always":
             return True
         limit = config.calm if self.refreshing else 1.0
         self.refreshing = drift.kl > limit * config.kl or 1 - drift.ess > limit * (1 - config.ess)
-        return self.refreshing or refused or age >= config.max_age
+        return self.refreshing or confined or age >= config.max_age

@@ -60,9 +60,9 @@ def train(config: Config) -> None:
             with clock("sync"):
                 drift = measure(trainer, updates[-1], config.sync.refresh.alpha)
                 age = run.step - engine.version
-                refused = any(m.get("update/undone") for m in metrics)
+                confined = any(m.get("update/halvings") or m.get("update/undone") for m in metrics)
                 # An evaluation is of the weights as they are.
-                if refreshed := schedule.due(drift, age=age, refused=refused) or run.due(config.eval.every):
+                if refreshed := schedule.due(drift, age=age, confined=confined) or run.due(config.eval.every):
                     engine.push(trainer, version=run.step)
             with clock("eval"):
                 if run.due(config.eval.every):

@@ -104,22 +104,17 @@ class Stein:
         """
         for number, layer in self.layers.items():
             found = self._interactions[number]
-            found.sums |= self._figures(number, found, self._square(layer, owned))
-            if not self.config.repulsion:
-                continue
-            a, x, b, p = stein.kernel_gradient(
-                self.output_weights(layer.outputs),
-                self.prototypes(number),
-                found.kernel,
-                found.repel,
-                damping=DAMPING,
-                all_reduce=self._over_slices,
-                experts=layer.mine,
-            )
-            strength = self.config.repulsion
-            for index, output in enumerate(layer.outputs):
+            every = [one for slices in layer.slices.values() for one in slices]
+            found.sums |= self._figures(number, found, self._square(every, owned))
+        if not self.config.repulsion:
+            return
+        factors = {number: self._repulsion(number) for number in self.layers}
+        squares = {n: _rank_two_square(*factors[n]) / self.replica_group.size() for n in self.layers}
+        for number, strength in self._strengths(squares, owned).items():
+            a, x, b, p = factors[number]
+            for index, output in enumerate(self.layers[number].outputs):
                 output.main_grad.addr_(x[index], a[index], alpha=strength).addr_(p[index], b[index], alpha=strength)
-            found.sums["repulsion_square"] = strength**2 * _rank_two_square(a, x, b, p) / self.replica_group.size()
+            self._interactions[number].sums["repulsion_square"] = strength**2 * squares[number]
 
     def sums(self) -> dict[str, float]:
         """vp2o/LAYER/NAME of the last update, to be added up over the processes."""
@@ -154,8 +149,7 @@ class Stein:
         """O by layer over the tokens of all processes: one reduction."""
         if not self.layers:
             return {}
-        first = next(iter(self.layers.values()))
-        size, device = first.experts, first.start.device
+        size, device = next(iter(self.layers.values())).experts, self._device
         nothing = torch.zeros(size, size, device=device)
         counts = [
             sum((t.coactivation[n] for t in self._tables if n in t.coactivation), start=nothing) for n in self.layers
@@ -176,6 +170,36 @@ class Stein:
             stein.neighbor_weights(stein.repulsion_mask(together, config.strangers, config.repel_below)),
             stein.kernel(self.prototypes(number), temperature),
         )
+
+    def _repulsion(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The factors of the kernel's gradient of this rank's experts."""
+        layer, found = self.layers[number], self._interactions[number]
+        return stein.kernel_gradient(
+            self.output_weights(layer.outputs),
+            self.prototypes(number),
+            found.kernel,
+            found.repel,
+            damping=DAMPING,
+            all_reduce=self._over_slices,
+            experts=layer.mine,
+        )
+
+    def _strengths(self, squares: dict[int, float], owned: dict[torch.nn.Parameter, slice] | None) -> dict[int, float]:
+        """What multiplies the repulsion of each layer. squares: this process's part of its squared norm."""
+        weight = self.config.repulsion
+        if self.config.repulsion_scale == "absolute" or not squares:
+            return dict.fromkeys(squares, weight)
+        attraction = [self._square(self.layers[n].outputs, owned) for n in squares]
+        parts = torch.tensor([attraction, list(squares.values())], dtype=torch.float64).to(self._device)
+        for group in (self.expert_group, self.slice_group, self.replica_group):
+            if group.size() > 1:
+                dist.all_reduce(parts, group=group)
+        ratios = (parts[0] / parts[1]).sqrt().nan_to_num(0.0, posinf=0.0)  # 0: nobody is pushed
+        return {n: weight * ratio for n, ratio in zip(squares, ratios.tolist(), strict=True)}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.layers.values())).start.device
 
     def _mix(self, slices: list[ExpertSlice], mixing: Tensor, mine: slice, stays: list[bool]) -> None:
         """g_i <- sum_j mixing_ij g_j for one parameter, a chunk of its columns at a time."""
@@ -213,9 +237,9 @@ class Stein:
             dist.all_reduce(tensor, group=self.slice_group)
         return tensor
 
-    def _square(self, layer: ExpertLayer, owned: dict[torch.nn.Parameter, slice] | None) -> float:
-        """Squared norm of the layer's expert gradients, of the part that this process counts."""
-        parameters = {id(s.parameter): s.parameter for slices in layer.slices.values() for s in slices}.values()
+    def _square(self, slices: list[ExpertSlice], owned: dict[torch.nn.Parameter, slice] | None) -> float:
+        """Squared norm of the gradients of these, of the part that this process counts: all processes' parts add up."""
+        parameters = {id(one.parameter): one.parameter for one in slices}.values()
         if owned is not None:
             parts = [p.main_grad.view(-1)[owned[p]] for p in parameters if p in owned]
             return float(sum(part.double().square().sum() for part in parts))

@@ -35,28 +35,28 @@ def test_drift_of_nothing_and_of_the_impossible():
 
 def test_always():
     every = RefreshSchedule(RefreshConfig())
-    assert all(every.due(SMALL, age=1, refused=False) for _ in range(3))
+    assert all(every.due(SMALL, age=1, confined=False) for _ in range(3))
 
 
 def test_either_limit_refreshes():
-    assert not schedule().due(SMALL, age=1, refused=False)
-    assert schedule().due(LARGE, age=1, refused=False)
-    assert schedule().due(Drift(kl=1e-4, ess=0.89), age=1, refused=False)
+    assert not schedule().due(SMALL, age=1, confined=False)
+    assert schedule().due(LARGE, age=1, confined=False)
+    assert schedule().due(Drift(kl=1e-4, ess=0.89), age=1, confined=False)
 
 
 def test_once_begun_it_goes_on_until_the_drift_is_calm():
     one = schedule()
     between = Drift(kl=0.007, ess=0.999)
-    assert not one.due(between, age=1, refused=False)
-    assert one.due(LARGE, age=2, refused=False)
-    assert one.due(between, age=1, refused=False), "the drift is below its limit, and not yet calm"
-    assert one.due(Drift(kl=1e-4, ess=0.94), age=1, refused=False), "the sample size is not yet calm"
-    assert not one.due(SMALL, age=1, refused=False)
-    assert not one.due(between, age=1, refused=False), "calm again: the limit itself counts"
+    assert not one.due(between, age=1, confined=False)
+    assert one.due(LARGE, age=2, confined=False)
+    assert one.due(between, age=1, confined=False), "the drift is below its limit, and not yet calm"
+    assert one.due(Drift(kl=1e-4, ess=0.94), age=1, confined=False), "the sample size is not yet calm"
+    assert not one.due(SMALL, age=1, confined=False)
+    assert not one.due(between, age=1, confined=False), "calm again: the limit itself counts"
 
 
-def test_age_and_refused_updates_refresh_without_drift():
+def test_age_and_the_trust_region_refresh_without_drift():
     one = schedule()
-    assert [one.due(SMALL, age=age, refused=False) for age in (1, 2, 3, 4)] == [False, False, False, True]
-    assert one.due(SMALL, age=1, refused=True)
+    assert [one.due(SMALL, age=age, confined=False) for age in (1, 2, 3, 4)] == [False, False, False, True]
+    assert one.due(SMALL, age=1, confined=True)
     assert not one.refreshing

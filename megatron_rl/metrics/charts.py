@@ -136,3 +136,71 @@ ROUTING_CHARTS: tuple[dict[str, Any], ...] = (
     },
 )
 """Its series after the first one are the inner updates of a rollout batch."""
+
+EXPERT_CHARTS: tuple[dict[str, Any], ...] = (
+    {
+        "title": "Router entropy",
+        "note": "of the distribution over experts, nats per token",
+        "series": {"routing/entropy": "all layers", "routing/layer_*/entropy": "layer *"},
+    },
+    {
+        "title": "Busiest expert",
+        "note": "its tokens, as a multiple of an expert's mean",
+        "series": {"routing/load_max": "all layers", "routing/layer_*/load_max": "layer *"},
+    },
+    {
+        "title": "Active experts",
+        "note": "share that had a token in an update",
+        "series": {"routing/active_experts": "all layers", "routing/layer_*/active_experts": "layer *"},
+        "range": [0, 1],
+    },
+    {
+        "title": "Overlap of prototypes",
+        "note": "mean |cos| of two experts of a layer",
+        "series": {"vp2o/overlap": "all layers", "vp2o/layer_*/overlap": "layer *"},
+    },
+    {
+        "title": "Kernel",
+        "note": "mean cos of the prototypes of pairs",
+        "series": {"vp2o/stranger_kernel": "that repel", "vp2o/neighbor_kernel": "that attract"},
+    },
+    {
+        "title": "Attraction and repulsion",
+        "note": "norms of the experts' gradients, mean over layers, before clipping",
+        "series": {"vp2o/attraction": "attraction", "vp2o/repulsion": "repulsion"},
+        "scale": "log",
+    },
+    {
+        "title": "Orthogonality loss",
+        "note": "of the outputs of a token's experts, mean over tokens and layers",
+        "series": {"routing/orthogonality": "loss"},
+    },
+    {
+        "title": "Barycentre shift",
+        "note": "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
+        "series": {"vp2o/shift": "mean of layers", "vp2o/layer_*/shift": "layer *"},
+    },
+    {
+        "title": "Confined updates",
+        "note": "by the trust region, in a step",
+        "series": {"update/halvings": "halvings", "update/undone": "undone"},
+    },
+    {
+        "title": "Drift from the behaviour",
+        "note": "KL(engine || policy) of the step's last update, nats per token",
+        "series": {"sync/kl": "KL (k3)"},
+        "scale": "log",
+    },
+    {
+        "title": "Sample size under drift",
+        "note": "effective share of the tokens",
+        "series": {"sync/ess": "ESS"},
+        "range": [0.95, 1],
+    },
+    {
+        "title": "Age of the engine's weights",
+        "note": "steps, before a refresh",
+        "series": {"sync/age": "steps", "sync/refreshed": "refreshed"},
+    },
+)
+"""Of every MoE model, and what VP2O and the refresh by drift add."""

@@ -18,7 +18,7 @@ import yaml
 from megatron_rl.config import parse_yaml
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import attribution
-from megatron_rl.metrics.charts import CHARTS, MISMATCH_CHARTS, ROUTING_CHARTS
+from megatron_rl.metrics.charts import CHARTS, EXPERT_CHARTS, MISMATCH_CHARTS, ROUTING_CHARTS
 from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, read_json_lines
 from megatron_rl.metrics.mismatch_pictures import by_probability, probability_svg
 from megatron_rl.metrics.routing_pictures import deviation_svg, deviation_tails, heat_maps, heatmap_svg
@@ -81,6 +81,7 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
         + _probability_pictures(runs)
         + _charts(runs, ROUTING_CHARTS, "routing")
         + _routing_pictures(runs)
+        + _charts(runs, EXPERT_CHARTS, "experts")
     )
     path = Path(output) if output else (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
     template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
@@ -171,7 +172,8 @@ def _body(runs: list[RunLog], charts: list[dict[str, Any]]) -> str:
         parts.append('<h2>Curves</h2><div class="charts" id="charts"></div>')
     else:
         parts.append('<div class="card empty" id="charts">No step has been logged yet.</div>')
-    for name, title in (("mismatch", "Engine and trainer"), ("routing", "Routing")):
+    sections = (("mismatch", "Engine and trainer"), ("routing", "Routing"), ("experts", "Experts"))
+    for name, title in sections:
         if any(chart["section"] == name for chart in charts):
             parts.append(f'<h2>{title}</h2><div class="charts" id="{name}"></div>')
     for run in runs:
@@ -294,7 +296,8 @@ def _charts(runs: list[RunLog], templates: Sequence[dict[str, Any]], section: st
                 if not points or (len(runs) > 1 and position > 0):
                     continue
                 name, color = (label, position) if len(runs) == 1 else (run.name, index)
-                if section == "routing" and len(runs) == 1 and len(metrics) > 1:
+                in_order = any("*" in pattern for pattern in chart["series"])  # of updates, or of layers
+                if section in ("routing", "experts") and len(runs) == 1 and in_order and len(metrics) > 1:
                     if series and points == series[0]["points"]:  # the only update is all of them
                         continue
                     color = _shade(position, len(metrics) - 1)

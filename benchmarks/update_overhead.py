@@ -1,9 +1,12 @@
 """Scoring and updates of one rollout batch in several variants, in turns on the same batch. One JSON line.
 
 Started by `benchmarks/step.py --compare`. A variant is a source of routes (free, recorded, ...), or, with free routes, pruned
-(the vocabulary, with the default rho) or corrected (masked importance sampling with the veto). Variants take turns in one
-process, because a machine's speed wanders by more than what is looked for; the figures are medians over rounds of each
-variant's own seconds, and of the difference to the first variant in the same round, with its quartiles.
+(the vocabulary, with the default rho), corrected (masked importance sampling with the veto), vp2o_transform (attraction and
+repulsion alone), vp2o (and the orthogonality loss) or vp2o_region (and a trust region that every step fits into). Variants take
+turns in one process, because a machine's speed wanders by more than what is looked for; the figures are medians over rounds of
+each variant's own seconds, and of the difference to the first variant in the same round, with its quartiles. peak_bytes is the
+most that one update holds beyond what it began with. A variant of VP2O also tells what its prototypes and anchors keep between
+two updates, and the size of the fp32 gradients of one layer's experts.
 """
 
 from __future__ import annotations
@@ -18,17 +21,25 @@ from functools import partial
 from typing import get_args
 
 import numpy as np
+import torch
 
-from megatron_rl.config import CorrectionConfig, PruningConfig, build_config
+from megatron_rl.config import CorrectionConfig, PruningConfig, VP2OConfig, build_config
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.replay import PREDICTING, RouteSource
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
 from megatron_rl.trainer.packing import Batch, Sample
+from megatron_rl.trainer.stein import Stein
 from megatron_rl.trainer.trainer import Trainer, build_trainer
+from megatron_rl.trainer.trust_region import TrustRegion
 
 WARM_UP = 2
-VARIANTS = (*get_args(RouteSource), "pruned", "corrected")
+VP2O = {
+    "vp2o_transform": VP2OConfig(enabled=True, orthogonality=0.0),
+    "vp2o": VP2OConfig(enabled=True),
+    "vp2o_region": VP2OConfig(enabled=True, trust_region=2.0),
+}
+VARIANTS = (*get_args(RouteSource), "pruned", "corrected", *VP2O)
 
 
 def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sample]:
@@ -45,18 +56,31 @@ def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sample]:
     ]
 
 
-def use(trainer: Trainer, variant: str) -> None:
+Parts = dict[str, tuple[Stein, TrustRegion | None]]
+"""Of the trainer, by variant of VP2O: what they know of the last update stays theirs."""
+
+
+def make_parts(trainer: Trainer) -> Parts:
+    parts: Parts = {}
+    for variant, config in VP2O.items():
+        stein = Stein(config, trainer.chunks)
+        parts[variant] = (stein, TrustRegion(config, stein, lambda value: value) if config.trust_region else None)
+    return parts
+
+
+def use(trainer: Trainer, variant: str, parts: Parts) -> None:
     source = variant if variant in get_args(RouteSource) else "free"
     pruning, correction = PruningConfig(enabled=variant == "pruned"), CorrectionConfig()
     if variant == "corrected":
         correction = CorrectionConfig(mode="mask", low=0.5, high=2.0, veto=1e-4)
     changes = {"routing": replace(trainer.config.routing, source=source), "pruning": pruning, "correction": correction}
-    trainer.config = replace(trainer.config, **changes)
+    trainer.config = replace(trainer.config, **changes, vp2o=VP2O.get(variant, VP2OConfig()))
+    trainer.stein, trainer.trust_region = parts.get(variant, (None, None))
     trainer.support = SamplingSupport.from_config(trainer.config.rollout.sampling, pruning)
 
 
 def one_round(
-    trainer: Trainer, samples: list[Sample], updates: int, variants: list[str]
+    trainer: Trainer, samples: list[Sample], updates: int, variants: list[str], parts: Parts
 ) -> dict[str, dict[str, float]]:
     """By variant: seconds of packing and scoring, and of all updates, of one rollout batch each.
 
@@ -68,7 +92,7 @@ def one_round(
 
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
-            use(trainer, variant)
+            use(trainer, variant, parts)
             start = time.perf_counter()
             batches = packed[variant, index] = trainer.pack(samples[index * per_update : (index + 1) * per_update])
             if name := score_before(trainer.config):
@@ -76,7 +100,7 @@ def one_round(
             seconds[variant]["score"] += time.perf_counter() - start
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
-            use(trainer, variant)
+            use(trainer, variant, parts)
             start = time.perf_counter()
             batches = packed[variant, index]
             objective = partial(
@@ -86,6 +110,41 @@ def one_round(
             trainer.update(batches, objective, pointwise=is_pointwise(trainer.config), learn_routes=learn)
             seconds[variant]["train"] += time.perf_counter() - start
     return seconds
+
+
+def measure_memory(trainer: Trainer, samples: list[Sample], variant: str, parts: Parts) -> dict[str, float]:
+    """Bytes of one update beyond what was there before it, at its peak; and what VP2O keeps between two."""
+    use(trainer, variant, parts)
+    batches = trainer.pack(samples)
+    if name := score_before(trainer.config):
+        trainer.score(batches, name)
+    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
+    options = {"pointwise": is_pointwise(trainer.config), "learn_routes": False}
+    figures: dict[str, float] = {}
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer.update(batches, objective, **options)
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    else:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            trainer.update(batches, objective, **options)
+        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        held, peak = 0, 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+        figures["peak_bytes"] = peak
+    if trainer.stein:
+        kept = list(trainer.stein._prototypes.values())
+        kept += [m for one in trainer.stein._interactions.values() for m in (one.kernel, one.attract, one.repel)]
+        anchors = trainer.trust_region._anchors.values() if trainer.trust_region else ()
+        kept += [tensor for anchor in anchors for tensor in vars(anchor).values() if tensor is not None]
+        figures["kept_bytes"] = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        layer = next(iter(trainer.stein.layers.values()))
+        parameters = {id(one.parameter): one.parameter for slices in layer.slices.values() for one in slices}
+        figures["layer_gradient_bytes"] = sum(4 * p.numel() for p in parameters.values())
+    return figures
 
 
 def main() -> None:
@@ -110,15 +169,17 @@ def main() -> None:
             "precision": {"train": args.precision},
             "optimizer": {"lr": 1e-7},
             "routing": {"source": "predicted" if args.updates > 1 else "free"},
+            "vp2o": {"enabled": any(variant in VP2O for variant in args.variants), "orthogonality": 0.0},
         }
     )
     ranks = parallel.initialize(config.parallel, config.seed)
     trainer = build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport())
+    parts = make_parts(trainer) if trainer.stein else {}
     vocab = trainer.model.hf_config.vocab_size
     samples = make_samples(args.sequences, args.prompt_tokens, args.new_tokens, vocab)
     rounds = []
     for _ in range(WARM_UP + args.rounds):
-        rounds.append(one_round(trainer, samples, args.updates, args.variants))
+        rounds.append(one_round(trainer, samples, args.updates, args.variants, parts))
     rounds = rounds[WARM_UP:]
     first = args.variants[0]
     result = {}
@@ -128,6 +189,9 @@ def main() -> None:
         result[variant] = {part: statistics.median(one[variant][part] for one in rounds) for part in ("score", "train")}
         low, result[variant]["added_s"], high = statistics.quantiles(added, n=4)
         result[variant]["added_quartiles_s"] = [low, high]
+    for variant in args.variants:
+        result[variant] |= measure_memory(trainer, samples[: len(samples) // args.updates], variant, parts)
+        result[variant]["added_peak_bytes"] = result[variant]["peak_bytes"] - result[first]["peak_bytes"]
     print(json.dumps({"rounds": len(rounds), "variants": result}))
 
 

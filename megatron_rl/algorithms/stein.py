@@ -183,7 +183,7 @@ def _conjugate_gradients(apply: Callable[[Tensor], Tensor], right: Tensor, itera
 
 def _times(weights: Tensor, vectors: Tensor) -> Tensor:
     """W_i v_i: `[n, D_in, D_out]`, `[n, D_out]` -> `[n, D_in]`."""
-    return torch.bmm(weights, vectors.unsqueeze(-1)).squeeze(-1)
+    return _transposed(weights.transpose(-1, -2), vectors)  # a row times a matrix is the faster way round on a CPU
 
 
 def _transposed(weights: Tensor, vectors: Tensor) -> Tensor:
@@ -233,9 +233,13 @@ def orthogonality_loss(expert_outputs: Tensor, *, eps: float = 1e-6) -> Tensor:
     expert_outputs `[T, k, D]`: what the k experts of a token put out, without their router weights. fp32 at least.
     """
     x = expert_outputs.to(torch.promote_types(expert_outputs.dtype, torch.float32))
-    inner = x @ x.transpose(-1, -2)
+    return orthogonality_of_products(x @ x.transpose(-1, -2), eps=eps)
+
+
+def orthogonality_of_products(inner: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """orthogonality_loss from the inner products <x_j, x_k>, `[T, k, k]`."""
     onto = inner / (inner.diagonal(dim1=-2, dim2=-1) + eps).unsqueeze(-2)
-    apart = ~torch.eye(x.shape[-2], dtype=torch.bool, device=x.device)
+    apart = ~torch.eye(inner.shape[-1], dtype=torch.bool, device=inner.device)
     return torch.where(apart, onto.square(), 0.0).sum()
 
 

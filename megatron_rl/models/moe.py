@@ -51,10 +51,9 @@ class ExpertMoELayer(MoELayer):
         mapped = dispatcher.routing_map
         # Rows are sorted by expert, then by token; a stable sort by token leaves each one's experts in their order.
         rows = dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True)
-        shape = (len(mapped), self.config.moe_router_topk, -1)
-        weights = dispatcher.probs.masked_select(mapped).view(*shape)
-        outputs = output.index_select(0, rows).view(*shape)
-        return route_pass.see_outputs(self.router.router_replay.layer, output, outputs, weights)
+        shape = (len(mapped), self.config.moe_router_topk)
+        weights = dispatcher.probs.masked_select(mapped).view(shape)
+        return route_pass.see_outputs(self.router.router_replay.layer, output, rows.view(shape), weights)
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, MoELayer]]:

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.stein import coactivation_counts, orthogonality_loss
+from megatron_rl.algorithms.stein import coactivation_counts, orthogonality_of_products
 from megatron_rl.routing.agreement import deviation_counts, kl_divergence, routing_log_probs, total_variation
 from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predicted_bias, predictive_loss
 from megatron_rl.routing.table import has_route, route_dtype
@@ -25,6 +25,8 @@ from megatron_rl.routing.table import has_route, route_dtype
 RouteSource = Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"]
 PREDICTING = ("predicted", "predicted_rollout")
 FROM_ENGINE = ("rollout", "predicted_rollout")
+ORTHOGONALITY_TOKENS = 1024
+"""Tokens whose experts' outputs are compared at a time."""
 
 
 class Router(Protocol):
@@ -158,17 +160,32 @@ class RoutePass:
             self.table.recorded[layer] = own.to(route_dtype(self.experts))
         return chosen
 
-    def see_outputs(self, layer: int, combined: Tensor, outputs: Tensor, weights: Tensor) -> Tensor:
+    def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Add the orthogonality loss of the counted tokens to the model's.
 
-        outputs: [T, k, D] of each token's experts, times their router weights [T, k, 1]. Returns `combined`, whose
-        backward is that of the loss too.
+        outputs: [T k, D] of all tokens' experts, times their router weights [T, k]; rows: [T, k], where those of a token are.
+        Returns `outputs`, whose backward is that of the loss too.
         """
-        counts = self.table.counted[:, None, None] & (weights > 0)
-        outputs = torch.where(counts, outputs / torch.where(counts, weights, 1.0), 0.0)
-        loss = orthogonality_loss(outputs)
-        self.stats[layer].orthogonality = loss.detach()
-        return _WithLoss.apply(combined, self.orthogonality * loss)
+        total = torch.zeros((), device=outputs.device)
+        of_outputs, of_weights = torch.zeros_like(outputs), torch.zeros_like(weights)
+        # Its gradient is taken on the way, of some tokens at a time: what stays until the backward is that alone.
+        for place in torch.arange(len(rows), device=rows.device).split(ORTHOGONALITY_TOKENS):
+            some = rows[place].flatten()
+            seen = outputs.detach().index_select(0, some).view(*rows[place].shape, -1).float()
+            products = (seen @ seen.transpose(1, 2)).requires_grad_()
+            weight = weights.detach()[place].float().requires_grad_()
+            with torch.enable_grad():
+                pairs = weight.unsqueeze(1) * weight.unsqueeze(2)
+                counts = self.table.counted[place, None, None] & (pairs > 0)
+                loss = orthogonality_of_products(torch.where(counts, products / torch.where(counts, pairs, 1.0), 0.0))
+            of_products, of_weights[place] = torch.autograd.grad(loss, (products, weight))
+            gradient = (of_products + of_products.transpose(1, 2)) @ seen
+            of_outputs[some] = gradient.view(len(some), -1).to(outputs.dtype)
+            total = total + loss.detach()
+        self.stats[layer].orthogonality = total
+        return _WithGradients.apply(
+            outputs, weights, of_outputs.mul_(self.orthogonality), of_weights * self.orthogonality
+        )
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -245,16 +262,19 @@ class RoutePass:
         return deviation_counts(routes, own, self.table.counted & has_route(reference))
 
 
-class _WithLoss(torch.autograd.Function):
-    """A tensor as it is, in whose backward a loss has gradient 1 (the schedule's own losses are sums over tokens too)."""
+class _WithGradients(torch.autograd.Function):
+    """outputs as they are; to their gradient and that of the weights another loss's is added (a sum over tokens, as the
+    schedule's own losses are)."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, loss: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+    def forward(ctx, outputs: Tensor, weights: Tensor, of_outputs: Tensor, of_weights: Tensor) -> Tensor:
+        ctx.save_for_backward(of_outputs, of_weights)
+        return outputs.view_as(outputs)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones((), device=grad.device)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_outputs, of_weights = ctx.saved_tensors
+        return grad + of_outputs, of_weights, None, None
 
 
 class RouteSelector:

@@ -205,8 +205,8 @@ class Stein:
         """g_i <- sum_j mixing_ij g_j for one parameter, a chunk of its columns at a time."""
         flat = [one.main_grad.view(-1) for one in slices]
         columns = max(1, CHUNK // len(mixing))
-        for part in torch.arange(flat[0].numel()).split(columns):
-            place = slice(int(part[0]), int(part[-1]) + 1)
+        for first in range(0, flat[0].numel(), columns):
+            place = slice(first, first + columns)
             own = torch.stack([gradient[place] for gradient in flat])
             mixed = self._scatter_experts(mixing[:, mine].to(own.dtype) @ own)
             for gradient, row, stay in zip(flat, mixed, stays, strict=True):

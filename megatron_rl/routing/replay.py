@@ -20,13 +20,11 @@ from torch import Tensor
 from megatron_rl.algorithms.stein import coactivation_counts, orthogonality_of_products
 from megatron_rl.routing.agreement import deviation_counts, kl_divergence, routing_log_probs, total_variation
 from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predicted_bias, predictive_loss
-from megatron_rl.routing.table import has_route, route_dtype
+from megatron_rl.routing.table import has_route, route_dtype, spread
 
 RouteSource = Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"]
 PREDICTING = ("predicted", "predicted_rollout")
 FROM_ENGINE = ("rollout", "predicted_rollout")
-ORTHOGONALITY_TOKENS = 1024
-"""Tokens whose experts' outputs are compared at a time."""
 
 
 class Router(Protocol):
@@ -86,6 +84,11 @@ class RouteTable:
         features = {layer: kept.to(device) for layer, kept in self.features.items()}
         return replace(self, **moved, features=features)
 
+    def spread(self, budget: int) -> Tensor:
+        """[C] int64: at most `budget` of the cached rows, evenly spread."""
+        places = torch.from_numpy(spread(len(self.cached), budget))
+        return self.cached[places.to(self.cached.device, non_blocking=True)]
+
     def engine_route(self, layer: int) -> Tensor | None:
         """[T, k] ids of the engine for a model layer."""
         return None if self.engine is None else self.engine[:, self.moe_layers.index(layer)]
@@ -127,8 +130,9 @@ class RoutePass:
     stats: dict[int, LayerStats] = field(default_factory=dict)
     orthogonality: float = 0.0
     """Weight of the loss that keeps the outputs of a token's experts apart, in an update."""
+    orthogonality_tokens: int = 0
     probe: dict[int, Tensor] | None = None
-    """Router inputs [C, d] of the first cached tokens by layer, kept where a dictionary is given."""
+    """Router inputs [C, d] of some cached tokens by layer, kept where a dictionary is given."""
     probe_tokens: int = 0
     """At most so many of one micro-batch."""
     _engine_like: dict[int, Tensor] = field(default_factory=dict)
@@ -139,7 +143,7 @@ class RoutePass:
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Router input [T, d] and logits [T, E] before the choice of experts; returns the logits to choose with."""
         if self.probe is not None and layer not in self.probe:
-            self.probe[layer] = hidden.detach()[self.table.cached[: self.probe_tokens]]
+            self.probe[layer] = hidden.detach()[self.table.spread(self.probe_tokens)]
         if self.stage == "score":
             return self._record_features(layer, hidden.detach(), logits, router)
         if layer not in self.stats:  # recomputation runs a layer again
@@ -161,31 +165,26 @@ class RoutePass:
         return chosen
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """Add the orthogonality loss of the counted tokens to the model's.
+        """Add the orthogonality loss of the counted tokens to the model's, as a sum over tokens.
 
         outputs: [T k, D] of all tokens' experts, times their router weights [T, k]; rows: [T, k], where those of a token are.
-        Returns `outputs`, whose backward is that of the loss too.
+        Returns `outputs`, whose backward is that of the loss too. Its gradient is taken here, of at most orthogonality_tokens
+        evenly spread tokens that stand for all: no more than that is kept until the backward.
         """
-        total = torch.zeros((), device=outputs.device)
-        of_outputs, of_weights = torch.zeros_like(outputs), torch.zeros_like(weights)
-        # Its gradient is taken on the way, of some tokens at a time: what stays until the backward is that alone.
-        for place in torch.arange(len(rows), device=rows.device).split(ORTHOGONALITY_TOKENS):
-            some = rows[place].flatten()
-            seen = outputs.detach().index_select(0, some).view(*rows[place].shape, -1).float()
-            products = (seen @ seen.transpose(1, 2)).requires_grad_()
-            weight = weights.detach()[place].float().requires_grad_()
-            with torch.enable_grad():
-                pairs = weight.unsqueeze(1) * weight.unsqueeze(2)
-                counts = self.table.counted[place, None, None] & (pairs > 0)
-                loss = orthogonality_of_products(torch.where(counts, products / torch.where(counts, pairs, 1.0), 0.0))
-            of_products, of_weights[place] = torch.autograd.grad(loss, (products, weight))
-            gradient = (of_products + of_products.transpose(1, 2)) @ seen
-            of_outputs[some] = gradient.view(len(some), -1).to(outputs.dtype)
-            total = total + loss.detach()
-        self.stats[layer].orthogonality = total
-        return _WithGradients.apply(
-            outputs, weights, of_outputs.mul_(self.orthogonality), of_weights * self.orthogonality
-        )
+        tokens = self.table.spread(self.orthogonality_tokens)
+        share = self.table.counted.sum() / max(len(tokens), 1)
+        some = rows[tokens]
+        seen = outputs.detach()[some].float()  # [C, k, D]
+        products = (seen @ seen.transpose(1, 2)).requires_grad_()
+        weight = weights.detach()[tokens].float().requires_grad_()
+        with torch.enable_grad():
+            pairs = weight.unsqueeze(1) * weight.unsqueeze(2)
+            loss = orthogonality_of_products(torch.where(pairs > 0, products / torch.where(pairs > 0, pairs, 1.0), 0.0))
+        of_products, of_weight = torch.autograd.grad(loss, (products, weight))
+        self.stats[layer].orthogonality = loss.detach() * share
+        scale = self.orthogonality * share
+        of_outputs = ((of_products + of_products.transpose(1, 2)) @ seen * scale).to(outputs.dtype)
+        return _WithGradients.apply(outputs, weights, some, tokens, of_outputs, (of_weight * scale).to(weights.dtype))
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -267,14 +266,19 @@ class _WithGradients(torch.autograd.Function):
     schedule's own losses are)."""
 
     @staticmethod
-    def forward(ctx, outputs: Tensor, weights: Tensor, of_outputs: Tensor, of_weights: Tensor) -> Tensor:
-        ctx.save_for_backward(of_outputs, of_weights)
+    def forward(
+        ctx, outputs: Tensor, weights: Tensor, rows: Tensor, tokens: Tensor, of_outputs: Tensor, of_weights: Tensor
+    ) -> Tensor:
+        """rows [C, k] of the outputs have gradients [C, k, D], tokens [C] of the weights [C, k]."""
+        ctx.save_for_backward(rows, tokens, of_outputs, of_weights)
+        ctx.shape = weights.shape
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_outputs, of_weights = ctx.saved_tensors
-        return grad + of_outputs, of_weights, None, None
+        rows, tokens, of_outputs, of_weights = ctx.saved_tensors
+        grad = grad.index_add(0, rows.flatten(), of_outputs.flatten(0, 1))
+        return grad, of_weights.new_zeros(ctx.shape).index_copy(0, tokens, of_weights), None, None, None, None
 
 
 class RouteSelector:

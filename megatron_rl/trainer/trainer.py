@@ -265,7 +265,9 @@ class Trainer:
         source, shape, gradients = self.config.routing.source, self.layout.routes, {}
         if shape is None:
             return [None] * len(batches)
-        options = {"orthogonality": self.config.vp2o.orthogonality if self.stein and stage == "update" else 0.0}
+        vp2o, options = self.config.vp2o, {}
+        if self.stein and stage == "update":
+            options = {"orthogonality": vp2o.orthogonality, "orthogonality_tokens": vp2o.orthogonality_tokens}
         return [RoutePass(b.routes, source, shape.experts, stage, learn, gradients, **options) for b in batches]
 
     def _run(

@@ -188,7 +188,7 @@ class VP2OConfig:
     temperature: PositiveFloat | None = None
     """T0: the kernel's temperature is T0 / experts; by default T0 is the number of experts, so that an expert's kernel with
     itself is 1."""
-    power_steps: Positive = 64
+    power_steps: Positive = 32
     """Power iterations that find a prototype."""
     orthogonality: NonNegativeFloat = 0.01
     """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens; 0: none."""

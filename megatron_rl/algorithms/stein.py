@@ -100,12 +100,12 @@ def prototypes(weights: Tensor, steps: int, initial: Tensor, *, all_reduce: AllR
     its initial direction. Differentiable as it is written, step by step; `kernel_gradient` is what it tends to.
     """
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    weights, p = weights.to(dtype), torch.nn.functional.normalize(initial.to(dtype), dim=-1)
+    weights, start = weights.to(dtype), torch.nn.functional.normalize(initial.to(dtype), dim=-1)
+    p = start
     for _ in range(steps):
         q = all_reduce(_transposed(weights, _times(weights, p)))
-        norm = q.norm(dim=-1, keepdim=True)
-        p = torch.where(norm > 0, q / torch.where(norm > 0, norm, 1.0), p)
-    return p
+        p = q / q.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+    return torch.where((p == 0).all(-1, keepdim=True), start, p)
 
 
 def kernel(prototypes: Tensor, temperature: float) -> Tensor:

@@ -25,7 +25,9 @@ from megatron_rl.routing.replay import RouteTable
 CHUNK = 1 << 22
 """Numbers of one [experts, columns] buffer: 16 MiB."""
 DAMPING = 0.01
-"""Of the kernel's gradient: what 64 power iterations could not tell apart does not decide where an expert is pushed."""
+"""Of the kernel's gradient: what the power iterations could not tell apart does not decide where an expert is pushed."""
+ITERATIONS = 32
+"""Of its solve, at most."""
 PREFIX = "vp2o/"
 
 
@@ -180,6 +182,7 @@ class Stein:
             found.kernel,
             found.repel,
             damping=DAMPING,
+            iterations=ITERATIONS,
             all_reduce=self._over_slices,
             experts=layer.mine,
         )
@@ -242,8 +245,8 @@ class Stein:
         parameters = {id(one.parameter): one.parameter for one in slices}.values()
         if owned is not None:
             parts = [p.main_grad.view(-1)[owned[p]] for p in parameters if p in owned]
-            return float(sum(part.double().square().sum() for part in parts))
-        return float(sum(p.main_grad.double().square().sum() for p in parameters)) / self.replica_group.size()
+            return _square_of(parts)
+        return _square_of(p.main_grad for p in parameters) / self.replica_group.size()
 
     def _figures(self, number: int, found: _Interaction, square: float) -> dict[str, float]:
         """What `vp2o_metrics` makes means of; those that all processes have alike come with their number."""
@@ -267,6 +270,10 @@ def _expert_layer(number: int, layer: torch.nn.Module) -> ExpertLayer:
     start = torch.randn(output.shape[0], generator=torch.Generator().manual_seed(number))
     experts = layer.config.num_moe_experts
     return ExpertLayer(layer.router, slices, experts, slice(first, first + count), start.to(output.device))
+
+
+def _square_of(tensors: Iterable[Tensor]) -> float:
+    return float(sum(tensor.norm().double() ** 2 for tensor in tensors))
 
 
 def _rank_two_square(a: Tensor, x: Tensor, b: Tensor, p: Tensor) -> float:

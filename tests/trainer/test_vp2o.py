@@ -117,7 +117,7 @@ def test_every_way_of_storing_experts_gives_the_same_gradients(found, stored):
     repel = stein.neighbor_weights(stein.repulsion_mask(together, 4))
     output = weights["linear_fc2"].transpose(1, 2)
     start = torch.randn(7, generator=torch.Generator().manual_seed(0)).expand(EXPERTS, -1)
-    p = stein.prototypes(output, 64, start)
+    p = stein.prototypes(output, 32, start)
     kernel = stein.kernel(p, 1.0)
     a, x, b, top = stein.kernel_gradient(output, p, kernel, repel, damping=0.01)
     pushed = a.unsqueeze(-1) * x.unsqueeze(-2) + b.unsqueeze(-1) * top.unsqueeze(-2)

@@ -30,7 +30,7 @@ from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 ATTRACTION: Settings = {"vp2o.neighbors": 4}
 REPULSION: Settings = {"vp2o.repulsion": 0.1, "vp2o.repulsion_scale": "relative"}
 ORTHOGONALITY: Settings = {"vp2o.orthogonality": 0.01}
-TRUST_REGION: Settings = {"vp2o.trust_region": 0.03, "vp2o.on_excess": "halve"}
+TRUST_REGION: Settings = {"vp2o.trust_region": 0.1, "vp2o.on_excess": "halve"}
 REFRESH: Settings = {
     "sync.refresh.when": "drift",
     "sync.refresh.kl": 0.02,

@@ -57,6 +57,7 @@ def folder(tmp_path_factory, tiny_model):
         "model": {"path": str(model)},
         "data": {"task": "number_sorting"},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "updates_per_step": 2, "tokens_per_micro_batch": 96},
+        "vp2o": {"enabled": True, "neighbors": 2, "strangers": 2, "trust_region": 0.2, "on_excess": "halve"},
         "optimizer": {"lr": 1e-3},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"replay": str(folder / "rollouts"), "context_length": 32, "max_new_tokens": 8},

@@ -128,12 +128,15 @@ class Stein:
         """[N, D_out] of a layer's weights as they are, the same on all processes that have the layer. Collective."""
         if number not in self._prototypes:
             layer = self.layers[number]
-            self._prototypes[number] = self.prototypes_of(layer, self.output_weights(layer.outputs))
+            weights = self.output_weights(layer.outputs)
+            self._prototypes[number] = self.prototypes_of(layer, weights, layer.start.expand(len(weights), -1))
         return self._prototypes[number]
 
-    def prototypes_of(self, layer: ExpertLayer, weights: Tensor) -> Tensor:
-        """[N, D_out] of this rank's output projections `weights` [n, D_in, D_out]. Collective."""
-        start = layer.start.expand(len(weights), -1)
+    def prototypes_of(self, layer: ExpertLayer, weights: Tensor, start: Tensor) -> Tensor:
+        """[N, D_out] of this rank's output projections `weights` [n, D_in, D_out], iterated from `start` [n, D_out].
+
+        Collective.
+        """
         mine = stein.prototypes(weights, self.config.power_steps, start, all_reduce=self._over_slices)
         return self._gather_experts(mine)
 
@@ -141,9 +144,9 @@ class Stein:
         """[n, D_in, D_out] fp32."""
         return torch.stack([output.data for output in outputs]).float().transpose(1, 2)
 
-    def weights_changed(self, prototypes: dict[int, Tensor] | None = None) -> None:
-        """After an optimizer step, with the prototypes of its result where they are known."""
-        self._prototypes = prototypes or {}
+    def weights_changed(self) -> None:
+        """After an optimizer step."""
+        self._prototypes = {}
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -213,7 +213,7 @@ class Trainer:
         with scaled_lr(self.optimizer, verdict.scale if verdict else 1.0):
             done, _, _ = self.optimizer.step()
         if self.stein:
-            self.stein.weights_changed(verdict.prototypes if verdict else None)
+            self.stein.weights_changed()
         return Step(done, norm, verdict)
 
     def _finalize(self, chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options) -> None:

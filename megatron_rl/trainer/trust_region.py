@@ -3,6 +3,10 @@
 The anchor is what the rollout engine has: prototypes when its weights were pushed, and the gates of the first tokens after
 that. A step is looked at before it is taken (`trainer.preview`), so that refusing it leaves every parameter, the optimizer and
 random states as they are, to the bit, and needs no copy of them.
+
+Both sides of a comparison iterate from the anchor's prototypes. From the fixed start that the transform's have, a prototype
+swings through another direction where a small step takes the singular vector past a right angle to that start; halved steps
+would stay before that point for good.
 """
 
 from __future__ import annotations
@@ -30,8 +34,10 @@ MOST_HALVINGS = 10
 
 @dataclass
 class _Anchor:
+    start: Tensor
+    """[N, D_out]: prototypes of the weights that the engine has, from which those of other weights are iterated."""
     prototypes: Tensor
-    """[N, D_out]"""
+    """[N, D_out]: of the engine's weights, iterated from there as well."""
     hidden: Tensor | None = None
     """[C, d] router inputs of this process's probe tokens; None until the first pass."""
     gates: Tensor | None = None
@@ -47,8 +53,6 @@ class Verdict:
     halvings: int
     shifts: dict[int, float]
     """Barycentre shift by layer of this process's pipeline stage, of the step as it was proposed."""
-    prototypes: dict[int, Tensor]
-    """Of the weights after the step, as far as it is taken."""
 
 
 class TrustRegion:
@@ -63,7 +67,10 @@ class TrustRegion:
 
     def anchor(self) -> None:
         """The weights as they are have just gone to the engine. Collective."""
-        self._anchors = {n: _Anchor(self.stein.prototypes(n).clone()) for n in self.stein.layers}
+        for number, layer in self.stein.layers.items():
+            start = self.stein.prototypes(number)
+            weights = self.stein.output_weights(layer.outputs)
+            self._anchors[number] = _Anchor(start, self.stein.prototypes_of(layer, weights, start[layer.mine]))
 
     def probe(self, passes: list[RoutePass]) -> None:
         """Before a pass of the policy: have its routers keep what they see, where the anchor has not seen anything yet."""
@@ -90,41 +97,39 @@ class TrustRegion:
         first: dict[int, float] = {}
         scale = 1.0
         for halvings in range(MOST_HALVINGS + 1):
-            prototypes = {n: self._prototypes_after(layer, preview, scale) for n, layer in self.stein.layers.items()}
-            shifts = self._shifts(prototypes, preview, scale)
+            shifts = self._shifts(preview, scale)
             first = first or shifts
             if self._maximum(max(shifts.values(), default=0.0)) <= self.config.trust_region:
-                return Verdict(scale, halvings, first, prototypes)
+                return Verdict(scale, halvings, first)
             if self.config.on_excess == "undo":
                 break
             scale /= 2
-        return Verdict(0.0, halvings, first, {})
+        return Verdict(0.0, halvings, first)
 
-    def _prototypes_after(self, layer: ExpertLayer, preview: StepPreview, scale: float) -> Tensor:
-        parameters = list(dict.fromkeys(output.parameter for output in layer.outputs))
-        size = -(-len(parameters) // PARTS)
-        after = {}
-        for start in range(0, len(parameters), size):
-            some = parameters[start : start + size]
-            after |= dict(zip(map(id, some), preview.after(some, scale), strict=True))
-        outputs = [output.of(after[id(output.parameter)]) for output in layer.outputs]
-        return self.stein.prototypes_of(layer, torch.stack(outputs).float().transpose(1, 2))
-
-    def _shifts(self, prototypes: dict[int, Tensor], preview: StepPreview, scale: float) -> dict[int, float]:
+    def _shifts(self, preview: StepPreview, scale: float) -> dict[int, float]:
         """Mean over the probe tokens of all processes, by layer."""
         sums = []
-        for number, current in prototypes.items():
-            anchor, router = self._anchors[number], self.stein.layers[number].router
-            sign = (current * anchor.prototypes).sum(-1, keepdim=True)  # a singular vector has none of its own
-            current = torch.where(sign < 0, -current, current)
-            gates = _gates(router, anchor.hidden, preview.after(_parameters(router), scale))
-            shift = barycenter_shift(gates, current, anchor.gates, anchor.prototypes)
+        for number, layer in self.stein.layers.items():
+            anchor = self._anchors[number]
+            prototypes = self._prototypes_after(layer, anchor, preview, scale)
+            gates = _gates(layer.router, anchor.hidden, preview.after(_parameters(layer.router), scale))
+            shift = barycenter_shift(gates, prototypes, anchor.gates, anchor.prototypes)
             sums.append(torch.stack([shift * len(gates), shift.new_tensor(len(gates))]))
         if not sums:
             return {}
         total = torch.stack(sums)
         dist.all_reduce(total, group=self.stein.token_group)
-        return dict(zip(prototypes, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
+        return dict(zip(self.stein.layers, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
+
+    def _prototypes_after(self, layer: ExpertLayer, anchor: _Anchor, preview: StepPreview, scale: float) -> Tensor:
+        parameters = list(dict.fromkeys(output.parameter for output in layer.outputs))
+        size = -(-len(parameters) // PARTS)
+        after = {}
+        for first in range(0, len(parameters), size):
+            some = parameters[first : first + size]
+            after |= dict(zip(map(id, some), preview.after(some, scale), strict=True))
+        outputs = torch.stack([output.of(after[id(output.parameter)]) for output in layer.outputs])
+        return self.stein.prototypes_of(layer, outputs.float().transpose(1, 2), anchor.start[layer.mine])
 
 
 def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:

@@ -25,7 +25,7 @@ class Router:
 
     score_function, topk = "sigmoid", TOPK
     config = SimpleNamespace(moe_router_pre_softmax=False, moe_router_num_groups=2, moe_router_group_topk=1)
-    choice = ReplayRouter.choice
+    choice, gates, _top = ReplayRouter.choice, ReplayRouter.gates, ReplayRouter._top
 
     def __init__(self, predictor: RoutePredictor) -> None:
         self.predictor = predictor

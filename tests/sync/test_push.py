@@ -269,7 +269,7 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
             "sync": {"bucket_mb": BUCKET_MB, "timeout_s": 60.0},
         }
     )
-    exports = []
+    exports, told = [], []
 
     class Exporter:
         """A trainer of given weights, whose first export ends the server half-way."""
@@ -281,11 +281,15 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
                     kill_scheduler(engine._server)
                 yield item
 
+        def weights_pushed(self) -> None:
+            told.append(len(exports))
+
     try:
         with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
             engine.join(run)
             engine.push(Exporter(), version=3)
             assert engine.stats.restarts == 1 and len(exports) == 2
+            assert told == [2], "a trainer is told once, of the push that the engine has got"
             assert generate(engine._server, 1)["meta_info"]["weight_version"] == "3"
     finally:
         parallel.shutdown()

@@ -116,7 +116,7 @@ def past_a_right_angle(model: str, samples: list[Sample], vp2o: dict) -> dict[st
     The second singular value is as close as makes the fixed start's prototype half of each on either side.
     """
     trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0}}))
-    region, angle = trainer.trust_region, 0.03
+    angle = 0.03
     ratio = angle ** (1 / (2 * vp2o["power_steps"]))
 
     def turn(angle: float) -> None:

@@ -61,11 +61,11 @@ def train(config: Config) -> None:
                 drift = measure(trainer, updates[-1], config.sync.refresh.alpha)
                 age = run.step - engine.version
                 confined = any(m.get("update/halvings") or m.get("update/undone") for m in metrics)
-                # An evaluation is of the weights as they are.
-                if refreshed := schedule.due(drift, age=age, confined=confined) or run.due(config.eval.every):
+                evaluated = bool(run.eval_prompts) and run.due(config.eval.every)  # of the weights as they are
+                if refreshed := schedule.due(drift, age=age, confined=confined) or evaluated:
                     engine.push(trainer, version=run.step)
             with clock("eval"):
-                if run.due(config.eval.every):
+                if evaluated:
                     logger.log_eval(run.step, evaluate(config, run, engine))
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):

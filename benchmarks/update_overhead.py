@@ -102,6 +102,8 @@ def one_round(
         for variant in random.sample(variants, len(variants)):
             use(trainer, variant, parts)
             start = time.perf_counter()
+            if index == 0:
+                trainer.weights_pushed()  # what the trainer does about it: the trust region's anchor
             batches = packed[variant, index]
             objective = partial(
                 policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum

@@ -80,7 +80,8 @@ class StepPreview:
                 if p in shards:
                     place[self._owned[p]] = stepped[id(shards[p])].view(-1)
                 results[id(p)] = place
-            dist.all_reduce(whole, group=part.data_parallel_group)  # the others' parts are zero here
+            if part.data_parallel_group.size() > 1:
+                dist.all_reduce(whole, group=part.data_parallel_group)  # the others' parts are zero here
         return [results[id(p)].view_as(p).to(p.dtype) if id(p) in results else p.detach() for p in parameters]
 
     def _step(self, tensors: list[Tensor], lr_scale: float) -> dict[int, Tensor]:
@@ -98,7 +99,8 @@ class StepPreview:
             shadow.state = defaultdict(dict)
             for own, member in zip(copies, members, strict=True):
                 own.grad = None if member.grad is None else member.grad * self._clip
-                shadow.state[own] = copy.deepcopy(inner.state.get(member, {}))
+                state = inner.state.get(member, {}).items()
+                shadow.state[own] = {k: v.clone() if torch.is_tensor(v) else copy.deepcopy(v) for k, v in state}
             shadow.step()
             found |= {id(member): own for member, own in zip(members, copies, strict=True)}
         return found

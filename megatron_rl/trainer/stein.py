@@ -129,15 +129,16 @@ class Stein:
         if number not in self._prototypes:
             layer = self.layers[number]
             weights = self.output_weights(layer.outputs)
-            self._prototypes[number] = self.prototypes_of(layer, weights, layer.start.expand(len(weights), -1))
+            start = layer.start.expand(len(weights), -1)
+            self._prototypes[number] = self.prototypes_of(layer, weights, start, self.config.power_steps)
         return self._prototypes[number]
 
-    def prototypes_of(self, layer: ExpertLayer, weights: Tensor, start: Tensor) -> Tensor:
+    def prototypes_of(self, layer: ExpertLayer, weights: Tensor, start: Tensor, steps: int) -> Tensor:
         """[N, D_out] of this rank's output projections `weights` [n, D_in, D_out], iterated from `start` [n, D_out].
 
         Collective.
         """
-        mine = stein.prototypes(weights, self.config.power_steps, start, all_reduce=self._over_slices)
+        mine = stein.prototypes(weights, steps, start, all_reduce=self._over_slices)
         return self._gather_experts(mine)
 
     def output_weights(self, outputs: list[ExpertSlice]) -> Tensor:

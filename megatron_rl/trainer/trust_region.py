@@ -28,6 +28,9 @@ from megatron_rl.trainer.stein import ExpertLayer, Stein
 
 PARTS = 4
 """Parts in which the output projections of a layer are previewed: with moments and gradients at most one layer's gradients."""
+TRACKING = 8
+"""Power iterations from the anchor's prototypes to those of other weights. The fewer they are, the less it counts that a
+prototype turns among directions that its weights hardly prefer to one another."""
 MOST_HALVINGS = 10
 """After which an update is left out: it began beyond the limit."""
 
@@ -70,7 +73,7 @@ class TrustRegion:
         for number, layer in self.stein.layers.items():
             start = self.stein.prototypes(number)
             weights = self.stein.output_weights(layer.outputs)
-            self._anchors[number] = _Anchor(start, self.stein.prototypes_of(layer, weights, start[layer.mine]))
+            self._anchors[number] = _Anchor(start, self._follow(layer, weights, start))
 
     def probe(self, passes: list[RoutePass]) -> None:
         """Before a pass of the policy: have its routers keep what they see, where the anchor has not seen anything yet."""
@@ -129,7 +132,10 @@ class TrustRegion:
             some = parameters[first : first + size]
             after |= dict(zip(map(id, some), preview.after(some, scale), strict=True))
         outputs = torch.stack([output.of(after[id(output.parameter)]) for output in layer.outputs])
-        return self.stein.prototypes_of(layer, outputs.float().transpose(1, 2), anchor.start[layer.mine])
+        return self._follow(layer, outputs.float().transpose(1, 2), anchor.start)
+
+    def _follow(self, layer: ExpertLayer, weights: Tensor, start: Tensor) -> Tensor:
+        return self.stein.prototypes_of(layer, weights, start[layer.mine], TRACKING)
 
 
 def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:

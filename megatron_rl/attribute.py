@@ -21,6 +21,7 @@ from megatron_rl.config import Config, KLConfig, OptimizerConfig, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.models.attention import CoreAttention
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
@@ -45,13 +46,13 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
     if not (run / "config.yaml").exists():
         raise UserError(f"report: {run} holds no run (no config.yaml)")
     config = load_config(run / "config.yaml", overrides)
-    step, weights = _choose(run, config, step)
+    step, version, weights = _choose(run, config, step)
     check_precision(config.precision, this_machine(), rolls_out=False)
     check_parallel(read_hf_config(config.model.path), config.parallel, int(os.environ.get("WORLD_SIZE", 1)))
     activate_flash(config)
     ranks = parallel.initialize(config.parallel, config.seed)
     try:
-        found = attribute(config, ranks, _recorded(run, step), weights, step)
+        found = attribute(config, ranks, _recorded(run, step), weights, step, version)
     finally:
         parallel.shutdown()
     if ranks.rank:
@@ -60,8 +61,8 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
     return found
 
 
-def _choose(run: Path, config: Config, step: int | None) -> tuple[int, Path | None]:
-    """A recorded step, and the checkpoint of the weights that sampled it (None: the model folder's own)."""
+def _choose(run: Path, config: Config, step: int | None) -> tuple[int, int, Path | None]:
+    """A recorded step, that of the weights that sampled it, and their checkpoint (None: the model folder's own)."""
     recorded = {int(m[1]) for path in (run / "rollouts").glob("*.npz") if (m := _RECORD.fullmatch(path.name))}
     if not recorded:
         raise UserError(f"report: {run} has no recorded rollouts; set rollout.record: true and run it again")
@@ -70,7 +71,10 @@ def _choose(run: Path, config: Config, step: int | None) -> tuple[int, Path | No
     }
     start = Path(config.checkpoint.load) if config.checkpoint.load else None
     weights: dict[int, Path | None] = {0: start, **saved}
-    usable = sorted(recorded & weights.keys())
+    lines = read_json_lines(run / METRICS_FILE)
+    ages = {line["step"] - 1: int(line["sync/age"]) for line in lines if line.get("sync/age")}  # refreshed by drift
+    version = {number: number + 1 - ages.get(number, 1) for number in recorded}
+    usable = sorted(number for number in recorded if version[number] in weights)
     if step is None and usable:
         step = usable[-1]
     if step not in usable:
@@ -80,7 +84,7 @@ def _choose(run: Path, config: Config, step: int | None) -> tuple[int, Path | No
             f"report:{asked} a step needs its rollouts and the checkpoint of its weights, and {has};"
             " checkpoint.every and checkpoint.keep say which are kept"
         )
-    return step, weights[step]
+    return step, version[step], weights[version[step]]
 
 
 def _recorded(run: Path, step: int) -> list[Trajectory]:
@@ -89,12 +93,23 @@ def _recorded(run: Path, step: int) -> list[Trajectory]:
 
 
 def attribute(
-    config: Config, ranks: parallel.Ranks, trajectories: list[Trajectory], weights: Path | None, step: int
+    config: Config,
+    ranks: parallel.Ranks,
+    trajectories: list[Trajectory],
+    weights: Path | None,
+    step: int,
+    version: int,
 ) -> Attribution:
-    """Score `trajectories` of step `step` with each source removed. Every process calls it with the same arguments."""
-    usable = [t for t in trajectories if {span.version for span in t.weight_spans} == {str(step)} and t.loss_mask.any()]
+    """Score `trajectories` of step `step`, sampled from the weights of step `version`, with each source removed. Every process
+    calls it with the same arguments."""
+    usable = [
+        t for t in trajectories if {span.version for span in t.weight_spans} == {str(version)} and t.loss_mask.any()
+    ]
     if not usable:
-        raise UserError(f"report: no recorded response of step {step} was sampled from that step's weights alone")
+        raise UserError(
+            f"report: no recorded response of step {step} was sampled from the weights of step {version} alone; name another"
+            " with --step"
+        )
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     try:
         for trajectory in usable:

@@ -317,6 +317,8 @@ class RefreshConfig:
     of its limit."""
     max_age: Positive = 8
     """Most steps for which the engine keeps its weights."""
+    tokens: Positive = 1024
+    """Tokens of each data-parallel rank, of evenly spread sequences, on which the drift is measured after a step."""
 
 
 @section

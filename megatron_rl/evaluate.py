@@ -30,7 +30,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     scores = {
         "eval/score": average_at_n(rewards),
         f"eval/pass@{n}": pass_at_k(rewards, n, threshold=0.5),
-        f"eval/distinct@{n}": run.mean(_distinct(sampled)),
+        f"eval/distinct@{n}": run.mean(_distinct(run, sampled)),
         "eval/response_length": run.mean([float(t.response_length) for t in sampled]),
         "eval/prompts": float(len(rewards)),
     }
@@ -40,12 +40,12 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     return scores
 
 
-def _distinct(sampled: list[Trajectory]) -> list[int]:
-    """Different right texts of each prompt of this data-parallel rank."""
+def _distinct(run: Run, sampled: list[Trajectory]) -> list[int]:
+    """Different right answers to each prompt of this data-parallel rank."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in sampled:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
-    rows = [([t.text.strip() for t in group], [t.reward for t in group]) for group in groups.values()]
+    rows = [([run.task.extract(t.text) for t in group], [t.reward for t in group]) for group in groups.values()]
     return distinct_right([row[0] for row in rows], [row[1] for row in rows], threshold=0.5)
 
 

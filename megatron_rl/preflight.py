@@ -16,7 +16,7 @@ from megatron_rl.ops import flash
 from megatron_rl.plan import Plan, make_plan
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.routing.replay import PREDICTING
+from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.trainer.objective import correction_of
 
 Kind = Literal["train", "sft", "ask"]
@@ -111,8 +111,29 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
             f"config: vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
             " be kept apart from; set vp2o.orthogonality: 0"
         )
-    if vp2o.on_excess != VP2OConfig().on_excess and vp2o.trust_region is None:
-        raise UserError("config: vp2o.on_excess without vp2o.trust_region does nothing; set vp2o.trust_region: 0.1")
+    for key, idle, reason, remedy in (
+        ("on_excess", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
+        ("probe_tokens", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
+        ("orthogonality_tokens", not vp2o.orthogonality, "with vp2o.orthogonality: 0", "set vp2o.orthogonality: 0.01"),
+        ("repulsion_scale", not vp2o.repulsion, "with vp2o.repulsion: 0", "set vp2o.repulsion: 0.1"),
+        ("neighbors", vp2o.attract_above is not None, "beside vp2o.attract_above", "set one of the two"),
+        ("strangers", vp2o.repel_below is not None, "beside vp2o.repel_below", "set one of the two"),
+    ):
+        if idle and getattr(vp2o, key) != getattr(VP2OConfig(), key):
+            raise UserError(f"config: vp2o.{key} {reason} does nothing; {remedy}")
+    by_number = vp2o.attract_above is None and vp2o.repel_below is None
+    if vp2o.repulsion and by_number and vp2o.neighbors + vp2o.strangers > experts:
+        half = experts // 2
+        raise UserError(
+            f"config: vp2o.neighbors = {vp2o.neighbors} and strangers = {vp2o.strangers} are more than {name}'s {experts}"
+            f" experts a layer, so that pairs would attract and repel at once; set vp2o.neighbors: {half} and"
+            f" vp2o.strangers: {experts - half}"
+        )
+    if None not in (vp2o.attract_above, vp2o.repel_below) and vp2o.repel_below >= vp2o.attract_above:
+        raise UserError(
+            f"config: vp2o.repel_below = {vp2o.repel_below:g} is not below attract_above = {vp2o.attract_above:g}: pairs"
+            " between them would attract and repel at once"
+        )
 
 
 def _check_refresh(config: Config) -> None:
@@ -124,6 +145,12 @@ def _check_refresh(config: Config) -> None:
                 f"config: sync.refresh.{changed[0]} with when = always does nothing; set sync.refresh.when: drift"
             )
         return
+    if config.routing.source in FROM_ENGINE:
+        raise UserError(
+            f"config: sync.refresh.when = drift with routing.source = {config.routing.source}: what is replayed must be of the"
+            " weights that are trained, and the engine's would be older; set sync.refresh.when: always, or routing.source:"
+            " recorded"
+        )
     if not correction.bypass and correction.mode == "none":
         raise UserError(
             f"config: sync.refresh.when = drift samples from weights that are up to {refresh.max_age} steps old, and nothing"

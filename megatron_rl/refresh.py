@@ -11,13 +11,13 @@ import torch
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 from megatron_rl.config import RefreshConfig
-from megatron_rl.trainer.packing import Batch
+from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Of the policy from the one that sampled, over the tokens of one update."""
+    """Of the policy as it is from the one that sampled."""
 
     kl: float
     """Mean KL(engine || policy), nats per token: k3 of the sampled tokens, which the engine drew."""
@@ -26,27 +26,46 @@ class Drift:
 
 
 def drift_sums(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
-    """[4] fp64 sums over tokens of log r = policy - engine: number, k3, r^alpha, r^(2 alpha). A ratio of 0 (a token that the
-    policy has pruned) is one of e^-20."""
-    log_ratios = log_ratios.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    weights = torch.exp(alpha * log_ratios)
-    terms = [torch.ones_like(weights), log_ratios.expm1() - log_ratios, weights, weights.square()]
+    """[5] fp64 sums over tokens of log r = policy - engine: their number, those that the policy has not pruned, k3 of these,
+    r^alpha, r^(2 alpha). Of a pruned token the ratio is 0, and its KL infinite however new the weights are."""
+    log_ratios = log_ratios.double()
+    kept = log_ratios != -torch.inf
+    weights = torch.exp(alpha * log_ratios.clamp(max=MAX_LOG_RATIO))
+    bounded = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = torch.where(kept, bounded.expm1() - bounded, 0.0)
+    terms = [torch.ones_like(weights), kept.double(), k3, weights, weights.square()]
     return torch.stack([term.sum() for term in terms])
 
 
 def drift_of(sums: torch.Tensor) -> Drift:
     """None of no token: no drift."""
-    tokens, kl, weight, squared = sums.tolist()
-    return Drift(kl / tokens, weight**2 / (tokens * squared)) if tokens else Drift(0.0, 1.0)
+    tokens, kept, kl, weight, squared = sums.tolist()
+    return Drift(kl / max(kept, 1.0), weight**2 / (tokens * squared) if squared else 0.0) if tokens else Drift(0.0, 1.0)
 
 
-def measure(trainer: Trainer, batches: list[Batch], alpha: float) -> Drift:
-    """Of the policy that began the update of these micro-batches. Every process calls it, and has the same answer."""
-    mine = torch.zeros(4, dtype=torch.float64)
+def measure(trainer: Trainer, samples: list[Sample], config: RefreshConfig) -> Drift | None:
+    """Of the policy as it is after a step, over some of the sequences that the step was of; None where nothing asks for it.
+
+    samples: this data-parallel rank's. One forward pass over about `config.tokens` tokens of each rank. Every process calls
+    it, and has the same answer.
+    """
+    if config.when == "always":
+        return None
+    every = max(1, -(-sum(len(s.tokens) for s in samples) // config.tokens))
+    batches = trainer.pack(samples[::every])
+    trainer.score(batches, "drift")
+    mine = torch.zeros(5, dtype=torch.float64)
     for batch in batches if trainer.reports else ():
-        ratios = batch.scored["current"] - batch.rollout_log_probs
-        mine += drift_sums(ratios[batch.mask], alpha).cpu()
+        ratios = batch.scored["drift"] - batch.rollout_log_probs
+        mine += drift_sums(ratios[batch.mask], config.alpha).cpu()
     return drift_of(torch.stack(trainer.ranks.gather(mine)).sum(0))
+
+
+def refresh_metrics(drift: Drift | None, age: int, refreshed: bool) -> dict[str, float]:
+    """Of the log, where the engine is not refreshed after every step anyway."""
+    if drift is None:
+        return {}
+    return {"sync/kl": drift.kl, "sync/ess": drift.ess, "sync/age": float(age), "sync/refreshed": float(refreshed)}
 
 
 class RefreshSchedule:
@@ -57,12 +76,13 @@ class RefreshSchedule:
         self.refreshing = False
         """Whether the drift went beyond its limit, and has not come back to calm since."""
 
-    def due(self, drift: Drift, *, age: int, confined: bool) -> bool:
+    def due(self, drift: Drift | None, *, age: int, confined: bool) -> bool:
         """age: steps since the last refresh. confined: the trust region, which is around the engine's weights, refused or
         shortened an update of this step; at its border it would leave nothing of the next ones."""
         config = self.config
-        if config.when == "always":
+        if drift is None:
             return True
         limit = config.calm if self.refreshing else 1.0
-        self.refreshing = drift.kl > limit * config.kl or 1 - drift.ess > limit * (1 - config.ess)
+        within = drift.kl <= limit * config.kl and 1 - drift.ess <= limit * (1 - config.ess)
+        self.refreshing = not within  # what is no number is not within
         return self.refreshing or confined or age >= config.max_age

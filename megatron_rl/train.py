@@ -10,7 +10,7 @@ from megatron_rl.algorithms import advantages as adv
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.engine import Engine
 from megatron_rl.evaluate import evaluate
-from megatron_rl.refresh import RefreshSchedule, measure
+from megatron_rl.refresh import RefreshSchedule, measure, refresh_metrics
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Clock, Run
 from megatron_rl.step_metrics import log_step
@@ -58,7 +58,7 @@ def train(config: Config) -> None:
             run.step += 1
 
             with clock("sync"):
-                drift = measure(trainer, updates[-1], config.sync.refresh.alpha)
+                drift = measure(trainer, samples, config.sync.refresh)
                 age = run.step - engine.version
                 confined = any(m.get("update/halvings") or m.get("update/undone") for m in metrics)
                 evaluated = bool(run.eval_prompts) and run.due(config.eval.every)  # of the weights as they are
@@ -70,8 +70,8 @@ def train(config: Config) -> None:
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):
                     run.save()
-            refresh = {"sync/kl": drift.kl, "sync/ess": drift.ess, "sync/age": age, "sync/refreshed": float(refreshed)}
-            log_step(run, trajectories, updates, metrics, engine.metrics() | refresh, clock)
+            of_engine = engine.metrics() | refresh_metrics(drift, age, refreshed)
+            log_step(run, trajectories, updates, metrics, of_engine, clock)
 
 
 def advantages(config: AlgorithmConfig, trajectories: list[Trajectory]) -> torch.Tensor:

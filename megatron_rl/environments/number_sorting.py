@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_rl.environments.procedural import HELD_OUT_SIZE, ProceduralPrompts
 from megatron_rl.environments.task import Prompt, Split, Task, nearest
-from megatron_rl.environments.verifiers import number_list
+from megatron_rl.environments.verifiers import number_list, read_numbers
 from megatron_rl.errors import UserError
 
 
@@ -62,6 +62,10 @@ class NumberSorting(Task):
 
     def score(self, prompts, texts):
         return [number_list(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
+
+    def extract(self, text: str) -> str:
+        numbers = read_numbers(text)
+        return text.strip() if numbers is None else " ".join(f"{n:g}" for n in numbers)
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str:
         answer = self._right(prompt, rng)

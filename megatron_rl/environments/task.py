@@ -74,7 +74,7 @@ class Task:
         return self.score([prompt], [response_text])[0]
 
     def extract(self, text: str) -> str:
-        """The answer inside a response, in a form in which equal answers are equal strings (for majority@n)."""
+        """The answer inside a response, in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
         return text.strip()
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str:

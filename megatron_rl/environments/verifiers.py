@@ -60,8 +60,8 @@ def number_list(text: str, answer: Sequence[float] | str) -> dict[str, float]:
 
     answer: the numbers, or a text like '3 6 12 15'.
     """
-    expected = _numbers(answer) if isinstance(answer, str) else [float(n) for n in answer]
-    found = _numbers(text)
+    expected = read_numbers(answer) if isinstance(answer, str) else [float(n) for n in answer]
+    found = read_numbers(text)
     return {"correct": float(found is not None and found == expected), "answered": float(found is not None)}
 
 
@@ -70,14 +70,15 @@ def zigzag(text: str, question: str) -> dict[str, float]:
 
     question: `<6 15 3 12:` to begin upwards, `>6 15 3 12:` to begin downwards.
     """
-    found = _numbers(text)
-    right = found is not None and sorted(found) == sorted(_numbers(question[1:-1]))
+    found = read_numbers(text)
+    right = found is not None and sorted(found) == sorted(read_numbers(question[1:-1]))
     upwards = question[0] == "<"
     turns = all((a < b) == (upwards == (i % 2 == 0)) and a != b for i, (a, b) in enumerate(pairwise(found or [])))
     return {"correct": float(right and turns), "answered": float(found is not None)}
 
 
-def _numbers(text: str) -> list[float] | None:
+def read_numbers(text: str) -> list[float] | None:
+    """The numbers of a text that is nothing but numbers and separators, or None."""
     words = [word for word in re.split(r"[\s,;\[\]()]+", text) if word]
     return [float(w) for w in words] if words and all(_NUMBER.fullmatch(w) for w in words) else None
 

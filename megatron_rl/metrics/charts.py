@@ -14,6 +14,12 @@ CHARTS: tuple[dict[str, Any], ...] = (
         "range": [0, 1],
         "markers": True,
     },
+    {
+        "title": "Different right answers",
+        "note": "of an evaluation's n responses to a prompt",
+        "series": {"eval/distinct@*": "of *"},
+        "markers": True,
+    },
     {"title": "Reward", "note": "mean over the step's rollouts", "series": {"reward/mean": "reward"}},
     {"title": "Entropy", "note": "of the policy, nats per token", "series": {"entropy": "entropy"}},
     {
@@ -97,6 +103,23 @@ MISMATCH_CHARTS: tuple[dict[str, Any], ...] = (
         "series": {"pruning/pruned_mass": "mean", "pruning/pruned_mass_max": "largest"},
         "scale": "log",
     },
+    {
+        "title": "Drift of the policy",
+        "note": "KL(engine || policy) after a step, nats per token; the engine is refreshed by it",
+        "series": {"sync/kl": "KL (k3)"},
+        "scale": "log",
+    },
+    {
+        "title": "Sample size under drift",
+        "note": "effective share of the tokens",
+        "series": {"sync/ess": "ESS"},
+        "range": [0.95, 1],
+    },
+    {
+        "title": "Age of the engine's weights",
+        "note": "steps, before a refresh",
+        "series": {"sync/age": "steps", "sync/refreshed": "refreshed"},
+    },
 )
 
 ROUTING_CHARTS: tuple[dict[str, Any], ...] = (
@@ -160,47 +183,38 @@ EXPERT_CHARTS: tuple[dict[str, Any], ...] = (
         "series": {"vp2o/overlap": "all layers", "vp2o/layer_*/overlap": "layer *"},
     },
     {
-        "title": "Kernel",
-        "note": "mean cos of the prototypes of pairs",
-        "series": {"vp2o/stranger_kernel": "that repel", "vp2o/neighbor_kernel": "that attract"},
+        "title": "Kernel of strangers",
+        "note": "mean cos of the prototypes of pairs that repel",
+        "series": {"vp2o/stranger_kernel": "all layers", "vp2o/layer_*/stranger_kernel": "layer *"},
     },
     {
-        "title": "Attraction and repulsion",
-        "note": "norms of the experts' gradients, mean over layers, before clipping",
-        "series": {"vp2o/attraction": "attraction", "vp2o/repulsion": "repulsion"},
+        "title": "Kernel of neighbours",
+        "note": "mean cos of the prototypes of pairs that attract",
+        "series": {"vp2o/neighbor_kernel": "all layers", "vp2o/layer_*/neighbor_kernel": "layer *"},
+    },
+    {
+        "title": "Attraction",
+        "note": "norm of the experts' mixed gradients, before clipping",
+        "series": {"vp2o/attraction": "all layers", "vp2o/layer_*/attraction": "layer *"},
+        "scale": "log",
+    },
+    {
+        "title": "Repulsion",
+        "note": "norm of what is added to the experts' gradients, before clipping",
+        "series": {"vp2o/repulsion": "all layers", "vp2o/layer_*/repulsion": "layer *"},
         "scale": "log",
     },
     {
         "title": "Orthogonality loss",
-        "note": "of the outputs of a token's experts, mean over tokens and layers",
-        "series": {"routing/orthogonality": "loss"},
+        "note": "of the outputs of a token's experts, mean over tokens",
+        "series": {"routing/orthogonality": "all layers", "routing/layer_*/orthogonality": "layer *"},
     },
     {
         "title": "Barycentre shift",
         "note": "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
         "series": {"vp2o/shift": "mean of layers", "vp2o/layer_*/shift": "layer *"},
     },
-    {
-        "title": "Confined updates",
-        "note": "by the trust region, in a step",
-        "series": {"update/halvings": "halvings", "update/undone": "undone"},
-    },
-    {
-        "title": "Drift from the behaviour",
-        "note": "KL(engine || policy) of the step's last update, nats per token",
-        "series": {"sync/kl": "KL (k3)"},
-        "scale": "log",
-    },
-    {
-        "title": "Sample size under drift",
-        "note": "effective share of the tokens",
-        "series": {"sync/ess": "ESS"},
-        "range": [0.95, 1],
-    },
-    {
-        "title": "Age of the engine's weights",
-        "note": "steps, before a refresh",
-        "series": {"sync/age": "steps", "sync/refreshed": "refreshed"},
-    },
+    {"title": "Halvings", "note": "by the trust region, in a step", "series": {"update/halvings": "halvings"}},
+    {"title": "Undone updates", "note": "by the trust region, in a step", "series": {"update/undone": "undone"}},
 )
-"""Of every MoE model, and what VP2O and the refresh by drift add."""
+"""Of every MoE model, and what VP2O adds."""

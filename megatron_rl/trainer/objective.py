@@ -110,7 +110,7 @@ def policy_objective(
     loss = (total * weights).sum()
     sums["entropy"] = entropy.detach()[mask].sum()
     # For the metrics: the mismatch to the engine is that of the policy before its update.
-    batch.scored |= {"old": old.detach(), "current": log_probs.detach(), "coverage": coverage.detach()}
+    batch.scored |= {"old": old.detach(), "coverage": coverage.detach()}
     batch.corrected = corrected
     return loss, sums
 

@@ -187,8 +187,9 @@ class Trainer:
         if self.trust_region:
             self.trust_region.probed(passes)
         metrics = self._total(sums, route_sums(passes) | (self.stein.sums() if self.stein else {}))
-        lr = metrics["update/lr"] = self.optimizer.param_groups[0]["lr"]
+        lr = self.optimizer.param_groups[0]["lr"]
         step = self._step()
+        metrics["update/lr"] = lr * step.verdict.scale if step.verdict else lr
         if self.config.routing.source in PREDICTING:
             failed = bool(learn) and not self.predictors.step(passes, lr)
             metrics["update/predictors_skipped"] = float(self.ranks.maximum(int(failed)))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.stein import barycenter_shift
 from megatron_rl.config import VP2OConfig
+from megatron_rl.errors import UserError
 from megatron_rl.models.router import ReplayRouter
 from megatron_rl.routing.replay import RoutePass
 from megatron_rl.trainer.preview import StepPreview
@@ -33,6 +34,8 @@ TRACKING = 8
 prototype turns among directions that its weights hardly prefer to one another."""
 MOST_HALVINGS = 10
 """After which an update is left out: it began beyond the limit."""
+MOST_REFUSED = 16
+"""Updates in a row, after which a run that learns nothing ends."""
 
 
 @dataclass
@@ -67,6 +70,8 @@ class TrustRegion:
         self.stein = stein
         self._maximum = maximum
         self._anchors: dict[int, _Anchor] = {}
+        self._refused = 0
+        """In a row."""
 
     def anchor(self) -> None:
         """The weights as they are have just gone to the engine. Collective."""
@@ -96,17 +101,30 @@ class TrustRegion:
 
     @torch.no_grad()
     def judge(self, preview: StepPreview) -> Verdict:
-        """How much of the step that is about to be taken may be taken: the same answer on all processes. Collective."""
+        """How much of the step that is about to be taken may be taken: the same answer on all processes. Collective.
+
+        Errors: UserError where it is nothing for the MOST_REFUSED-th time in a row: what is refused changes nothing, so that
+        the next step is likely to be refused as well.
+        """
         first: dict[int, float] = {}
         scale = 1.0
         for halvings in range(MOST_HALVINGS + 1):
             shifts = self._shifts(preview, scale)
             first = first or shifts
             if self._maximum(max(shifts.values(), default=0.0)) <= self.config.trust_region:
+                self._refused = 0
                 return Verdict(scale, halvings, first)
             if self.config.on_excess == "undo":
                 break
             scale /= 2
+        self._refused += 1
+        if self._refused == MOST_REFUSED:
+            remedy = "set vp2o.on_excess: halve," if self.config.on_excess == "undo" else "set"
+            raise UserError(
+                f"vp2o.trust_region: {MOST_REFUSED} updates in a row would have moved the experts of a layer by more than"
+                f" {self.config.trust_region:g}, and were left out; {remedy} a larger vp2o.trust_region or a smaller"
+                " optimizer.lr"
+            )
         return Verdict(0.0, halvings, first)
 
     def _shifts(self, preview: StepPreview, scale: float) -> dict[int, float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from megatron_rl.config import RefreshConfig
-from megatron_rl.refresh import Drift, RefreshSchedule, drift_of, drift_sums
+from megatron_rl.refresh import Drift, RefreshSchedule, drift_of, drift_sums, measure
 
 SMALL, LARGE = Drift(kl=1e-4, ess=0.999), Drift(kl=0.02, ess=0.99)
 
@@ -28,14 +30,20 @@ def test_drift_of_all_tokens_of_two_distributions():
 
 
 def test_drift_of_nothing_and_of_the_impossible():
-    assert drift_of(torch.zeros(4, dtype=torch.float64)) == Drift(0.0, 1.0)
-    pruned = drift_of(drift_sums(torch.tensor([0.0, -torch.inf]), 1.0))
-    assert pruned.kl == pytest.approx((20 - 1) / 2, rel=1e-6) and pruned.ess == pytest.approx(0.5)
+    assert drift_of(torch.zeros(5, dtype=torch.float64)) == Drift(0.0, 1.0)
+    pruned = drift_of(drift_sums(torch.tensor([0.5, -torch.inf]), 1.0))
+    assert pruned.kl == pytest.approx(math.expm1(0.5) - 0.5) and pruned.ess == pytest.approx(0.5)
+    assert drift_of(drift_sums(torch.tensor([-torch.inf] * 3), 1.0)) == Drift(0.0, 0.0)
+    far = drift_of(drift_sums(torch.tensor([0.0, -1e4, 1e4]), 1.0))
+    assert math.isfinite(far.kl) and far.ess == pytest.approx(1 / 3)
+    nothing = drift_of(drift_sums(torch.tensor([0.0, torch.nan]), 1.0))
+    assert schedule().due(nothing, age=1, confined=False), "what is no number is not within its limits"
 
 
 def test_always():
     every = RefreshSchedule(RefreshConfig())
-    assert all(every.due(SMALL, age=1, confined=False) for _ in range(3))
+    assert all(every.due(None, age=1, confined=False) for _ in range(3))
+    assert measure(None, [], RefreshConfig()) is None, "nothing is scored where nothing asks for it"
 
 
 def test_either_limit_refreshes():

@@ -52,7 +52,8 @@ TASK: Settings = {"data.task": "number_zigzag"}
 COMMON: Settings = (
     TASK
     | {
-        "correction.bypass": "true",  # what the refresh by drift needs; with fresh weights it changes no more than rounding does
+        # The refresh by drift needs it; of fresh weights the engine's log-probs are the trainer's but for rounding.
+        "correction.bypass": "true",
         "vp2o.enabled": "true",
         "vp2o.neighbors": 1,
         "vp2o.repulsion": 0,

@@ -95,6 +95,34 @@ REFUSED |= {
         {"vp2o": {"enabled": True, "on_excess": "halve"}},
         "on_excess without vp2o.trust_region does nothing; set vp2o.trust_region: 0.1",
     ),
+    "vp2o's probes of nothing": (
+        {"vp2o": {"enabled": True, "probe_tokens": 64}},
+        "probe_tokens without vp2o.trust_region does nothing",
+    ),
+    "vp2o's tokens of nothing": (
+        {"vp2o": {"enabled": True, "orthogonality": 0.0, "orthogonality_tokens": 64}},
+        "orthogonality_tokens with vp2o.orthogonality: 0 does nothing",
+    ),
+    "vp2o's scale of nothing": (
+        {"vp2o": {"enabled": True, "repulsion": 0.0, "repulsion_scale": "relative"}},
+        "repulsion_scale with vp2o.repulsion: 0 does nothing",
+    ),
+    "vp2o's neighbors twice": (
+        {"vp2o": {"enabled": True, "neighbors": 2, "attract_above": 0.5}},
+        "neighbors beside vp2o.attract_above does nothing; set one of the two",
+    ),
+    "vp2o's strangers twice": (
+        {"vp2o": {"enabled": True, "strangers": 2, "repel_below": 0.5}},
+        "strangers beside vp2o.repel_below does nothing; set one of the two",
+    ),
+    "vp2o of pairs that attract and repel": (
+        {"vp2o": {"enabled": True, "neighbors": 5, "strangers": 4}},
+        "neighbors = 5 and strangers = 4 are more than .* 8 experts .*set vp2o.neighbors: 4 and vp2o.strangers: 4",
+    ),
+    "vp2o of bounds that cross": (
+        {"vp2o": {"enabled": True, "attract_above": 0.1, "repel_below": 0.2}},
+        "repel_below = 0.2 is not below attract_above = 0.1",
+    ),
     "drift that nothing looks at": (
         {"sync": {"refresh": {"kl": 0.1}}},
         "sync.refresh.kl with when = always does nothing; set sync.refresh.when: drift",
@@ -102,6 +130,15 @@ REFUSED |= {
     "old rollouts": (
         {"sync": {"refresh": {"when": "drift"}}},
         "up to 8 steps old, and nothing corrects for it; set correction.bypass: true",
+    ),
+    "old routes": (
+        {
+            "sync": {"refresh": {"when": "drift"}},
+            "routing": {"source": "rollout"},
+            "rollout": {"routes": True},
+            "correction": {"bypass": True},
+        },
+        "when = drift with routing.source = rollout: what is replayed must be of the weights that are trained",
     ),
 }
 NO_EXPERTS = {

@@ -85,6 +85,8 @@ def test_number_zigzag_has_prompts_with_several_right_answers():
         answers = {task.demonstration(prompt, rng) for _ in range(40)}
         assert len(answers) >= 3 and all(task.rewards(prompt, answer)["correct"] == 1 for answer in answers)
     assert {prompt.text[0] for prompt in prompts} == {"<", ">"}
+    same = {"6 15 3 12", " 6, 15,3 12\n", "[06 15 3.0 12]"}
+    assert {task.extract(text) for text in same} == {"6 15 3 12"} and task.extract("six ") == "six"
     wrong = build_task(DataConfig(task="number_zigzag", options={"corrupt": 1}))
     assert not any(wrong.rewards(p, wrong.demonstration(p, rng))["correct"] for p in prompts)
     assert not {p.text for p in prompts} & {p.text for p in task.prompts("eval")[:300]}

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Config, build_config
+from megatron_rl.config import Config, RefreshConfig, build_config
 from megatron_rl.panel import panel_metrics
+from megatron_rl.refresh import measure
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
@@ -125,6 +126,9 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
             run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=task)
             result["panel"] = panel_metrics(run, [batches])
             result["vp2o"] = vp2o_metrics([metrics])
+            if config.vp2o.enabled:  # the drift, over all tokens: each layout would have others of them
+                drift = measure(trainer, mine, RefreshConfig(when="drift", tokens=1 << 20))
+                result["vp2o"] |= {"kl": drift.kl, "ess": drift.ess}
     result["weights"] = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
     if dist.get_rank() != 0:
         result.pop("grads"), result.pop("weights")

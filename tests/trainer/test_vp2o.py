@@ -54,6 +54,7 @@ def found(model, tiny_model, samples, stored):
         "preview_all": (model, samples, ONE_RANK),
         "refused_and_halved": (model, samples, VP2O),
         "past_a_right_angle": (model, samples, VP2O | {"power_steps": 32}),
+        "always_refused": (model, samples, VP2O),
         "not_finite": (model, samples, VP2O | {"trust_region": 2.0}),
         "never_active": (str(tiny_model("gpt_oss", "--layers", "2")), samples, VP2O | {"repulsion": 0.1}),
         "counted": (model, samples, VP2O),
@@ -83,6 +84,12 @@ def test_a_step_beyond_the_trust_region_is_refused_or_halved(found):
     assert halve["metrics"]["update/undone"] == 0 and halve["metrics"]["update/halvings"] >= 1
     assert not halve["unchanged"]
     assert 0 < halve["shift_after"] <= 0.02 < halve["shift"]
+
+
+def test_a_run_whose_updates_are_all_refused_ends(found):
+    count, message = found["always_refused"]
+    assert count == 16
+    assert "vp2o.trust_region: 16 updates in a row" in message and "vp2o.on_excess: halve" in message
 
 
 def test_a_small_turn_past_the_start_of_the_iteration_is_a_small_shift(found):

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.algorithms import stein
 from megatron_rl.config import ParallelConfig, VP2OConfig
+from megatron_rl.errors import UserError
 from megatron_rl.models.moe import expert_slices, moe_layers
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.checkpoint import _random_states
@@ -103,6 +104,22 @@ def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
             "shift_after": _shift_now(trainer),
         }
     return found
+
+
+def always_refused(model: str, samples: list[Sample], vp2o: dict) -> tuple[int, str]:
+    """How many updates in a row are refused before the run ends, and what it says."""
+    trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 1e-4}}))
+    batches = trainer.pack(samples[:2])
+    trainer.score(batches, "old")
+    trainer.trust_region.config = make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0}}).vp2o
+    update(trainer, batches)
+    trainer.trust_region.config = make_config(model, {"vp2o": {**vp2o, "trust_region": 1e-4}}).vp2o
+    for count in range(1, 100):
+        try:
+            assert update(trainer, batches)["update/undone"] == 1
+        except UserError as error:
+            return count, str(error)
+    return count, "nothing"
 
 
 def _shift_now(trainer: Trainer) -> float:

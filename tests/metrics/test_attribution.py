@@ -108,9 +108,9 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
             for i, sequence in enumerate(tokens)
         ]  # fmt: skip
         CoreAttention.forward = wrong if name == "attention" else forward
-        found[name] = attribute(config(precision), ranks, trajectories, None, STEP)
+        found[name] = attribute(config(precision), ranks, trajectories, None, STEP, STEP)
         if name == "routes":
-            found["predicted"] = attribute(config(precision, "predicted"), ranks, trajectories, None, STEP)
+            found["predicted"] = attribute(config(precision, "predicted"), ranks, trajectories, None, STEP, STEP)
     return found
 
 

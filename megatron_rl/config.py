@@ -192,7 +192,7 @@ class VP2OConfig:
     """Power iterations that find a prototype."""
     orthogonality: NonNegativeFloat = 0.01
     """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens; 0: none."""
-    orthogonality_tokens: Positive = 512
+    orthogonality_tokens: Positive = 128
     """Tokens of one micro-batch, evenly spread, that stand for all in it: what their experts put out is kept in each layer."""
     trust_region: PositiveFloat | None = None
     """kappa: no update may move the router-weighted prototypes of a layer further than this from those of the weights that the

@@ -126,8 +126,8 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
         half = experts // 2
         raise UserError(
             f"config: vp2o.neighbors = {vp2o.neighbors} and strangers = {vp2o.strangers} are more than {name}'s {experts}"
-            f" experts a layer, so that pairs would attract and repel at once; set vp2o.neighbors: {half} and"
-            f" vp2o.strangers: {experts - half}"
+            f" experts a layer, and a neighbor is no stranger; set vp2o.neighbors: {half} and vp2o.strangers:"
+            f" {experts - half}"
         )
     if None not in (vp2o.attract_above, vp2o.repel_below) and vp2o.repel_below >= vp2o.attract_above:
         raise UserError(

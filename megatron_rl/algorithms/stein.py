@@ -63,10 +63,13 @@ def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = 
     return itself | found
 
 
-def repulsion_mask(coactivation: Tensor, strangers: int, below: float | None = None) -> Tensor:
+def repulsion_mask(
+    coactivation: Tensor, strangers: int, below: float | None = None, *, attract: Tensor | None = None
+) -> Tensor:
     """M^rep `[N, N]` bool: the `strangers` experts that are most rarely active together with an active one; or all with
-    O_ij <= `below`. A row without activity is empty."""
+    O_ij <= `below`. Those of the mask `attract` are not among them. A row without activity is empty."""
     others = _others(coactivation) & (coactivation.diagonal() > 0)[:, None]
+    others = others if attract is None else others & ~attract
     return _first(coactivation, others, strangers) if below is None else others & (coactivation <= below)
 
 
@@ -139,7 +142,8 @@ def kernel_gradient(
     grad <q, p> = (W p) x^T + (W x) p^T.
 
     damping: (s I - M) is raised by damping * s, which bounds x where the two largest singular values meet and the direction
-    means little; 0 is exact. Conjugate gradients, at most `iterations`.
+    means little; 0 is exact. Conjugate gradients, at most `iterations`; a row whose p is not yet the top eigenvector ends where
+    it meets a direction along which the raised operator is smaller than it would be then.
     """
     dtype = torch.promote_types(weights.dtype, torch.float32)
     weights, every = weights.to(dtype), prototypes.to(dtype)
@@ -154,13 +158,13 @@ def kernel_gradient(
     def apply(v: Tensor) -> Tensor:
         return across((1 + damping) * top * v - all_reduce(_transposed(weights, _times(weights, v))))
 
-    x = _conjugate_gradients(apply, across(towards), iterations)
+    x = _conjugate_gradients(apply, across(towards), iterations, 0.99 * damping * top)
     return a, x, _times(weights, x), p
 
 
-def _conjugate_gradients(apply: Callable[[Tensor], Tensor], right: Tensor, iterations: int) -> Tensor:
-    """Solve apply(x) = right row by row, `[n, D]`. A row stops at its tolerance, or where the operator has no positive
-    curvature left: there p is not yet the top vector, and what was found so far is what can be said."""
+def _conjugate_gradients(apply: Callable[[Tensor], Tensor], right: Tensor, iterations: int, smallest: Tensor) -> Tensor:
+    """Solve apply(x) = right row by row, `[n, D]`. A row stops at its tolerance, or where the operator's curvature is not above
+    its `smallest` eigenvalue `[n, 1]`: there p is not yet the top vector, and what was found so far is what can be said."""
     x, residual = torch.zeros_like(right), right
     direction = residual
     squared = residual.square().sum(-1, keepdim=True)
@@ -171,7 +175,7 @@ def _conjugate_gradients(apply: Callable[[Tensor], Tensor], right: Tensor, itera
             break
         applied = apply(direction)
         curvature = (direction * applied).sum(-1, keepdim=True)
-        going = going & (curvature > 0)
+        going = going & (curvature > smallest * direction.square().sum(-1, keepdim=True))
         length = torch.where(going, squared / torch.where(going, curvature, 1.0), 0.0)
         x = x + length * direction
         residual = residual - length * applied

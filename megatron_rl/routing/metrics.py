@@ -4,14 +4,16 @@ Names of the sums of one update: `routing/LAYER/deviation/J` (tokens whose repla
 router's in J slots), `routing/LAYER/unpredicted/J` (so, had nothing been predicted), `routing/LAYER/engine/J` (the
 engine's experts against what the trainer would choose in its place before the first update),
 `routing/LAYER/cached`, `/kl`, `/staleness`, `/drift`, `/predictor_loss` (the last four summed over the cached tokens),
-`routing/LAYER/load/E` (tokens of expert E), `routing/LAYER/counted`, `/entropy`, `/orthogonality` (the last two summed over
-the counted tokens).
+`routing/LAYER/load` (an array: tokens of each expert), `routing/LAYER/counted`, `/entropy`, `/orthogonality` (the last two
+summed over the counted tokens).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from megatron_rl.routing.replay import RoutePass
@@ -21,9 +23,9 @@ OF_CACHED = ("kl", "staleness", "drift", "predictor_loss")
 OF_COUNTED = ("entropy", "orthogonality")
 
 
-def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
+def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float | np.ndarray]:
     """What this process's routers measured in one update."""
-    sums: dict[str, float] = {}
+    sums: dict[str, float | np.ndarray] = {}
     names: list[str] = []
     values: list[torch.Tensor] = []
 
@@ -37,8 +39,8 @@ def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
         for layer, counts in route_pass.table.engine_deviations.items():
             add(f"{PREFIX}{layer}/engine", counts)
         for layer, stats in route_pass.stats.items():
-            if (together := route_pass.table.coactivation.get(layer)) is not None:
-                add(f"{PREFIX}{layer}/load", together.diagonal())
+            if (load := route_pass.table.load.get(layer)) is not None:
+                add(f"{PREFIX}{layer}/load", load)
             if stats.entropy is not None:
                 add(f"{PREFIX}{layer}/counted", route_pass.table.counted.sum())
                 add(f"{PREFIX}{layer}/entropy", stats.entropy)
@@ -59,7 +61,11 @@ def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float]:
                     add(f"{PREFIX}{layer}/predictor_loss", stats.predictor_loss)
     numbers = iter(torch.cat(values).tolist() if values else ())  # one transfer from the device
     for name, value in zip(names, values, strict=True):
-        several = name.endswith(("/deviation", "/unpredicted", "/engine", "/load"))
+        if name.endswith("/load"):  # too many for a key each
+            load = np.array(list(itertools.islice(numbers, len(value))))
+            sums[name] = sums[name] + load if name in sums else load
+            continue
+        several = name.endswith(("/deviation", "/unpredicted", "/engine"))
         for slot in range(len(value)):
             key = f"{name}/{slot}" if several else name
             sums[key] = sums.get(key, 0.0) + next(numbers)
@@ -125,12 +131,11 @@ def _figures(cells: list[dict[str, float]]) -> dict[str, float]:
 
 def _utilization(cells: list[dict[str, float]]) -> dict[str, float]:
     """active_experts: share of the experts that had a token; load_max: of the busiest expert, as a multiple of the mean."""
-    loads = [counts for sums in cells if sum(counts := _counts(sums, "load"))]
+    loads = [sums["load"] for sums in cells if "load" in sums and sums["load"].any()]
     if not loads:
         return {}
-    active = [sum(count > 0 for count in counts) / len(counts) for counts in loads]
-    busiest = [max(counts) * len(counts) / sum(counts) for counts in loads]
-    return {"active_experts": sum(active) / len(active), "load_max": sum(busiest) / len(busiest)}
+    active, busiest = [(load > 0).mean() for load in loads], [load.max() / load.mean() for load in loads]
+    return {"active_experts": float(np.mean(active)), "load_max": float(np.mean(busiest))}
 
 
 def _counts(total: dict[str, float], kind: str) -> list[float]:

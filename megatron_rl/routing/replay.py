@@ -75,8 +75,12 @@ class RouteTable:
     features: dict[int, Features] = field(default_factory=dict)
     engine_deviations: dict[int, Tensor] = field(default_factory=dict)
     """[k + 1] counts by layer: engine's routes against the trainer's own under the old weights."""
+    load: dict[int, Tensor] = field(default_factory=dict)
+    """[E] counted tokens by layer of each expert, in the first pass."""
     coactivation: dict[int, Tensor] = field(default_factory=dict)
-    """[E, E] counted tokens by layer on which two experts are both active, in the first pass."""
+    """[E, E] counted tokens by layer on which two experts are both active, in the first pass that counts pairs."""
+    counted_rows: Tensor = field(default_factory=lambda: torch.arange(0))
+    """[M] int64: those that are counted; as rows, because a GPU would be waited for to find them."""
 
     def to(self, device: torch.device) -> RouteTable:
         """On a device, as it was packed: before its first pass."""
@@ -85,9 +89,9 @@ class RouteTable:
         return replace(self, **moved, features=features)
 
     def spread(self, budget: int) -> Tensor:
-        """[C] int64: at most `budget` of the cached rows, evenly spread."""
-        places = torch.from_numpy(spread(len(self.cached), budget))
-        return self.cached[places.to(self.cached.device, non_blocking=True)]
+        """[C] int64: at most `budget` of the counted rows, evenly spread."""
+        places = torch.from_numpy(spread(len(self.counted_rows), budget))
+        return self.counted_rows[places.to(self.counted_rows.device, non_blocking=True)]
 
     def engine_route(self, layer: int) -> Tensor | None:
         """[T, k] ids of the engine for a model layer."""
@@ -131,8 +135,10 @@ class RoutePass:
     orthogonality: float = 0.0
     """Weight of the loss that keeps the outputs of a token's experts apart, in an update."""
     orthogonality_tokens: int = 0
+    count_pairs: bool = False
+    """Of experts that are active together."""
     probe: dict[int, Tensor] | None = None
-    """Router inputs [C, d] of some cached tokens by layer, kept where a dictionary is given."""
+    """Router inputs [C, d] of some counted tokens by layer, kept where a dictionary is given."""
     probe_tokens: int = 0
     """At most so many of one micro-batch."""
     _engine_like: dict[int, Tensor] = field(default_factory=dict)
@@ -158,7 +164,11 @@ class RoutePass:
             self.table.unpredicted[layer] = engine_like.to(route_dtype(self.experts))
         self._compare(layer, replayed, own, engine_like)
         chosen = own if replayed is None else torch.where(has_route(replayed)[:, None], replayed.long(), own)
-        if layer not in self.table.coactivation:
+        if layer not in self.table.load:
+            tokens = self.table.counted.float()[:, None].expand(chosen.shape)
+            load = torch.zeros(self.experts, device=chosen.device)
+            self.table.load[layer] = load.scatter_add_(0, chosen.flatten(), tokens.flatten())
+        if self.count_pairs and layer not in self.table.coactivation:
             self.table.coactivation[layer] = coactivation_counts(chosen, self.experts, self.table.counted)
         if replayed is None and self.stage == "score":
             self.table.recorded[layer] = own.to(route_dtype(self.experts))

@@ -270,6 +270,7 @@ def _route_table(
         moe_layers=layout.routes.moe_layers,
         counted=torch.from_numpy(mask[own]),
         cached=torch.from_numpy(rows),
+        counted_rows=torch.from_numpy(np.flatnonzero(mask[own])),
         engine=None if _missing(routes).all() else torch.from_numpy(routes[own]),
         features=features,
     )

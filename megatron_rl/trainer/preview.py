@@ -36,10 +36,11 @@ class StepPreview:
     Transformer Engine's or Apex's) its arithmetic is its own.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, norm: float) -> None:
-        """norm: of all gradients, which decides how far they will be clipped."""
+    def __init__(self, optimizer: MegatronOptimizer, norm: float | Tensor) -> None:
+        """norm: of all gradients, which decides how far they will be clipped; of the type that the optimizer gives it."""
         clip = optimizer.config.clip_grad
-        self._clip = min(1.0, clip / (norm + CLIP_EPS)) if clip > 0 else 1.0
+        self._clip = clip / (norm + CLIP_EPS) if clip > 0 else 1.0
+        self._clip = self._clip.clamp_max(1.0) if torch.is_tensor(self._clip) else min(1.0, self._clip)
         self._owned = owned_ranges(optimizer)
         self._parts = optimizer.chained_optimizers
         self._homes: dict[int, set[torch.nn.Parameter]] = {}

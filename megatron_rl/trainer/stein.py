@@ -7,7 +7,7 @@ weights alone and is added after the reduction, where gradients are means over t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -88,11 +88,13 @@ class Stein:
     def attract(self) -> None:
         """Mix the gradients of co-active experts, in this process's DDP buffers, before they are reduced. Collective."""
         together = self._coactivation()
+        self._tables = []
         for number, layer in self.layers.items():
             found = self._interactions[number] = self._interact(number, together[number])
-            mixing = found.attract * found.kernel
-            idle = found.coactivation.diagonal() == 0
-            mixing[idle] = torch.eye(layer.experts, device=mixing.device)[idle]
+            idle = (
+                found.coactivation.diagonal() == 0
+            )  # its gradient comes from tokens that are not in the loss, if at all
+            mixing = found.kernel * torch.where(idle[:, None], torch.eye(layer.experts).to(idle.device), found.attract)
             stays = stein.untouched(mixing).tolist()
             if not all(stays):
                 for slices in layer.slices.values():
@@ -143,7 +145,7 @@ class Stein:
 
     def output_weights(self, outputs: list[ExpertSlice]) -> Tensor:
         """[n, D_in, D_out] fp32."""
-        return torch.stack([output.data for output in outputs]).float().transpose(1, 2)
+        return stacked([output.data for output in outputs]).transpose(1, 2)
 
     def weights_changed(self) -> None:
         """After an optimizer step."""
@@ -170,10 +172,12 @@ class Stein:
     def _interact(self, number: int, together: Tensor) -> _Interaction:
         config = self.config
         temperature = 1.0 if config.temperature is None else config.temperature / len(together)
+        attract = stein.attraction_mask(together, config.neighbors, config.attract_above)
+        repel = stein.repulsion_mask(together, config.strangers, config.repel_below, attract=attract)
         return _Interaction(
             together,
-            stein.neighbor_weights(stein.attraction_mask(together, config.neighbors, config.attract_above)),
-            stein.neighbor_weights(stein.repulsion_mask(together, config.strangers, config.repel_below)),
+            stein.neighbor_weights(attract),
+            stein.neighbor_weights(repel),
             stein.kernel(self.prototypes(number), temperature),
         )
 
@@ -274,6 +278,14 @@ def _expert_layer(number: int, layer: torch.nn.Module) -> ExpertLayer:
     start = torch.randn(output.shape[0], generator=torch.Generator().manual_seed(number))
     experts = layer.config.num_moe_experts
     return ExpertLayer(layer.router, slices, experts, slice(first, first + count), start.to(output.device))
+
+
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """[n, ...] in fp32, with no other copy on the way."""
+    result = torch.empty(len(matrices), *matrices[0].shape, device=matrices[0].device)
+    for place, matrix in zip(result, matrices, strict=True):
+        place.copy_(matrix)
+    return result
 
 
 def _square_of(tensors: Iterable[Tensor]) -> float:

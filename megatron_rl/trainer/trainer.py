@@ -189,8 +189,9 @@ class Trainer:
         metrics = self._total(sums, route_sums(passes) | (self.stein.sums() if self.stein else {}))
         lr = self.optimizer.param_groups[0]["lr"]
         step = self._step()
-        metrics["update/lr"] = lr * step.verdict.scale if step.verdict else lr
+        lr = metrics["update/lr"] = lr * step.verdict.scale if step.verdict else lr
         if self.config.routing.source in PREDICTING:
+            learn = learn if lr else None  # what is undone changes no predictor either
             failed = bool(learn) and not self.predictors.step(passes, lr)
             metrics["update/predictors_skipped"] = float(self.ranks.maximum(int(failed)))
         metrics["update/grad_norm"] = step.norm
@@ -205,10 +206,11 @@ class Trainer:
         """Clip and step, unless the norm is not finite (Megatron's own check raises, or steps on NaN) or the trust region
         refuses it."""
         found_inf = self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        clipped_by = self.optimizer.get_grad_norm()
+        norm = float(clipped_by)
         if found_inf or not math.isfinite(norm):
             return Step(False, norm)
-        verdict = self.trust_region.judge(StepPreview(self.optimizer, norm)) if self.trust_region else None
+        verdict = self.trust_region.judge(StepPreview(self.optimizer, clipped_by)) if self.trust_region else None
         if verdict and not verdict.scale:
             return Step(False, norm, verdict)
         with scaled_lr(self.optimizer, verdict.scale if verdict else 1.0):
@@ -266,9 +268,9 @@ class Trainer:
         source, shape, gradients = self.config.routing.source, self.layout.routes, {}
         if shape is None:
             return [None] * len(batches)
-        vp2o, options = self.config.vp2o, {}
+        vp2o, options = self.config.vp2o, {"count_pairs": self.stein is not None}
         if self.stein and stage == "update":
-            options = {"orthogonality": vp2o.orthogonality, "orthogonality_tokens": vp2o.orthogonality_tokens}
+            options |= {"orthogonality": vp2o.orthogonality, "orthogonality_tokens": vp2o.orthogonality_tokens}
         return [RoutePass(b.routes, source, shape.experts, stage, learn, gradients, **options) for b in batches]
 
     def _run(

@@ -11,6 +11,7 @@ would stay before that point for good.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.router import ReplayRouter
 from megatron_rl.routing.replay import RoutePass
 from megatron_rl.trainer.preview import StepPreview
-from megatron_rl.trainer.stein import ExpertLayer, Stein
+from megatron_rl.trainer.stein import ExpertLayer, Stein, stacked
 
 PARTS = 4
 """Parts in which the output projections of a layer are previewed: with moments and gradients at most one layer's gradients."""
@@ -91,7 +92,14 @@ class TrustRegion:
 
     @torch.no_grad()
     def probed(self, passes: list[RoutePass]) -> None:
-        """After that pass, with the weights still as they were."""
+        """After that pass, with the weights still as they were. Collective."""
+        rows = [len(next(iter(p.probe.values()))) for p in passes if p.probe]
+        if not rows:
+            return
+        tokens = torch.tensor([sum(rows)], device=passes[0].table.counted.device)
+        dist.all_reduce(tokens, group=self.stein.token_group)
+        if not int(tokens):  # no token of the loss on any process: the next pass may have some
+            return
         for number, anchor in self._anchors.items():
             seen = [p.probe[number] for p in passes if p.probe and number in p.probe]
             if anchor.gates is None and seen:
@@ -111,7 +119,8 @@ class TrustRegion:
         for halvings in range(MOST_HALVINGS + 1):
             shifts = self._shifts(preview, scale)
             first = first or shifts
-            if self._maximum(max(shifts.values(), default=0.0)) <= self.config.trust_region:
+            worst = max((s if math.isfinite(s) else math.inf for s in shifts.values()), default=0.0)
+            if self._maximum(worst) <= self.config.trust_region:
                 self._refused = 0
                 return Verdict(scale, halvings, first)
             if self.config.on_excess == "undo":
@@ -130,8 +139,9 @@ class TrustRegion:
     def _shifts(self, preview: StepPreview, scale: float) -> dict[int, float]:
         """Mean over the probe tokens of all processes, by layer."""
         sums = []
-        for number, layer in self.stein.layers.items():
-            anchor = self._anchors[number]
+        seen = [number for number, anchor in self._anchors.items() if anchor.gates is not None]
+        for number in seen:  # none before the first token of the loss
+            layer, anchor = self.stein.layers[number], self._anchors[number]
             prototypes = self._prototypes_after(layer, anchor, preview, scale)
             gates = _gates(layer.router, anchor.hidden, preview.after(_parameters(layer.router), scale))
             shift = barycenter_shift(gates, prototypes, anchor.gates, anchor.prototypes)
@@ -140,7 +150,7 @@ class TrustRegion:
             return {}
         total = torch.stack(sums)
         dist.all_reduce(total, group=self.stein.token_group)
-        return dict(zip(self.stein.layers, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
+        return dict(zip(seen, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
 
     def _prototypes_after(self, layer: ExpertLayer, anchor: _Anchor, preview: StepPreview, scale: float) -> Tensor:
         parameters = list(dict.fromkeys(output.parameter for output in layer.outputs))
@@ -149,8 +159,8 @@ class TrustRegion:
         for first in range(0, len(parameters), size):
             some = parameters[first : first + size]
             after |= dict(zip(map(id, some), preview.after(some, scale), strict=True))
-        outputs = torch.stack([output.of(after[id(output.parameter)]) for output in layer.outputs])
-        return self._follow(layer, outputs.float().transpose(1, 2), anchor.start)
+        outputs = stacked([output.of(after[id(output.parameter)]) for output in layer.outputs])
+        return self._follow(layer, outputs.transpose(1, 2), anchor.start)
 
     def _follow(self, layer: ExpertLayer, weights: Tensor, start: Tensor) -> Tensor:
         return self.stein.prototypes_of(layer, weights, start[layer.mine], TRACKING)

@@ -84,6 +84,19 @@ def test_equal_scores_are_spread_over_the_experts():
     assert stein.repulsion_mask(together, 3).sum(0).tolist() == [3] * 8
 
 
+def test_no_pair_attracts_and_repels():
+    """Whatever is equal: of few tokens many counts are."""
+    for _ in range(20):
+        together = stein.coactivation(routes(tokens=12, experts=8, topk=2), 8)
+        attract = stein.attraction_mask(together, 4)
+        repel = stein.repulsion_mask(together, 4, attract=attract)
+        assert not (attract & repel).any()
+        active = together.diagonal() > 0
+        assert (repel.sum(-1)[active] == 4).all(), "the strangers are among the others"
+    above, below = stein.attraction_mask(together, 1, 0.1), stein.repulsion_mask(together, 4, attract=together >= 0.1)
+    assert not (above & below).any()
+
+
 def test_neighbor_weights():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
     expected = torch.tensor([[0.5, 0.5, 0], [0, 0, 0], [1 / 3] * 3])
@@ -174,6 +187,19 @@ def test_damping_bounds_the_gradient_where_the_top_is_double():
     _, x, _, _ = stein.kernel_gradient(weights, p, stein.kernel(p, 1.0), repel, damping=0.1)
     top = torch.linalg.svdvals(weights)[:, :1].square()
     assert (x.norm(dim=-1) <= repel.sum(-1) / (0.1 * top[:, 0]) * 1.01).all()
+
+
+def test_damping_bounds_the_gradient_where_prototypes_have_not_converged():
+    """Matrices without a gap, as many power iterations and as much damping as in training: no expert's push explodes."""
+    weights = torch.randn(48, 160, 320)
+    p = stein.prototypes(weights, 32, same_start(weights))
+    share = torch.einsum("nio,no->ni", weights, p).square().sum(-1) / torch.linalg.svdvals(weights)[:, 0].square()
+    assert share.min() < 0.99, "all of them have converged, which tests nothing"
+    repel = stein.neighbor_weights(~torch.eye(48, dtype=torch.bool))
+    a, x, b, _ = stein.kernel_gradient(weights, p, stein.kernel(p, 1.0), repel, damping=0.01, iterations=32)
+    assert (x.norm(dim=-1) <= 1.01 / (0.01 * a.square().sum(-1))).all()
+    norms = (a.square().sum(-1) * x.square().sum(-1) + b.square().sum(-1)).sqrt()
+    assert norms.max() < 30 * norms.median()
 
 
 def test_a_step_of_pure_repulsion_lowers_the_mean_kernel_over_its_pairs():

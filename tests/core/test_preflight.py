@@ -117,7 +117,7 @@ REFUSED |= {
     ),
     "vp2o of pairs that attract and repel": (
         {"vp2o": {"enabled": True, "neighbors": 5, "strangers": 4}},
-        "neighbors = 5 and strangers = 4 are more than .* 8 experts .*set vp2o.neighbors: 4 and vp2o.strangers: 4",
+        "strangers = 4 are more than .* 8 experts a layer, and .* set vp2o.neighbors: 4 and vp2o.strangers: 4",
     ),
     "vp2o of bounds that cross": (
         {"vp2o": {"enabled": True, "attract_above": 0.1, "repel_below": 0.2}},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from replays import POLICY_LR, make_config, make_samples, make_trainer, plant_predictors, shape_of, update
+from replays import POLICY_LR, make_config, make_samples, make_trainer, plant_predictors, shape_of, slots, update
 
 from megatron_rl.config import Config, RoutingConfig
 from megatron_rl.models.parallel_check import read_hf_config
@@ -78,7 +78,7 @@ def trained(model: str, seed: int, source: str) -> dict:
     sums = [update(trainer, batches, learn=number > 0)[0] for number in range(4)]
     result = {
         "scored": [b.scored["old"].numpy().copy() for b in batches],
-        "sums": [{k: v for k, v in s.items() if "predictor_loss" not in k} for s in sums],
+        "sums": [{k: v for k, v in slots(s).items() if "predictor_loss" not in k} for s in sums],
         "weights": weights_of(trainer),
         "predictors": predictors_of(trainer),
     }

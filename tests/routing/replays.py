@@ -89,6 +89,14 @@ def update(trainer: Trainer, batches, *, learn: bool = False) -> tuple[dict[str,
     return sums, [seen[id(batch)] for batch in batches if id(batch) in seen]
 
 
+def slots(sums: dict[str, float | np.ndarray]) -> dict[str, float]:
+    """With a key for each number of an array."""
+    flat: dict[str, float] = {}
+    for key, value in sums.items():
+        flat |= {f"{key}/{i}": float(v) for i, v in enumerate(value)} if np.ndim(value) else {key: value}
+    return flat
+
+
 def plant_predictors(trainer: Trainer, scale: float) -> None:
     for layer, router in routers(trainer.chunks):
         generator = torch.Generator().manual_seed(layer)
@@ -127,7 +135,7 @@ def replay(trainer: Trainer, samples: list[Sample], source: str) -> dict:
         result["sums"].append(update(trainer, batches, learn=True)[0])
         found = {layer: router.predictor.weight for layer, router in routers(trainer.chunks)}
         result["predictors"] = ranks.gather({layer: weight.numpy().copy() for layer, weight in found.items()})
-    result["sums"] = [{k: v for k, v in sums.items() if k.startswith("routing/")} for sums in result["sums"]]
+    result["sums"] = [{k: v for k, v in slots(sums).items() if k.startswith("routing/")} for sums in result["sums"]]
     result["without_route"] = ranks.total(sum(b.without_route for b in batches) if trainer.reports else 0)
     return result
 

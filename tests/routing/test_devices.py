@@ -49,22 +49,25 @@ def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypat
         features = Features(torch.zeros(5, HIDDEN, dtype=torch.bfloat16), torch.zeros(5, EXPERTS), None)
         kept = {3: features} if source == "predicted_rollout" else {}  # the other layer's are the trainer's own
         table = RouteTable((1, 3), torch.ones(TOKENS, dtype=torch.bool), torch.arange(5), engine, features=kept)
+        table.counted_rows = torch.arange(TOKENS)
         table = table.to(torch.device("cuda"))
         with torch.device("cuda"):
             router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
         with torch.no_grad():
             forward(RoutePass(table, source, EXPERTS, "score"), router)
         learn = loss if source in PREDICTING else None
-        update = RoutePass(table, source, EXPERTS, "update", learn)
+        update = RoutePass(table, source, EXPERTS, "update", learn, count_pairs=True, probe={}, probe_tokens=3)
         forward(update, router)
         assert update.stats[1].deviations.device.type == "cuda" and update.stats[1].cached == 5
+        assert table.coactivation[1].device.type == "cuda" and update.probe[1].shape == (3, HIDDEN)
         assert set(update.gradients) == ({1, 3} if learn else set())
         # The sums of an update are read in one go, all of them.
         read = []
         monkeypatch.setattr(FakeTensor, "tolist", lambda sums: read.append(sums) or [0.0] * len(sums))
         sums = route_sums([update])
         assert len(read) == 1 and read[0].device.type == "cuda"
-        assert len(sums) == len(read[0]) + 2  # `cached` of two layers was on the host
+        # `cached` of two layers was on the host; the loads of their experts are one array each.
+        assert len(sums) == len(read[0]) + 2 - 2 * (EXPERTS - 1)
 
 
 def test_sums_without_a_tensor_are_sums():

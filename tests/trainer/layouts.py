@@ -86,15 +86,19 @@ def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
     return grads
 
 
-def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
-    """Score, then `updates` updates; returns scored log-probs, loss and gradients of the first, and the last weights."""
+def run_layout(config: Config, samples: list[Sample], updates: int = 2, *, whole: bool = True) -> dict:
+    """Score, then `updates` updates; returns scored log-probs, loss and gradients of the first, and the last weights.
+
+    whole: gradients are reduced whole on every rank, where the distributed optimizer would keep a shard of them on each;
+    else none are returned.
+    """
     trainer = make_trainer(config)
-    settings = trainer.chunks[0].config
-    finalize = settings.finalize_model_grads_func
-    # The distributed optimizer reduce-scatters; for looking at gradients they are wanted whole on every rank.
-    settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
-        *args, force_all_reduce=True, **kw
-    )
+    if whole:
+        settings = trainer.chunks[0].config
+        finalize = settings.finalize_model_grads_func
+        settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
+            *args, force_all_reduce=True, **kw
+        )
     ranks = trainer.ranks
     mine = samples[ranks.data_rank :: ranks.data_size]
     mine_index = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
@@ -113,7 +117,7 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
         objective = partial(policy_objective, config, scale, all_reduce=trainer.context_sum)
         captured: dict = {}
         step = trainer._step
-        if update == 0:
+        if update == 0 and whole:
             trainer._step = lambda captured=captured, step=step: (
                 captured.update(grads=whole_gradients(trainer)),
                 step(),
@@ -121,7 +125,7 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2) -> dict:
         metrics = trainer.update(batches, objective, pointwise=is_pointwise(config))
         trainer._step = step
         if update == 0:
-            result |= {"metrics": metrics, "grads": captured["grads"], "micro_batches": len(batches)}
+            result |= {"metrics": metrics, "grads": captured.get("grads"), "micro_batches": len(batches)}
             task = SimpleNamespace(weights={"correct": 1.0})
             run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=task)
             result["panel"] = panel_metrics(run, [batches])
@@ -153,4 +157,8 @@ def gather_scored(trainer: Trainer, batches, mine_index: list[int], name: str) -
 
 def run_layouts(model: str, samples: list[Sample], layouts: list[dict]) -> list[dict]:
     """Several layouts of the same world size, one after the other on the same processes."""
-    return [run_layout(make_config(model, overrides), samples) for overrides in layouts]
+    found = []
+    for overrides in layouts:
+        sections = {section: values for section, values in overrides.items() if section != "whole"}
+        found.append(run_layout(make_config(model, sections), samples, whole=overrides.get("whole", True)))
+    return found

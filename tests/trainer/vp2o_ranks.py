@@ -31,9 +31,17 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
             for p in group["params"]:
                 found += [p.detach().clone()]
                 found += [v.clone() for v in part.optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+    if trainer.predictors:
+        adam = trainer.predictors.adam
+        found += [p.detach().clone() for group in adam.param_groups for p in group["params"]]
+        found += [v.clone() for state in adam.state.values() for v in state.values()]
     random = _random_states()
     numbers = torch.tensor([*random["python"][1], *random["numpy"][1].tolist()])
     return [*found, random["torch"], numbers, torch.tensor(trainer.scheduler.num_steps)]
+
+
+def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return len(before) == len(after) and all(map(torch.equal, before, after))
 
 
 def update(trainer: Trainer, batches: list[Batch], **options) -> dict[str, float]:
@@ -61,7 +69,7 @@ def _preview(model: str, samples: list[Sample], overrides: dict) -> float:
         preview = StepPreview(trainer.optimizer, float(trainer.optimizer.get_grad_norm()))
         before = state_of(trainer)
         expected = preview.after(parameters, 1.0)
-        assert all(map(torch.equal, before, state_of(trainer))), "the preview changed something"
+        assert same(before, state_of(trainer)), "the preview changed something"
         result = step()
         differences = [(p.float() - q.float()).abs().max() for p, q in zip(parameters, expected, strict=True)]
         worst = max(worst, float(max(differences)))
@@ -99,7 +107,7 @@ def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
         found[name] = {
             "metrics": metrics,
             "shift": max(verdicts[0].shifts.values()),
-            "unchanged": all(map(torch.equal, before, state_of(trainer))),
+            "unchanged": same(before, state_of(trainer)),
             # Measured on the weights as they are now.
             "shift_after": _shift_now(trainer),
         }
@@ -107,19 +115,35 @@ def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
 
 
 def always_refused(model: str, samples: list[Sample], vp2o: dict) -> tuple[int, str]:
-    """How many updates in a row are refused before the run ends, and what it says."""
-    trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 1e-4}}))
+    """How many updates in a row are refused, from the first one on, before the run ends, and what it says."""
+    overrides = {"vp2o": {**vp2o, "trust_region": 1e-4}, "routing": {"source": "predicted"}}
+    trainer = make_trainer(make_config(model, overrides))
     batches = trainer.pack(samples[:2])
     trainer.score(batches, "old")
-    trainer.trust_region.config = make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0}}).vp2o
-    update(trainer, batches)
-    trainer.trust_region.config = make_config(model, {"vp2o": {**vp2o, "trust_region": 1e-4}}).vp2o
+    before = state_of(trainer)
     for count in range(1, 100):
         try:
-            assert update(trainer, batches)["update/undone"] == 1
+            assert update(trainer, batches, learn_routes=True)["update/undone"] == 1
         except UserError as error:
             return count, str(error)
+        assert same(before, state_of(trainer)), (
+            "a refused step changed parameters, optimizer, predictors or random states"
+        )
     return count, "nothing"
+
+
+def refused_on_all(model: str, samples: list[Sample], vp2o: dict, layouts: list[dict]) -> list[bool]:
+    """Of each layout: whether an update is refused, and everything as before, on all processes."""
+    found = []
+    for overrides in layouts:
+        trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 1e-4}, **overrides}))
+        batches = trainer.pack(mine(trainer, samples))
+        trainer.score(batches, "old")
+        before = state_of(trainer)
+        undone = update(trainer, batches)["update/undone"] == 1
+        found.append(all(trainer.ranks.gather(undone and same(before, state_of(trainer)))))
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 def _shift_now(trainer: Trainer) -> float:
@@ -171,14 +195,14 @@ def not_finite(model: str, samples: list[Sample], vp2o: dict) -> dict:
     before = state_of(trainer)
     trainer.stein.attract = poisoned
     metrics = update(trainer, batches)
-    unchanged = all(map(torch.equal, before, state_of(trainer)))
+    unchanged = same(before, state_of(trainer))
     trainer.stein.attract = attract
     after = update(trainer, batches)
     return {"metrics": metrics, "unchanged": unchanged, "next": after}
 
 
 def never_active(model: str, samples: list[Sample], vp2o: dict) -> dict:
-    """The routers' bias of expert 0 is far below all others': whether its weights stay, and the others' largest gradient."""
+    """The routers' bias of expert 0 is far below all others': whether its weights stay, it is pushed, and others are pushed from it."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o, "optimizer": {"weight_decay": 0.0}}))
     layers = trainer.stein.layers.values()
     for layer in layers:
@@ -189,8 +213,9 @@ def never_active(model: str, samples: list[Sample], vp2o: dict) -> dict:
     trainer.score(batches, "old")
     metrics = update(trainer, batches)
     after = [s.data for layer in layers for slices in layer.slices.values() for s in slices[:1]]
-    others = [float(s.main_grad.abs().max()) for layer in layers for s in layer.outputs[1:]]
-    return {"metrics": metrics, "still": all(map(torch.equal, before, after)), "others": max(others)}
+    repel = torch.stack([found.repel for found in trainer.stein._interactions.values()])
+    pushed, pushes = bool(repel[:, 0].any()), bool(repel[:, 1:, 0].any())
+    return {"metrics": metrics, "still": same(before, after), "pushed": pushed, "pushes": pushes}
 
 
 def counted(model: str, samples: list[Sample], vp2o: dict) -> dict:

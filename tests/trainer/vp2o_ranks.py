@@ -202,7 +202,7 @@ def not_finite(model: str, samples: list[Sample], vp2o: dict) -> dict:
 
 
 def never_active(model: str, samples: list[Sample], vp2o: dict) -> dict:
-    """The routers' bias of expert 0 is far below all others': whether its weights stay, it is pushed, and others are pushed from it."""
+    """The routers' bias of expert 0 is far below all others': whether its weights stay, it is pushed, and others from it."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o, "optimizer": {"weight_decay": 0.0}}))
     layers = trainer.stein.layers.values()
     for layer in layers:

@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SLOW = ("e2e", "trainer", "rollout", "routing", "sync")
+"""Folders whose files take minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first: the last worker that is still at one would be alone."""
+    items.sort(key=lambda item: item.path.parent.name not in SLOW)
 
 
 @pytest.fixture(scope="session")

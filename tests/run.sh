@@ -11,4 +11,4 @@ mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -pa
 "$bin/shellcheck" --external-sources "${scripts[@]}"
 "$bin/ruff" check --quiet .
 # Two files of tests at a time; more would want more memory than a laptop has.
-exec "$bin/python" -m pytest -n 2 --dist loadfile "$@"
+exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -91,9 +91,8 @@ class Stein:
         self._tables = []
         for number, layer in self.layers.items():
             found = self._interactions[number] = self._interact(number, together[number])
-            idle = (
-                found.coactivation.diagonal() == 0
-            )  # its gradient comes from tokens that are not in the loss, if at all
+            # The gradient of an idle expert comes from tokens that are not in the loss, if at all.
+            idle = found.coactivation.diagonal() == 0
             mixing = found.kernel * torch.where(idle[:, None], torch.eye(layer.experts).to(idle.device), found.attract)
             stays = stein.untouched(mixing).tolist()
             if not all(stays):

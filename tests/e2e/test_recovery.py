@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,12 +144,20 @@ def assert_same_end(folder: Path, name: str, expected: dict[str, torch.Tensor]) 
     assert steps_logged(folder, name) == list(range(1, STEPS + 1))
 
 
-def test_killed_in_mid_step_then_resumed(folder, undisturbed):
-    process = start(folder, "mid_step")
+@pytest.fixture(scope="module")
+def mid_step(folder):
+    """The folder of a run that was killed in its third step."""
+    process = start(folder, "killed")
     # Step 2 is logged before step 3 begins, so the third is under way when the process dies.
-    kill_when(process, lambda: 2 in steps_logged(folder, "mid_step"))
-    checkpoints = folder / "runs" / "mid_step" / "checkpoints"
-    assert (checkpoints / "step_000002").is_dir() and not (checkpoints / f"step_{STEPS:06d}").is_dir()
+    kill_when(process, lambda: 2 in steps_logged(folder, "killed"))
+    run = folder / "runs" / "killed"
+    assert (run / "checkpoints" / "step_000002").is_dir()
+    assert not (run / "checkpoints" / f"step_{STEPS:06d}").is_dir()
+    return run
+
+
+def test_killed_in_mid_step_then_resumed(folder, undisturbed, mid_step):
+    shutil.copytree(mid_step, folder / "runs" / "mid_step")
     finish(folder, "mid_step")
     assert "resumed at step" in (folder / "mid_step.log").read_text()
     assert_same_end(folder, "mid_step", undisturbed)
@@ -163,10 +172,9 @@ def test_killed_while_saving_then_resumed(folder, undisturbed):
     assert_same_end(folder, "saving", undisturbed)
 
 
-def test_resume_on_another_layout(folder, undisturbed):
+def test_resume_on_another_layout(folder, undisturbed, mid_step):
     """Two of four steps on one process, the rest on two with expert parallelism: the same weights up to rounding."""
-    process = start(folder, "layout")
-    kill_when(process, lambda: 2 in steps_logged(folder, "layout"))
+    shutil.copytree(mid_step, folder / "runs" / "layout")
     for step in range(STEPS):
         # Each data-parallel leader reads a file: shares of it such that every update sees the same trajectories as before.
         rows = load_trajectories(file_of(folder / "rollouts", step, 0))

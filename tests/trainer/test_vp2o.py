@@ -58,8 +58,9 @@ def found(model, tiny_model, samples, stored):
         "not_finite": (model, samples, VP2O | {"trust_region": 2.0}),
         "never_active": (str(tiny_model("gpt_oss", "--layers", "2")), samples, VP2O | {"repulsion": 0.1}),
         "counted": (model, samples, VP2O),
-        "orthogonality": (model, samples, VP2O | {"orthogonality": 0.01}),
+        "orthogonality": (model, samples, VP2O),
         "storage": stored,
+        "shard": stored,
     }
     return run_ranks(1, "vp2o_ranks:in_turn", (calls,), timeout=200.0)[0]
 
@@ -132,8 +133,28 @@ def test_coactivation_is_of_the_whole_rollout_batch(found):
 
 
 def test_orthogonality_is_of_the_outputs_of_each_tokens_experts(found):
-    logged, expected = found["orthogonality"]
-    assert logged == pytest.approx(expected, rel=1e-4)
+    """Before their router weights: a router learns nothing from it, though Megatron's experts put out weighted tokens."""
+    found = found["orthogonality"]
+    assert found["logged"] == pytest.approx(found["expected"], rel=1e-4)
+    for added, expected in zip(found["added"], found["expected_added"], strict=True):
+        torch.testing.assert_close(added, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-3)
+    assert max(float(expected.abs().max()) for expected in found["expected_added"]) > 1e-4
+    torch.testing.assert_close(*found["router"], atol=1e-6, rtol=1e-4)
+
+
+def test_the_norms_of_a_shard_are_of_what_the_process_has_reduced(found):
+    counted, expected = found["shard"]
+    assert counted == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("shifts", [(0.0, math.nan), (math.nan, 0.0), (0.0, math.inf)])
+def test_a_shift_that_is_not_finite_is_beyond_any_region(shifts):
+    from megatron_rl.config import VP2OConfig
+    from megatron_rl.trainer.trust_region import TrustRegion
+
+    region = TrustRegion(VP2OConfig(enabled=True, trust_region=1e6), None, maximum=lambda worst: worst)
+    region._shifts = lambda preview, scale: dict(enumerate(shifts))
+    assert region.judge(None).scale == 0
 
 
 def test_every_way_of_storing_experts_gives_the_same_gradients(found, stored):

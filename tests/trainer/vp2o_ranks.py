@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron_rl.algorithms import stein
 from megatron_rl.config import ParallelConfig, VP2OConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models.moe import expert_slices, moe_layers
+from megatron_rl.models.moe import ExpertSlice, expert_slices, moe_layers
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.checkpoint import _random_states
 from megatron_rl.trainer.objective import is_pointwise, policy_objective
@@ -234,26 +234,60 @@ def counted(model: str, samples: list[Sample], vp2o: dict) -> dict:
     return result
 
 
-def orthogonality(model: str, samples: list[Sample], vp2o: dict) -> tuple[float, float]:
-    """The loss as it was logged, and by hand from what each expert of the last MoE layer puts out."""
-    trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
-    (batch,) = trainer.pack(samples[:2])
-    trainer.score([batch], "old")
-    number, layer = list(moe_layers(trainer.chunks))[-1]
-    seen = []
-    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-    experts = [{k: v.detach().clone() for k, v in e.named_parameters()} for e in layer.experts.local_experts]
-    metrics = update(trainer, [batch])
-    handle.remove()
-    x = seen[0].reshape(-1, seen[0].shape[-1])
-    expected = 0.0
-    for token in batch.routes.counted.nonzero()[:, 0].tolist():
+def orthogonality(model: str, samples: list[Sample], vp2o: dict) -> dict:
+    """Of the last MoE layer, the loss and what it adds to gradients, and both by hand from what each expert puts out."""
+    found: dict = {}
+    for weight in (0.0, 0.5):
+        settings = {**vp2o, "neighbors": 1, "strangers": 1, "repulsion": 0.0, "orthogonality": weight}
+        trainer = make_trainer(make_config(model, {"vp2o": settings}))
+        (batch,) = trainer.pack(samples[:2])
+        trainer.score([batch], "old")
+        number, layer = list(moe_layers(trainer.chunks))[-1]
+        experts = [
+            {k: v.detach().clone().requires_grad_() for k, v in e.named_parameters()}
+            for e in layer.experts.local_experts
+        ]
+        inputs, gradients = _inputs_and_gradients(trainer, layer, batch, found)
+        found[weight] = gradients
+        parallel_state.destroy_model_parallel()
+    x = inputs.reshape(-1, inputs.shape[-1])
+    tokens = batch.routes.counted.nonzero()[:, 0].tolist()
+    loss = torch.zeros(())
+    for token in tokens:
         outputs = []
         for e in batch.routes.recorded[number][token].tolist():
             gate, up = (experts[e]["linear_fc1.weight"] @ x[token]).chunk(2)
             outputs.append(experts[e]["linear_fc2.weight"] @ (torch.nn.functional.silu(gate) * up))
-        expected += float(stein.orthogonality_loss(torch.stack(outputs)[None]))
-    return metrics[f"routing/{number}/orthogonality"], expected
+        loss = loss + stein.orthogonality_loss(torch.stack(outputs)[None])
+    parameters = [p for expert in experts for p in expert.values()]
+    expected = torch.autograd.grad(0.5 * loss / len(tokens), parameters)
+    of_router = (one["router"] for one in (found[0.5], found[0.0]))
+    return {
+        "logged": found["metrics"][f"routing/{number}/orthogonality"],
+        "expected": float(loss.detach()),
+        "added": [a - b for a, b in zip(found[0.5]["experts"], found[0.0]["experts"], strict=True)],
+        "expected_added": list(expected),
+        "router": tuple(of_router),
+    }
+
+
+def _inputs_and_gradients(
+    trainer: Trainer, layer: torch.nn.Module, batch: Batch, found: dict
+) -> tuple[torch.Tensor, dict]:
+    """What the layer sees in an update, whose metrics go to `found`, and its gradients before they are clipped."""
+    seen, gradients, step = [], {}, trainer._step
+    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+
+    def captured():
+        experts = layer.experts.local_experts
+        gradients["experts"] = [p.main_grad.clone() for e in experts for p in e.parameters()]
+        gradients["router"] = layer.router.weight.main_grad.clone()
+        return step()
+
+    trainer._step = captured
+    found["metrics"] = update(trainer, [batch])
+    handle.remove()
+    return seen[0], gradients
 
 
 class Stored(torch.nn.Module):
@@ -272,34 +306,57 @@ class Stored(torch.nn.Module):
             p.main_grad = torch.zeros_like(p)
 
 
+def transform_of(
+    module: torch.nn.Module, gradients: dict[str, torch.Tensor], topk: torch.Tensor, **vp2o
+) -> tuple[Stein, dict[str, list[ExpertSlice]]]:
+    """A transform that is about to begin, of a layer with these experts and gradients; and its slices."""
+    slices = expert_slices(module)
+    for name, gradient in gradients.items():
+        for one, own in zip(slices[f"{name}.weight"], gradient, strict=True):
+            one.main_grad.copy_(own)
+    experts, hidden = gradients["linear_fc2"].shape[:2]
+    transform = Stein(VP2OConfig(enabled=True, neighbors=3, **vp2o), [])
+    start = torch.randn(hidden, generator=torch.Generator().manual_seed(0))
+    transform.layers = {0: ExpertLayer(None, slices, experts, slice(0, experts), start)}
+    together = stein.coactivation(topk, experts) * len(topk)
+    transform.begin([SimpleNamespace(coactivation={0: together}, counted=torch.ones(len(topk), dtype=torch.bool))])
+    return transform, slices
+
+
 def storage(
     weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], topk: torch.Tensor
 ) -> dict[str, dict]:
     """Transformed gradients `[N, ...]` by way of storage and layer, of the same weights, gradients and routes."""
     parallel.initialize(ParallelConfig(), 0)
-    experts, found = len(next(iter(weights.values()))), {}
-    table = SimpleNamespace(
-        coactivation={0: stein.coactivation(topk, experts) * len(topk)}, counted=torch.ones(len(topk), dtype=torch.bool)
-    )
+    found = {}
     for way in ("a module each", "numbered", "one parameter"):
         if way == "a module each":
             module = torch.nn.Module()
-            alone = [Stored("one parameter", {k: w[e] for k, w in weights.items()}) for e in range(experts)]
+            alone = [
+                Stored("one parameter", dict(zip(weights, one, strict=True)))
+                for one in zip(*weights.values(), strict=True)
+            ]
             module.local_experts = torch.nn.ModuleList(alone)
         else:
             module = Stored(way, weights)
-        slices = expert_slices(module)
-        for name, gradient in gradients.items():
-            for one, own in zip(slices[f"{name}.weight"], gradient, strict=True):
-                one.main_grad.copy_(own)
-        transform = Stein(VP2OConfig(enabled=True, neighbors=3, repulsion=0.5), [])
-        start = torch.randn(weights["linear_fc2"].shape[1], generator=torch.Generator().manual_seed(0))
-        transform.layers = {0: ExpertLayer(None, slices, experts, slice(0, experts), start)}
-        transform.begin([table])
+        transform, slices = transform_of(module, gradients, topk, repulsion=0.5)
         transform.attract()
         transform.repel(None)
         found[way] = {k: torch.stack([one.main_grad.clone() for one in v]) for k, v in slices.items()}
     return found
+
+
+def shard(
+    weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], topk: torch.Tensor
+) -> tuple[float, float]:
+    """Squared norm of the part of the gradients that is this process's, as it is counted and by hand."""
+    parallel.initialize(ParallelConfig(), 0)
+    module = Stored("one parameter", weights)
+    transform, _ = transform_of(module, gradients, topk, repulsion=0.0)
+    transform.attract()
+    first, part = module.linear_fc1.weight, slice(7, 100)
+    transform.repel({first: part})
+    return transform.sums()["vp2o/0/attraction_square"], float(first.main_grad.view(-1)[part].square().sum())
 
 
 def in_turn(calls: dict[str, tuple]) -> dict[str, object]:

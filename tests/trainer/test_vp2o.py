@@ -137,7 +137,7 @@ def test_orthogonality_is_of_the_outputs_of_each_tokens_experts(found):
     found = found["orthogonality"]
     assert found["logged"] == pytest.approx(found["expected"], rel=1e-4)
     for added, expected in zip(found["added"], found["expected_added"], strict=True):
-        torch.testing.assert_close(added, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-3)
+        torch.testing.assert_close(added, expected, atol=1e-3 * float(expected.abs().max()), rtol=1e-3)
     assert max(float(expected.abs().max()) for expected in found["expected_added"]) > 1e-4
     torch.testing.assert_close(*found["router"], atol=1e-6, rtol=1e-4)
 

@@ -260,7 +260,8 @@ def orthogonality(model: str, samples: list[Sample], vp2o: dict) -> dict:
             outputs.append(experts[e]["linear_fc2.weight"] @ (torch.nn.functional.silu(gate) * up))
         loss = loss + stein.orthogonality_loss(torch.stack(outputs)[None])
     parameters = [p for expert in experts for p in expert.values()]
-    expected = torch.autograd.grad(0.5 * loss / len(tokens), parameters)
+    # An expert may have no token of the two sequences.
+    expected = torch.autograd.grad(0.5 * loss / len(tokens), parameters, allow_unused=True, materialize_grads=True)
     of_router = (one["router"] for one in (found[0.5], found[0.0]))
     return {
         "logged": found["metrics"][f"routing/{number}/orthogonality"],

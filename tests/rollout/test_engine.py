@@ -15,13 +15,7 @@ from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, reserve_port
-from tests.rollout.conftest import (
-    Question,
-    assert_agree,
-    client_of,
-    collect,
-    prefill_log_probs,
-)
+from tests.rollout.conftest import Question, assert_agree, client_of, collect, prefill_log_probs
 
 
 def questions(count: int, vocab: int = 512, shortest: int = 3, longest: int = 40) -> list[Question]:

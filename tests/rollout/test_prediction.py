@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
-from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect
+from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect
 from tests.rollout.routers import PredictedReference, Weights, agreement, plant
 
 
@@ -29,25 +30,28 @@ def prefill(server: RolloutServer, sequences: list[list[int]], layout: RouteLayo
     return [(reply.prompt_log_probs, reply.routes) for [reply] in asyncio.run(ask())]
 
 
-@pytest.mark.parametrize(
-    ("family", "transport"), [("olmoe", "distributed"), ("deepseek_v3", "tensor"), ("gpt_oss", "disk")]
+@pytest.fixture(
+    scope="module",
+    params=[("olmoe", "distributed"), ("deepseek_v3", "tensor"), ("gpt_oss", "disk")],
+    ids=lambda p: p[0],
 )
-def test_a_pushed_predictor_routes_as_the_reference_does(family, transport, tiny_model, tmp_path):
-    folder = tiny_model(family)
+def served(request, tiny_model, tmp_path_factory) -> SimpleNamespace:
+    """What a server of the family gives with predictors of zero, and after others were pushed by that transport."""
+    family, transport = request.param
+    folder, logs = tiny_model(family), tmp_path_factory.mktemp(family)
     layout = RouteLayout.from_config(json.loads((folder / "config.json").read_text()))
     seed = int(np.random.SeedSequence().entropy % 2**31)
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     sequences = [rng.integers(3, 512, int(rng.integers(20, 60))).tolist() for _ in range(12)]
     planted = plant(folder, seed=seed)
-    zero: Weights = {name: 0 * weight for name, weight in planted.items()}
     with RolloutServer(
         folder,
         CPU_SERVER,
         dtype="fp32",
         context_length=128,
         routes=True,
-        log_path=tmp_path / "sglang.log",
+        log_path=logs / "sglang.log",
         pythonpath=[SERVER_PYTHONPATH],
         predictor=True,
     ) as server:
@@ -56,23 +60,45 @@ def test_a_pushed_predictor_routes_as_the_reference_does(family, transport, tiny
         options = {"samples_per_prompt": 2, "max_new_tokens": 16, "routes": layout}
         decoded, _ = collect(client_of(server), prompts, SamplingSupport(), **options)
         config = SyncConfig(transport=transport, timeout_s=60.0)
-        with WeightSync(config, [server.address], rollout_dtype="fp32", folder=tmp_path / "sync") as sync:
+        with WeightSync(config, [server.address], rollout_dtype="fp32", folder=logs / "sync") as sync:
             sync.push(iter((load_file(folder / "model.safetensors") | planted).items()), version="planted")
         after = prefill(server, sequences, layout)
-    for served, predictors in ((before, zero), (after, planted)):
-        reference = PredictedReference(folder, predictors)
-        views = [reference(sequence) for sequence in sequences]
-        same = agreement(np.concatenate([routes for _, routes in served]), np.concatenate([v.routes for v in views]))
-        differences = np.abs(np.concatenate([lp for lp, _ in served]) - np.concatenate([v.log_probs for v in views]))
-        print(f"{family}: {same:.2%} of sets equal, median |dlogp| {np.median(differences):.1e}")
+    zero: Weights = {name: 0 * weight for name, weight in planted.items()}
+    return SimpleNamespace(
+        folder=folder,
+        layout=layout,
+        sequences=sequences,
+        zero=zero,
+        planted=planted,
+        before=before,
+        decoded=decoded,
+        after=after,
+    )
+
+
+def test_what_a_family_samples_is_what_transformers_says(served):
+    """Prefill and decode: sinks, windows, MLA, biases, shared experts."""
+    reference = PredictedReference(served.folder, served.zero)
+    views = [reference(t.tokens) for t in served.decoded]
+    for t in served.decoded:
+        assert t.routes.shape == (len(t.tokens) - 1, len(served.layout.moe_layers), served.layout.topk)
+    responses = [v.log_probs[t.prompt_length - 1 :] for v, t in zip(views, served.decoded, strict=True)]
+    assert_agree(responses, [t.log_probs for t in served.decoded], median=1e-5, largest=1e-4)
+    routes = np.concatenate([t.routes for t in served.decoded])
+    assert agreement(routes, np.concatenate([v.routes[:-1] for v in views])) >= 0.99
+    assert len(np.unique(routes)) > 2
+
+
+def test_a_pushed_predictor_routes_as_the_reference_does(served):
+    for found, predictors in ((served.before, served.zero), (served.after, served.planted)):
+        reference = PredictedReference(served.folder, predictors)
+        views = [reference(sequence) for sequence in served.sequences]
+        same = agreement(np.concatenate([routes for _, routes in found]), np.concatenate([v.routes for v in views]))
+        differences = np.abs(np.concatenate([lp for lp, _ in found]) - np.concatenate([v.log_probs for v in views]))
+        print(f"{same:.2%} of sets equal, median |dlogp| {np.median(differences):.1e}")
         assert same >= 0.99 and np.median(differences) <= 1e-5
-    reference = PredictedReference(folder, zero)
-    views = [reference(t.tokens) for t in decoded]
-    same = agreement(np.concatenate([t.routes for t in decoded]), np.concatenate([v.routes[:-1] for v in views]))
-    responses = [np.abs(v.log_probs[t.prompt_length - 1 :] - t.log_probs) for v, t in zip(views, decoded, strict=True)]
-    assert same >= 0.99 and np.median(np.concatenate(responses)) <= 1e-5
-    changed = agreement(np.concatenate([r for _, r in after]), np.concatenate([r for _, r in before]))
-    assert changed < 0.8, "the planted predictor is too small to show anything"
+    after, before = (np.concatenate([routes for _, routes in found]) for found in (served.after, served.before))
+    assert agreement(after, before) < 0.8, "the planted predictor is too small to show anything"
 
 
 def test_a_prediction_below_the_resolution_of_bf16_routes(tiny_model, tmp_path):

@@ -42,6 +42,7 @@ def samples():
 @pytest.fixture(scope="module")
 def stored():
     """Weights and gradients of the layers of some experts, and routes to them."""
+    print(f"weights of seed {torch.seed()}")
     weights = {"linear_fc1": torch.randn(EXPERTS, 10, 7), "linear_fc2": torch.randn(EXPERTS, 7, 5)}
     gradients = {name: torch.randn_like(tensor) for name, tensor in weights.items()}
     return weights, gradients, torch.rand(40, EXPERTS).topk(2).indices

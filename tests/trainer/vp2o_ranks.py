@@ -236,59 +236,54 @@ def counted(model: str, samples: list[Sample], vp2o: dict) -> dict:
 
 def orthogonality(model: str, samples: list[Sample], vp2o: dict) -> dict:
     """Of the last MoE layer, the loss and what it adds to gradients, and both by hand from what each expert puts out."""
-    found: dict = {}
-    for weight in (0.0, 0.5):
-        settings = {**vp2o, "neighbors": 1, "strangers": 1, "repulsion": 0.0, "orthogonality": weight}
-        trainer = make_trainer(make_config(model, {"vp2o": settings}))
-        (batch,) = trainer.pack(samples[:2])
-        trainer.score([batch], "old")
-        number, layer = list(moe_layers(trainer.chunks))[-1]
-        experts = [
-            {k: v.detach().clone().requires_grad_() for k, v in e.named_parameters()}
-            for e in layer.experts.local_experts
-        ]
-        inputs, gradients = _inputs_and_gradients(trainer, layer, batch, found)
-        found[weight] = gradients
-        parallel_state.destroy_model_parallel()
-    x = inputs.reshape(-1, inputs.shape[-1])
-    tokens = batch.routes.counted.nonzero()[:, 0].tolist()
+    with_it, without = ({**vp2o, "neighbors": 1, "repulsion": 0.0, "orthogonality": weight} for weight in (0.5, 0.0))
+    plain = _of_last_layer(model, samples, without)
+    found = _of_last_layer(model, samples, with_it)
+    x = found.inputs.reshape(-1, found.inputs.shape[-1])
+    tokens = found.routes.counted.nonzero()[:, 0].tolist()
     loss = torch.zeros(())
     for token in tokens:
         outputs = []
-        for e in batch.routes.recorded[number][token].tolist():
-            gate, up = (experts[e]["linear_fc1.weight"] @ x[token]).chunk(2)
-            outputs.append(experts[e]["linear_fc2.weight"] @ (torch.nn.functional.silu(gate) * up))
+        for e in found.routes.recorded[found.number][token].tolist():
+            fc1, fc2 = (found.experts[e][f"linear_fc{i}.weight"] for i in (1, 2))
+            gate, up = (fc1 @ x[token]).chunk(2)
+            outputs.append(fc2 @ (torch.nn.functional.silu(gate) * up))
         loss = loss + stein.orthogonality_loss(torch.stack(outputs)[None])
-    parameters = [p for expert in experts for p in expert.values()]
+    parameters = [p for expert in found.experts for p in expert.values()]
     # An expert may have no token of the two sequences.
     expected = torch.autograd.grad(0.5 * loss / len(tokens), parameters, allow_unused=True, materialize_grads=True)
-    of_router = (one["router"] for one in (found[0.5], found[0.0]))
     return {
-        "logged": found["metrics"][f"routing/{number}/orthogonality"],
+        "logged": found.metrics[f"routing/{found.number}/orthogonality"],
         "expected": float(loss.detach()),
-        "added": [a - b for a, b in zip(found[0.5]["experts"], found[0.0]["experts"], strict=True)],
+        "added": [a - b for a, b in zip(found.of_experts, plain.of_experts, strict=True)],
         "expected_added": list(expected),
-        "router": tuple(of_router),
+        "router": (found.of_router, plain.of_router),
     }
 
 
-def _inputs_and_gradients(
-    trainer: Trainer, layer: torch.nn.Module, batch: Batch, found: dict
-) -> tuple[torch.Tensor, dict]:
-    """What the layer sees in an update, whose metrics go to `found`, and its gradients before they are clipped."""
-    seen, gradients, step = [], {}, trainer._step
-    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+def _of_last_layer(model: str, samples: list[Sample], vp2o: dict) -> SimpleNamespace:
+    """An update on two sequences: its metrics and routes, and of the last MoE layer the number, the weights before, what it
+    saw, and its gradients before they are clipped."""
+    trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
+    (batch,) = trainer.pack(samples[:2])
+    trainer.score([batch], "old")
+    number, layer = list(moe_layers(trainer.chunks))[-1]
+    local = layer.experts.local_experts
+    weights = [{k: v.detach().clone().requires_grad_() for k, v in e.named_parameters()} for e in local]
+    found = SimpleNamespace(number=number, routes=batch.routes, experts=weights)
+    handle = layer.register_forward_pre_hook(lambda _, inputs: setattr(found, "inputs", inputs[0].detach()))
+    step = trainer._step
 
     def captured():
-        experts = layer.experts.local_experts
-        gradients["experts"] = [p.main_grad.clone() for e in experts for p in e.parameters()]
-        gradients["router"] = layer.router.weight.main_grad.clone()
+        found.of_experts = [p.main_grad.clone() for e in local for p in e.parameters()]
+        found.of_router = layer.router.weight.main_grad.clone()
         return step()
 
     trainer._step = captured
-    found["metrics"] = update(trainer, [batch])
+    found.metrics = update(trainer, [batch])
     handle.remove()
-    return seen[0], gradients
+    parallel_state.destroy_model_parallel()
+    return found
 
 
 class Stored(torch.nn.Module):

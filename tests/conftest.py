@@ -13,6 +13,19 @@ SLOW = ("e2e", "trainer", "rollout", "routing", "sync")
 """Folders whose files take minutes."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Of tests/gpu; here, because pytest reads options before it comes to that folder."""
+    group = parser.getgroup("gpu")
+    group.addoption("--on-cpu", action="store_true", help="run tests/gpu without a GPU where they can")
+    group.addoption("--gpu-json", metavar="FILE", help="write outcomes and figures of tests/gpu to FILE")
+    group.addoption(
+        "--references",
+        metavar="FOLDER",
+        default=str(REPOSITORY / "gpu-bundle" / "references"),
+        help="what tests/gpu/references.py made on a CPU (default: gpu-bundle/references)",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files first: the last worker that is still at one would be alone."""
     items.sort(key=lambda item: item.path.parent.name not in SLOW)

@@ -134,7 +134,7 @@ def replay(trainer: Trainer, samples: list[Sample], source: str) -> dict:
     if source == "predicted":
         result["sums"].append(update(trainer, batches, learn=True)[0])
         found = {layer: router.predictor.weight for layer, router in routers(trainer.chunks)}
-        result["predictors"] = ranks.gather({layer: weight.numpy().copy() for layer, weight in found.items()})
+        result["predictors"] = ranks.gather({layer: weight.cpu().numpy().copy() for layer, weight in found.items()})
     result["sums"] = [{k: v for k, v in slots(sums).items() if k.startswith("routing/")} for sums in result["sums"]]
     result["without_route"] = ranks.total(sum(b.without_route for b in batches) if trainer.reports else 0)
     return result
@@ -144,7 +144,7 @@ def exported_predictors(trainer: Trainer) -> dict[str, np.ndarray]:
     """As a push sends them: whole, by name."""
     plan = trainer.model.export_plan(trainer.chunks, predictors=True)
     exported = trainer.model.export_hf_weights(trainer.chunks, plan)
-    return {name: t.numpy().copy() for name, t in exported if name.endswith(".predictor.weight")}
+    return {name: t.cpu().numpy().copy() for name, t in exported if name.endswith(".predictor.weight")}
 
 
 def replayed_weights(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:

@@ -79,7 +79,7 @@ def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
     for chunk in trainer.chunks:
         for p in chunk.parameters():
             p.data.copy_(p.main_grad)
-    grads = {name: tensor.float().numpy().copy() for name, tensor in trainer.export_weights()}
+    grads = {name: tensor.float().cpu().numpy().copy() for name, tensor in trainer.export_weights()}
     for chunk in trainer.chunks:
         for p in chunk.parameters():
             p.data.copy_(weights[id(p)])
@@ -133,7 +133,7 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2, *, whole
             if config.vp2o.enabled:  # the drift, over all tokens: each layout would have others of them
                 drift = measure(trainer, mine, RefreshConfig(when="drift", tokens=1 << 20))
                 result["vp2o"] |= {"kl": drift.kl, "ess": drift.ess}
-    result["weights"] = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
+    result["weights"] = {name: t.float().cpu().numpy().copy() for name, t in trainer.export_weights()}
     if dist.get_rank() != 0:
         result.pop("grads"), result.pop("weights")
     parallel_state.destroy_model_parallel()  # the next layout starts on the same processes

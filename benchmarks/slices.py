@@ -1,0 +1,201 @@
+"""Tokens/s, memory and a profile of some layers of a real model at its real widths: scoring and updates of a full micro-batch.
+
+    python benchmarks/slices.py qwen3 --json docs/results/slice-qwen3.json
+    python benchmarks/slices.py gpt_oss --json slice.json --profile FOLDER
+
+qwen3: Qwen3-30B-A3B's layers with 16 of its 128 experts, which is what a rank of EP8 holds, and its vocabulary of 151,936.
+gpt_oss: gpt-oss-20b's layers, windows and sinks, with 8 of its 32 experts, and its vocabulary of 201,088. Weights are
+random. Medians over the updates after the first; where the time goes is told by the profiler's kernels of one update.
+--tiny tries the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from megatron_rl.config import build_config
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.objective import is_pointwise, policy_objective
+from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.trainer import Trainer, build_trainer
+
+TOKENS = 18_432
+"""Of one micro-batch: one response of 16k tokens and its prompt, and short ones that fill it up."""
+
+
+def qwen3(tiny: bool) -> transformers.PreTrainedConfig:
+    sizes = (
+        {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "vocab_size": 512, "num_hidden_layers": 2}
+        if tiny
+        else {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 16, "vocab_size": 151_936}
+        | {"num_hidden_layers": 4}
+    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16} if tiny else {}
+    heads = heads or {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    return transformers.Qwen3MoeConfig(
+        **sizes,
+        **heads,
+        intermediate_size=6 * sizes["moe_intermediate_size"],
+        num_experts_per_tok=min(8, sizes["num_experts"] // 2),
+        norm_topk_prob=True,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=False,
+    )
+
+
+def gpt_oss(tiny: bool) -> transformers.PreTrainedConfig:
+    sizes = (
+        {"hidden_size": 64, "intermediate_size": 48, "num_local_experts": 8, "vocab_size": 512, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
+        if tiny
+        else {"num_local_experts": 8, "num_hidden_layers": 4}  # the rest is gpt-oss-20b's by default
+    )
+    return transformers.GptOssConfig(**sizes, num_experts_per_tok=4, tie_word_embeddings=False)
+
+
+MODELS = {"qwen3": qwen3, "gpt_oss": gpt_oss}
+
+
+def make_folder(config: transformers.PreTrainedConfig, folder: Path) -> Path:
+    """A Hugging Face folder of random bf16 weights."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_samples(tokens: int, vocabulary: int) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    lengths = [tokens * 8 // 9, *[tokens // 36] * 4]
+    return [
+        Sample(
+            tokens=rng.integers(4, vocabulary, length).astype(np.int32),
+            prompt_length=length // 8,
+            loss_mask=np.ones(length - length // 8, bool),
+            rollout_log_probs=np.full(length - length // 8, -np.log(vocabulary), np.float32),
+            advantage=float(rng.normal()),
+        )
+        for length in lengths
+    ]
+
+
+class Device:
+    """Time and memory of the device; on a CPU time alone."""
+
+    def __init__(self) -> None:
+        self.gpu = torch.cuda.is_available()
+
+    def now(self) -> float:
+        if self.gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def peak(self) -> dict[str, float]:
+        """Gigabytes since the last call."""
+        if not self.gpu:
+            return {}
+        found = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        torch.cuda.reset_peak_memory_stats()
+        return {name: round(value / 1e9, 2) for name, value in found.items()}
+
+
+def one_update(trainer: Trainer, batches: list) -> dict[str, float]:
+    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
+    return trainer.update(batches, objective, pointwise=is_pointwise(trainer.config))
+
+
+def profile(trainer: Trainer, batches: list, folder: Path | None) -> dict[str, float]:
+    """Milliseconds of the ten kernels (on a CPU: operators) that took longest in one update; the trace goes to `folder`."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    gpu = torch.cuda.is_available()
+    if gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as found:
+        one_update(trainer, batches)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(folder / "update.json.gz"))
+    own = "self_device_time_total" if gpu else "self_cpu_time_total"
+    rows = sorted(found.key_averages(), key=lambda row: -getattr(row, own))[:10]
+    return {row.key[:120]: round(getattr(row, own) / 1e3, 2) for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("--updates", type=int, default=6, help="the first is not counted (default 6)")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--profile", type=Path, help="folder for a trace of one update")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--json", help="file to write the result to")
+    options = parser.parse_args()
+    if options.updates < 2:
+        parser.error("--updates must be 2 or more: the first is not counted")
+    hf_config = MODELS[options.model](options.tiny)
+    tokens = 288 if options.tiny else TOKENS
+    device = Device()
+    with tempfile.TemporaryDirectory() as folder:
+        config = build_config(
+            {
+                "steps": 1_000_000,
+                "model": {"path": str(make_folder(hf_config, Path(folder))), "recompute": options.recompute},
+                "batch": {"tokens_per_micro_batch": tokens},
+                "optimizer": {"lr": 1e-7},
+            }
+        )
+        ranks = parallel.initialize(config.parallel, config.seed)
+        trainer = build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport())
+    device.peak()
+    samples = make_samples(tokens, hf_config.vocab_size)
+    batches = trainer.pack(samples)
+    count = sum(sample.inputs for sample in samples)
+    seconds: dict[str, list[float]] = {"score": [], "update": []}
+    norms, skipped = [], 0.0
+    for _ in range(options.updates):
+        start = device.now()
+        trainer.score(batches, "old")
+        middle = device.now()
+        metrics = one_update(trainer, batches)
+        seconds["score"].append(middle - start)
+        seconds["update"].append(device.now() - middle)
+        norms.append(metrics["update/grad_norm"])
+        skipped += metrics["update/skipped"]
+    memory = device.peak()
+    median = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    result = {
+        "model": options.model,
+        "device": torch.cuda.get_device_name() if device.gpu else "CPU",
+        "torch": torch.__version__,
+        "layers": hf_config.num_hidden_layers,
+        "tokens": count,
+        "micro_batches": len(batches),
+        "recompute": options.recompute,
+        "parameters": sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters()),
+        "score_s": round(median["score"], 4),
+        "update_s": round(median["update"], 4),
+        "tokens_per_s": round(count / sum(median.values()), 1),
+        "memory_gb": memory,
+        "grad_norm": norms,
+        "skipped": skipped,
+        "longest_ms": profile(trainer, batches, options.profile),
+    }
+    parallel.shutdown()
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({key: result[key] for key in ("model", "device", "tokens_per_s", "update_s", "memory_gb")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Stage start: what was built runs here, and a trainer process can begin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def test_the_kernels_were_built_for_this_gpu(cuda):
+    from megatron_rl.ops.extensions import masked_log_softmax, sink_attention
+
+    assert masked_log_softmax.cuda and sink_attention.cuda, "built without nvcc: the CPU part alone"
+
+
+def test_the_cpu_platform_stays_away(cuda):
+    import megatron_rl.train  # noqa: F401  (imports Megatron)
+    from megatron_rl.platform.megatron.loader import CpuFinder
+
+    import megatron.core.parallel_state as module  # isort: skip
+
+    assert not any(isinstance(finder, CpuFinder) and finder.without_gpu for finder in sys.meta_path)
+    assert "_megatron_rl_platform_" not in vars(module)
+
+
+def test_doctor_finds_no_error(cuda, record_property):
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "doctor", "--json"], capture_output=True, text=True, timeout=300
+    )
+    findings = {finding["part"]: finding for finding in json.loads(done.stdout)}
+    record_property("doctor", {part: f"{f['state']}: {f['found']}" for part, f in findings.items()})
+    # A bare machine has no SGLang: it is not what this stage is about.
+    assert [part for part, f in findings.items() if f["state"] == "error" and part != "SGLang"] == []
+
+
+def test_a_group_of_one_over_nccl(device):
+    """As a run starts it: torch.distributed, Megatron's parallel state, a collective on the device and one on the host."""
+    from megatron_rl.config import ParallelConfig
+    from megatron_rl.trainer import parallel
+
+    ranks = parallel.initialize(ParallelConfig(), seed=0)
+    try:
+        assert ranks.device.type == device.type
+        tensor = torch.arange(5.0, device=device)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert ranks.gather("here") == ["here"] and ranks.maximum(3) == 3
+    finally:
+        parallel.shutdown()

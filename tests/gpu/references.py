@@ -30,9 +30,10 @@ def make_family(family: str, folder: Path) -> None:
     import torch
     from layouts import make_config, make_samples, run_layout
 
-    from tools.make_tiny_model import make_tiny_model
+    from tools.make_tiny_model import Sizes, make_tiny_model
 
-    model = make_tiny_model(family, folder / "model", seed=SEED)
+    # gpt-oss has a window in every other layer, DeepSeek-V3 a dense one first.
+    model = make_tiny_model(family, folder / "model", sizes=Sizes(layers=2), seed=SEED)
     samples = make_samples(SEED, SAMPLES, VOCABULARY)
     result = run_layout(make_config(str(model), {}), samples)
     kept = {key: result[key] for key in ("scored", "grads", "weights", "metrics")}

@@ -24,6 +24,7 @@ import torch
 import transformers
 
 from megatron_rl.config import build_config
+from megatron_rl.models.precision import TRAIN
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import is_pointwise, policy_objective
@@ -136,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--updates", type=int, default=6, help="the first is not counted (default 6)")
+    parser.add_argument("--precision", choices=list(TRAIN), default="bf16", help="precision.train (default bf16)")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--profile", type=Path, help="folder for a trace of one update")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
@@ -152,6 +154,7 @@ def main() -> None:
                 "steps": 1_000_000,
                 "model": {"path": str(make_folder(hf_config, Path(folder))), "recompute": options.recompute},
                 "batch": {"tokens_per_micro_batch": tokens},
+                "precision": {"train": options.precision},
                 "optimizer": {"lr": 1e-7},
             }
         )
@@ -178,6 +181,7 @@ def main() -> None:
         "model": options.model,
         "device": torch.cuda.get_device_name() if device.gpu else "CPU",
         "torch": torch.__version__,
+        "precision": options.precision,
         "layers": hf_config.num_hidden_layers,
         "tokens": count,
         "micro_batches": len(batches),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
@@ -42,14 +41,13 @@ class TensorTransport(Transport):
 
     def _dump_cpu(self, bucket: Bucket) -> str:
         entries = [entry | {"dtype": str(entry["dtype"]).removeprefix("torch.")} for entry in _metadata(bucket)]
-        return base64.b64encode(memory.dump_bucket(self._path, bucket.used, entries)).decode()
+        return base64.b64encode(memory.dump_call("map_bucket", (self._path, bucket.used, entries))).decode()
 
     def _dump_cuda(self, bucket: Bucket) -> str:
         torch.cuda.synchronize()  # the bucket is filled before another process reads it
         metadata = [SimpleNamespace(**entry) for entry in _metadata(bucket)]
-        stream = io.BytesIO()
-        ForkingPickler(stream).dump({"flattened_tensor": bucket.data, "metadata": metadata})
-        return base64.b64encode(stream.getvalue()).decode()
+        arguments = ({"flattened_tensor": bucket.data, "metadata": metadata},)
+        return base64.b64encode(memory.dump_call("own_copy", arguments, ForkingPickler)).decode()
 
 
 def _metadata(bucket: Bucket) -> list[dict]:

@@ -19,4 +19,4 @@ def register() -> None:
 
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", fingerprint.describe, HookType.REPLACE)
     HookRegistry.register("sglang.srt.utils.weight_checker._build_quantized_set", lambda model: {}, HookType.REPLACE)
-    SafeUnpickler.ALLOWED_GLOBALS.add(memory.GLOBAL)
+    SafeUnpickler.ALLOWED_GLOBALS |= memory.GLOBALS

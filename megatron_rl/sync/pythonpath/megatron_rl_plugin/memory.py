@@ -6,6 +6,7 @@ memfd is gone with the trainer, however that ends; on the same machine the engin
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-GLOBAL = ("megatron_rl_plugin.memory", "map_bucket")
+MODULE = "megatron_rl_plugin.memory"
+GLOBALS = {(MODULE, "map_bucket"), (MODULE, "own_copy")}
 """What the engine's unpickler must admit."""
 
 
@@ -38,19 +40,28 @@ class _Descriptor:
         os.close(self.number)
 
 
-def dump_bucket(path: str, nbytes: int, metadata: list[dict]) -> bytes:
-    """A pickle whose loading calls `map_bucket` of the engine's own plugin with these arguments."""
-    arguments = pickle.dumps((path, nbytes, metadata), protocol=2)
-    head, body = arguments[:2], arguments[2:-1]
-    module, name = GLOBAL
-    return head + pickle.GLOBAL + f"{module}\n{name}\n".encode() + body + pickle.REDUCE + pickle.STOP
+def dump_call(name: str, arguments: tuple, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
+    """A pickle whose loading calls `name` of the engine's own plugin with these arguments."""
+    stream = io.BytesIO()
+    pickler(stream, 2).dump(arguments)  # later protocols have frames, which could not be cut open
+    pickled = stream.getvalue()
+    return pickled[:2] + pickle.GLOBAL + f"{MODULE}\n{name}\n".encode() + pickled[2:-1] + pickle.REDUCE + pickle.STOP
 
 
 def map_bucket(path: str, nbytes: int, metadata: list[dict]) -> dict:
-    """What SGLang's load_format `flattened_bucket` expects, the data being the trainer's memory at `path`."""
-    data = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    """What SGLang's load_format `flattened_bucket` expects, the data being the trainer's memory at `path`.
+
+    Copied on writing: SGLang's loader of gpt-oss zeroes the biases that it is handed on all tensor-parallel ranks but the
+    first, and the memory is that of all ranks and servers.
+    """
+    data = torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8)
     entries = [
         SimpleNamespace(**entry | {"shape": torch.Size(entry["shape"]), "dtype": getattr(torch, entry["dtype"])})
         for entry in metadata
     ]
     return {"flattened_tensor": data, "metadata": entries}
+
+
+def own_copy(bucket: dict) -> dict:
+    """The same with a copy of its data, which is the trainer's memory on a GPU: to be written to, as above."""
+    return bucket | {"flattened_tensor": bucket["flattened_tensor"].clone()}

@@ -169,6 +169,7 @@ def main() -> None:
             "model": {"path": args.model},
             "batch": {"tokens_per_micro_batch": args.micro_batch_tokens, "updates_per_step": args.updates},
             "precision": {"train": args.precision},
+            "rollout": {"agreement_floor": None},  # log-probs are made up
             "optimizer": {"lr": 1e-7},
             "routing": {"source": "predicted" if args.updates > 1 else "free"},
             "vp2o": {"enabled": any(variant in VP2O for variant in args.variants), "orthogonality": 0.0},

@@ -51,6 +51,7 @@ COMMON: Settings = {
     "correction.veto": 1e-4,
     "precision.train": "fp8_tensorwise",
     "precision.rollout": "bf16",
+    "rollout.agreement_floor": "null",  # a method that collapses is a result
     "optimizer.lr": 4e-4,
     "optimizer.warmup_steps": 4,
     "optimizer.decay": "constant",

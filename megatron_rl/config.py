@@ -247,6 +247,9 @@ class PrecisionConfig:
     by ModelOpt without one (fp8_tensorwise, fp8_blockwise); `megatron-rl doctor` says which can run here."""
     rollout: Literal["bf16", "fp32", "fp8"] = "bf16"
     """Of the engine. fp8: weights are quantised in blocks of 128 x 128 when they are pushed."""
+    fp32_lm_head: bool = False
+    """Logits in fp32 on both sides, from hidden states and head weights as they are: bf16 logits of 16 to 32 are 0.125
+    apart."""
 
 
 @section
@@ -294,6 +297,9 @@ class RolloutConfig:
     """Attempts after the first, with a growing pause; a dead child server is restarted in between."""
     routes: bool = False
     """Ask the engine for the experts of every token, also where routing.source does not need them: for the metrics."""
+    agreement_floor: Annotated[float, Field(gt=0, lt=1)] | None = 0.5
+    """Before each update: least share of the sampled tokens whose log-probs the two sides have within a factor of two, and
+    in each layer of the engine's experts that the trainer chooses too. Below it the run stops; null: never."""
     record: bool = False
     """Keep every step's trajectories under the run's rollouts/ folder."""
     replay: str | None = None

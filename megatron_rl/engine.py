@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.preflight import Kind, preflight
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.external import check_servers
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -98,7 +100,9 @@ class Engine:
         self._stop_tokens = run.stop_tokens()
         if self.config.rollout.replay:
             return
-        self._together(self._server.wait_ready if self._server else None)
+        check = partial(check_servers, self.config, run.hf_config, pushes=self.kind == "train")
+        external = self.config.rollout.addresses and run.ranks.rank == 0
+        self._together(self._server.wait_ready if self._server else check if external else None)
         own = [self._server.address] if self._server else None
         addresses = self.config.rollout.addresses or run.ranks.from_main(own)
         rollout = self.config.rollout

@@ -14,8 +14,10 @@ from megatron_rl.models.parallel_check import architecture, check_parallel, expe
 from megatron_rl.models.precision import check_precision, this_machine
 from megatron_rl.ops import flash
 from megatron_rl.plan import Plan, make_plan
+from megatron_rl.rollout.choices import check_extra_args, choices, speculates
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.server import asks_routes
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.trainer.objective import correction_of
 
@@ -60,11 +62,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f"config: rollout.server.expert = {server.expert} does not divide rollout.server.tensor = {server.tensor};"
             f" take {math.gcd(server.tensor, server.expert)}"
         )
-    if config.pruning.enabled and any("--speculative" in flag for flag in config.rollout.server.extra_args):
-        raise UserError(
-            "config: rollout.server.extra_args asks for speculative decoding, which skips the logit processor that prunes in"
-            " the engine; leave it out, or set pruning.enabled: false"
-        )
+    if kind != "sft" and not config.rollout.addresses:
+        _check_extra_args(config, hf_config)
     if kind == "train" and config.rollout.replay and config.eval.prompts:
         raise UserError(
             "config: rollout.replay starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
@@ -81,6 +80,23 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_vp2o(config, hf_config, kind)
     activate_flash(config)
     return hf_config, plan, support
+
+
+def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
+    """Errors: UserError for flags of SGLang that contradict the config."""
+    extra = config.rollout.server.extra_args
+    if speculates(extra) and config.pruning.enabled:
+        raise UserError(
+            "config: rollout.server.extra_args asks for speculative decoding, which skips the logit processor that prunes in"
+            " the engine; leave it out, or set pruning.enabled: false"
+        )
+    if speculates(extra) and asks_routes(config):
+        raise UserError(
+            "config: rollout.server.extra_args asks for speculative decoding, for whose drafts SGLang's record of routes has no"
+            " room; leave it out, or set routing.source: recorded and rollout.routes: false"
+        )
+    chosen = choices(hf_config.to_dict(), config.precision.rollout, this_machine(), routes=asks_routes(config))
+    check_extra_args(extra, chosen)
 
 
 def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:

@@ -7,6 +7,8 @@ shift 2
 
 address=$(scontrol show node "$SLURMD_NODENAME" -o | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
 
+export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0} # the same on both sides of the weights' group; SGLang's own default
+
 # gloo asks the host's name for its address, which on a cluster is often that of the wrong network.
 interface_to() {
     local found

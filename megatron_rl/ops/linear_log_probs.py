@@ -30,6 +30,8 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Te
 """(log_probs [n], entropy [n] or None, rows [n]: which of the T tokens) -> these tokens' part of the loss, a scalar."""
 
 _OP = "linear_log_probs"
+_FP32_ROWS = 8192
+"""Rows of the weight that are fp32 at a time without a GPU, whose product has no such output."""
 
 
 def linear_log_probs(
@@ -45,6 +47,7 @@ def linear_log_probs(
     kept: KeptTokens | None = None,
     chunk_tokens: int = 2048,
     token_loss: TokenLoss | None = None,
+    fp32_logits: bool = False,
 ) -> MaskedLogSoftmax:
     """`masked_log_softmax` of hidden @ weight^T, whose logits exist for `chunk_tokens` tokens at a time.
 
@@ -52,6 +55,10 @@ def linear_log_probs(
     vocab_size: the model's own; columns beyond it (Megatron's padding) belong to no softmax. With tp_group each rank
     holds an equal share of the rows of weight, and the gradient of hidden is this rank's part: their sum is the
     caller's, as with Megatron's column-parallel layers. kept: the softmax of each token is over its kept tokens alone.
+
+    fp32_logits: bf16 hidden and weight are multiplied into fp32 logits, as SGLang does with --enable-fp32-lm-head: products
+    of bf16 are exact in fp32, so that nothing is rounded to bf16 before the softmax. A chunk takes twice the memory. The
+    gradient of the logits is rounded to bf16 for its products with hidden and weight, which sum in fp32 as always.
 
     token_loss: only for a loss that is a sum of terms of one token each, with a normaliser that is known beforehand
     (PPO/GRPO clipping, REINFORCE, cross entropy), and not for one whose terms look at other tokens' log-probs (GSPO's
@@ -66,7 +73,9 @@ def linear_log_probs(
     if not torch.is_grad_enabled():
         token_loss = None  # there will be no backward
     rows = (targets != IGNORE).nonzero(as_tuple=True)[0]
-    settings = _Settings(log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss)
+    settings = _Settings(
+        log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss, fp32_logits
+    )
     found = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
     empty = (0.0, 0.0, False, 1.0)
     log_probs, entropy, in_support, coverage = (
@@ -108,13 +117,14 @@ class _Settings:
     kept: KeptTokens | None
     chunk_tokens: int
     token_loss: TokenLoss | None
+    fp32_logits: bool
 
     def chunks(self, tokens: int) -> list[slice]:
         size = self.chunk_tokens
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        logits = hidden @ weight.t()
+        logits = _fp32_product(hidden, weight) if self.fp32_logits else hidden @ weight.t()
         first = self.tp_group.rank() * weight.shape[0] if self.tp_group is not None else 0
         if self.vocab_size is not None:
             logits[:, max(0, self.vocab_size - first) :] = -torch.inf
@@ -128,6 +138,16 @@ class _Settings:
         return evaluate(logits, targets, self.log_rho, self.temperature, self.tp_group, self.with_entropy, rows)
 
 
+def _fp32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[n, V] fp32 = hidden [n, H] @ weight [V, H]^T, without an fp32 copy of the whole weight."""
+    if hidden.dtype != torch.bfloat16:
+        return hidden @ weight.t()
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    hidden = hidden.float()
+    return torch.cat([hidden @ part.float().t() for part in weight.split(_FP32_ROWS)], 1)
+
+
 class _Gradients:
     """Of hidden and weight, chunk by chunk."""
 
@@ -139,6 +159,7 @@ class _Gradients:
         )
 
     def add(self, chunk: slice, hidden: torch.Tensor, weight: torch.Tensor, grad_logits: torch.Tensor) -> None:
+        grad_logits = grad_logits.to(weight.dtype)
         self.hidden[chunk] = grad_logits @ weight
         if self.weight is None:
             self.weight = grad_logits.t() @ hidden

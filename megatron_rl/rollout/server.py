@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from megatron_rl.config import Config, ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.fp8 import quantization_config
-from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.models.precision import ROLLOUT_DTYPES, Machine, this_machine
+from megatron_rl.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.platform import sglang as cpu_platform
+from megatron_rl.rollout.choices import FP32_PRODUCTS, check_extra_args, choices
 from megatron_rl.rollout.sampling import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.routing.replay import FROM_ENGINE
 
@@ -129,13 +129,15 @@ class RolloutServer:
         feature_stride: int = 0,
         pruning: bool = False,
         kept_sets: bool = False,
+        fp32_lm_head: bool = False,
     ):
         """model: Hugging Face folder; dtype: bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one
         bf16); routes: capture the experts of every token; pythonpath:
         folders with plugins of SGLang (entry point group `sglang.srt.plugins`); predictor: a route predictor in every
         router, zero until it is pushed; feature_stride: s > 0 sends the router features of every s-th response token
         along, in all replies (`FeatureLayout`); pruning: requests may prune the vocabulary's tail (`SamplingSupport`), for
-        which pythonpath must hold the plugin; kept_sets: they may ask for the tokens that a truncation keeps.
+        which pythonpath must hold the plugin; kept_sets: they may ask for the tokens that a truncation keeps;
+        fp32_lm_head: logits in fp32.
 
         Errors: UserError for a feature_stride without predictor.
         """
@@ -147,7 +149,7 @@ class RolloutServer:
         self.context_length, self.routes, self.seed = context_length, routes, seed
         self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
         self.predictor, self.feature_stride = predictor, feature_stride
-        self.pruning, self.kept_sets = pruning, kept_sets
+        self.pruning, self.kept_sets, self.fp32_lm_head = pruning, kept_sets, fp32_lm_head
         self._reserved = reserve_port()  # also between the two lives of a restarted server
         self.port = self._reserved.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
@@ -170,6 +172,7 @@ class RolloutServer:
             feature_stride=feature_stride(config),
             pruning=config.pruning.enabled,
             kept_sets=SamplingSupport.from_config(config.rollout.sampling, config.pruning).keeps_sets,
+            fp32_lm_head=config.precision.fp32_lm_head,
             log_path=log_path,
             seed=config.seed,
             pythonpath=pythonpath,
@@ -188,8 +191,11 @@ class RolloutServer:
         self.stop()
         self._reserved.close()
 
-    def command(self) -> list[str]:
-        """The server's command line."""
+    def command(self, machine: Machine | None = None) -> list[str]:
+        """The server's command line on a machine, by default this one. Errors: UserError for extra_args that contradict it."""
+        machine = machine or this_machine()
+        chosen = choices(self._hf_config(), self.dtype, machine, routes=self.routes or self.predictor)
+        check_extra_args(self.config.extra_args, chosen)
         flags = {
             "--model-path": self.model,
             "--host": "127.0.0.1",
@@ -202,7 +208,7 @@ class RolloutServer:
             "--random-seed": self.seed,
         }
         tokens = self.config.max_total_tokens
-        if not torch.cuda.is_available():
+        if machine.gpu is None:
             tokens = tokens or CPU_CACHE_TOKENS
         if tokens:
             flags["--max-total-tokens"] = tokens
@@ -217,25 +223,37 @@ class RolloutServer:
             command.append("--enable-custom-logit-processor")
         if self.kept_sets:
             command += ["--sampling-mask-max-tokens", str(ROOM_FOR_TIES)]
+        if self.fp32_lm_head:
+            command.append("--enable-fp32-lm-head")
+        for choice in chosen:
+            command += [choice.flag, choice.value]
         overrides: dict[str, object] = {}
-        if self.dtype == "fp8" and torch.cuda.is_available():
+        if self.dtype == "fp8" and machine.gpu is not None:
             overrides["quantization_config"] = quantization_config()
             # The folder holds no scales. SGLang would quantise its weights itself, but not in blocks, and differently.
             command += ["--load-format", "dummy"]
-            # The other kernels may lay weights and scales out anew (UE8M0 on Blackwell), where no push would find them.
-            command += ["--fp8-gemm-backend", "triton", "--moe-runner-backend", "triton"]
         if self.feature_stride:
             overrides["router_feature_stride"] = self.feature_stride
             # A graph's replay runs none of the code that picks the features.
             command += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
         if overrides:
             command += ["--json-model-override-args", json.dumps(overrides)]
-        if not torch.cuda.is_available():
+        if machine.gpu is None:
             command += cpu_platform.FLAGS
         return command + self.config.extra_args
 
-    def environment(self) -> dict[str, str]:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}  # the model is a folder
+    def _hf_config(self) -> dict:
+        try:
+            return json.loads((self.model / "config.json").read_text())
+        except FileNotFoundError:  # start() says so
+            return {}
+
+    def environment(self, machine: Machine | None = None) -> dict[str, str]:
+        """The server's environment variables on a machine, by default this one."""
+        machine = machine or this_machine()
+        environment = {**NCCL_ENVIRONMENT, **os.environ, "HF_HUB_OFFLINE": "1"}  # the model is a folder
+        if machine.gpu is not None and self.dtype == "fp32":
+            environment = FP32_PRODUCTS | environment
         # Without compiled modules on disk each of SGLang's processes compiles thousands of them at every start.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         # Log-probs are those of the distribution that is sampled from: at its temperature.
@@ -246,7 +264,7 @@ class RolloutServer:
         if self.predictor:
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS_PACKAGE
         paths += [p for p in [os.environ.get("PYTHONPATH")] if p]
-        if not torch.cuda.is_available():
+        if machine.gpu is None:
             paths.insert(0, str(cpu_platform.PYTHONPATH))
             environment |= cpu_platform.environment(self.config.threads or os.cpu_count() or 1)
         return environment | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -11,7 +11,7 @@ summed over the counted tokens).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -99,6 +99,17 @@ def route_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
             if name in one:
                 metrics[f"{PREFIX}layer_{layer:02}/update_{number}/{name}"] = one[name]
     return metrics
+
+
+def engine_agreement(sums: Mapping[str, float | np.ndarray]) -> dict[int, tuple[float, float]]:
+    """By layer, from the sums of one update: share of the engine's experts that the trainer would choose, and its tokens."""
+    found: dict[int, dict[str, float]] = {}
+    for key, value in sums.items():
+        if key.startswith(PREFIX) and "/engine/" in key:
+            layer, name = key.removeprefix(PREFIX).split("/", 1)
+            found.setdefault(int(layer), {})[name] = value
+    counts = {layer: _counts(of_layer, "engine") for layer, of_layer in sorted(found.items())}
+    return {layer: (_agreement(c), sum(c)) for layer, c in counts.items() if sum(c)}
 
 
 def _named(prefix: str, cells: Iterable[dict[str, float]]) -> dict[str, float]:

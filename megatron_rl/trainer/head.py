@@ -30,6 +30,7 @@ class HeadRequest:
     chunk_tokens: int
     token_loss: TokenLoss | None
     """The loss of some tokens alone, where it is a sum over tokens: the head then computes gradients on the way."""
+    fp32_logits: bool = False
 
 
 def log_prob_head(*, hidden_states, output_layer, output_weight, context: HeadRequest, config, **_) -> torch.Tensor:
@@ -54,6 +55,7 @@ def log_prob_head(*, hidden_states, output_layer, output_weight, context: HeadRe
         kept=context.kept,
         chunk_tokens=context.chunk_tokens,
         token_loss=context.token_loss,
+        fp32_logits=context.fp32_logits,
     )
     entropy = result.entropy if context.with_entropy else torch.zeros_like(result.log_probs)
     return torch.stack([result.log_probs, entropy, result.coverage])

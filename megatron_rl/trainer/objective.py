@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -10,6 +11,7 @@ from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import Correction, TokenWeights, token_weights
 from megatron_rl.algorithms.losses import AllReduce
 from megatron_rl.config import Config
+from megatron_rl.trainer.agreement import CLOSE
 from megatron_rl.trainer.packing import Batch
 
 Sums = dict[str, torch.Tensor]
@@ -109,6 +111,7 @@ def policy_objective(
         total = total - algorithm.entropy_coefficient * torch.where(stays, entropy, torch.zeros_like(entropy))
     loss = (total * weights).sum()
     sums["entropy"] = entropy.detach()[mask].sum()
+    sums[CLOSE] = (mask & ((old - batch.rollout_log_probs).abs() <= math.log(2))).sum()
     # For the metrics: the mismatch to the engine is that of the policy before its update.
     batch.scored |= {"old": old.detach(), "coverage": coverage.detach()}
     batch.corrected = corrected

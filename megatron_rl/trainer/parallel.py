@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_rl import nccl
 from megatron_rl.config import ParallelConfig
 from megatron_rl.models.parallel_check import expert_tensor_size
 
@@ -83,6 +84,8 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+    for name, value in nccl.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         if "RANK" in os.environ:

@@ -25,6 +25,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.metrics import route_sums
 from megatron_rl.routing.replay import PREDICTING, PredictorLoss, RoutePass
 from megatron_rl.routing.table import RouteShape
+from megatron_rl.trainer.agreement import check_agreement
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
 from megatron_rl.trainer.objective import Scale, Sums, importance_weights
 from megatron_rl.trainer.optimizer import make_optimizer, make_scheduler, wrap_ddp
@@ -171,6 +172,8 @@ class Trainer:
         learn_routes: route predictors learn too, from the routers as they are now. rollout_batch: that of all updates,
         over which VP2O counts co-activation. A step whose gradient norm is not finite changes nothing and is reported as
         'update/skipped' = 1; one that the trust region refuses changes nothing, as 'update/undone' = 1.
+
+        Errors: UserError, before anything is changed, where engine and trainer agree less than rollout.agreement_floor.
         """
         for ddp in self.ddp:
             ddp.train()
@@ -187,6 +190,7 @@ class Trainer:
         if self.trust_region:
             self.trust_region.probed(passes)
         metrics = self._total(sums, route_sums(passes) | (self.stein.sums() if self.stein else {}))
+        check_agreement(metrics, self.config.rollout.agreement_floor)
         lr = self.optimizer.param_groups[0]["lr"]
         step = self._step()
         lr = metrics["update/lr"] = lr * step.verdict.scale if step.verdict else lr
@@ -343,6 +347,7 @@ class Trainer:
                 self.model.hf_config.vocab_size,
                 self.config.model.head_chunk_tokens,
                 token_loss if pointwise else None,
+                self.config.precision.fp32_lm_head,
             ),
         )
 

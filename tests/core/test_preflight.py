@@ -26,6 +26,14 @@ REFUSED = {
         {"pruning": {"enabled": True}, "rollout": {"server": {"extra_args": ["--speculative-algorithm", "NGRAM"]}}},
         "speculative decoding, which skips the logit processor.*pruning.enabled: false",
     ),
+    "speculation with routes": (
+        {"rollout": {"routes": True, "server": {"extra_args": ["--speculative-algorithm=NGRAM"]}}},
+        "speculative decoding, for whose drafts SGLang's record of routes has no room; leave it out",
+    ),
+    "a flag that has a key": (
+        {"rollout": {"server": {"extra_args": ["--dtype", "half"]}}},
+        "extra_args has --dtype, which is precision.rollout; set that key instead",
+    ),
     "experts of a server": (
         {"rollout": {"server": {"tensor": 4, "expert": 6}}},
         "rollout.server.expert = 6 does not divide rollout.server.tensor = 4; take 2",
@@ -227,3 +235,10 @@ def test_the_request_of_a_support():
     assert named == b"cmegatron_rl_plugin.pruning\nPruneTail\n."
     assert SamplingSupport().options() == {} and SamplingSupport().log_rho is None
     assert SamplingSupport(top_p=0.9, top_k=50).options() == {"return_sampling_mask": True}
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.0, -0.5])
+def test_agreement_floor_outside_its_interval(floor):
+    with pytest.raises(UserError, match=r"'rollout.agreement_floor' = .*(greater than 0|less than 1)"):
+        build_config({"rollout": {"agreement_floor": floor}})
+    assert build_config({"rollout": {"agreement_floor": None}}).rollout.agreement_floor is None

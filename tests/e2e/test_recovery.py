@@ -61,7 +61,12 @@ def folder(tmp_path_factory, tiny_model):
         "vp2o": {"enabled": True, "neighbors": 2, "strangers": 2, "trust_region": 0.2, "on_excess": "halve"},
         "optimizer": {"lr": 1e-3},
         "precision": {"train": "fp32", "rollout": "fp32"},
-        "rollout": {"replay": str(folder / "rollouts"), "context_length": 32, "max_new_tokens": 8},
+        "rollout": {
+            "replay": str(folder / "rollouts"),
+            "context_length": 32,
+            "max_new_tokens": 8,
+            "agreement_floor": None,  # log-probs are made up
+        },
         "checkpoint": {"every": 1, "keep": 3},
         "eval": {"prompts": 0},
         "logging": {"tensorboard": False},

@@ -72,6 +72,41 @@ def test_values_and_gradients(dtype, log_rho, chunk_tokens, on_the_way):
         assert error < {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
 
 
+def fp32_errors(found, right) -> float:
+    return float((found.double() - right.double()).norm() / right.double().norm())
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 64])
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_fp32_logits_of_a_bf16_head(chunk_tokens, on_the_way):
+    """Logits of 16 to 32 against fp64: the products are exact, so log-probs are those of fp32, and not 0.1 off."""
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    hidden, weight, targets = head(seed, vocabulary=8200, dtype=torch.bfloat16)  # more rows than are fp32 at a time
+    with torch.no_grad():
+        hidden *= 4.0
+    rows = targets != -100
+    logits = (hidden.double() @ weight.double().t()).detach()
+    assert logits.abs().max() > 32
+    exact = whole_head(hidden, weight, targets, None)
+    loss = lambda log_probs, entropy, rows: (-log_probs - 0.1 * entropy).sum() / 37  # noqa: E731
+    options = {"log_rho": None, "temperature": 0.7, "with_entropy": True, "chunk_tokens": chunk_tokens}
+    token_loss = loss if on_the_way else None
+    out = linear_log_probs(hidden, weight, targets, **options, token_loss=token_loss, fp32_logits=True)
+    assert out.log_probs.dtype == torch.float32
+    # 24 products a logit, summed in fp32, and the softmax; the temperature multiplies by 1.4.
+    bound = 1.5 * 32 * 2**-23 * float(logits.abs().max())
+    assert (out.log_probs.double() - exact.log_probs)[rows].abs().max() < bound
+    rounded = linear_log_probs(hidden, weight, targets, **options)
+    assert (rounded.log_probs.double() - exact.log_probs)[rows].abs().max() > 100 * bound
+
+    found = torch.autograd.grad(loss(out.log_probs, out.entropy, None), (hidden, weight))
+    right = torch.autograd.grad(loss(exact.log_probs[rows], exact.entropy[rows], None), (hidden, weight))
+    for ours, theirs in zip(found, right, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert fp32_errors(ours, theirs) < 2 * 2**-8  # rounded once in the logits' gradient and once in the result
+
+
 def test_both_ways_give_the_same_bits_where_the_loss_is_the_same():
     hidden, weight, targets = head(3)
     loss = lambda log_probs, entropy, rows: -log_probs.sum() / 50  # noqa: E731
@@ -218,6 +253,32 @@ def test_the_softmax_is_over_the_kept_tokens(chunk_tokens, on_the_way):
     right = (at_logits @ weight.detach(), at_logits.t() @ hidden.detach())
     for ours, theirs in zip(found, right, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-9)
+
+
+def fp32_on_two_ranks(seed: int) -> tuple:
+    dist.init_process_group("gloo")
+    hidden, weight, targets = head(seed, dtype=torch.bfloat16)
+    share = weight.detach().chunk(2)[dist.get_rank()].contiguous()
+    options = {"log_rho": None, "with_entropy": True, "chunk_tokens": 8, "vocab_size": 88, "fp32_logits": True}
+    out = linear_log_probs(hidden, share, targets, tp_group=dist.group.WORLD, **options)
+    (grad,) = torch.autograd.grad((out.log_probs + 0.2 * out.entropy).sum(), hidden)
+    grad = grad.float()
+    dist.all_reduce(grad)
+    dist.destroy_process_group()
+    return out.log_probs.detach().numpy(), grad.numpy()
+
+
+def test_fp32_logits_over_a_sharded_vocabulary():
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    hidden, weight, targets = head(seed, dtype=torch.bfloat16)
+    logits = (hidden.double() @ weight.double().t())[:, :88]
+    exact = masked_log_softmax_reference(logits, targets, log_rho=None, with_entropy=True)
+    rows = targets != -100
+    (grad,) = torch.autograd.grad((exact.log_probs + 0.2 * exact.entropy)[rows].sum(), hidden)
+    for log_probs, ours in run_ranks(2, "test_linear_log_probs:fp32_on_two_ranks", (seed,), timeout=120):
+        torch.testing.assert_close(torch.tensor(log_probs)[rows].double(), exact.log_probs[rows], atol=1e-4, rtol=0)
+        assert fp32_errors(torch.tensor(ours), grad) < 2 * 2**-8
 
 
 def on_two_ranks(seed: int) -> list:

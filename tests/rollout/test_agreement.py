@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.trainer.packing import Sample
 from tests.ranks import run_ranks
-from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect, prefill_log_probs
+from tests.rollout.conftest import (
+    CPU_SERVER,
+    Question,
+    assert_agree,
+    client_of,
+    collect,
+    prefill_log_probs,
+)
+from tools.make_tiny_model import Sizes, make_tiny_model
 
 
 def trainer_log_probs(model: str, asked: list[tuple[str, list[Sample], SamplingSupport]]) -> list[list]:
     """For each (precision, samples, support): per sample [response_length], from the trainer's scoring pass over packed
-    micro-batches. Runs in a process of its own."""
+    micro-batches. Runs in a process of its own. precision: of the trainer, and switches of that section that are on."""
     from megatron_rl.config import build_config
     from megatron_rl.trainer import parallel
     from megatron_rl.trainer.trainer import build_trainer
@@ -23,7 +34,8 @@ def trainer_log_probs(model: str, asked: list[tuple[str, list[Sample], SamplingS
     for precision, samples, support in asked:
         if precision not in trainers:
             values = {"model": {"path": model}, "batch": {"tokens_per_micro_batch": 256}}
-            config = build_config(values | {"precision": {"train": precision}})
+            train, *switches = precision.split()
+            config = build_config(values | {"precision": {"train": train, **dict.fromkeys(switches, True)}})
             ranks = (
                 next(iter(trainers.values())).ranks if trainers else parallel.initialize(config.parallel, config.seed)
             )
@@ -85,3 +97,29 @@ def test_trainer_agrees_with_what_was_sampled_at_a_temperature(server, reference
     samples = [Sample.from_trajectory(t, 0.0) for t in trajectories]
     [ours] = ask_trainer(reference, ("fp32", samples, SamplingSupport(temperature=0.6)))
     assert_agree(ours, [t.log_probs for t in trajectories], median=1e-5, largest=1e-5)
+
+
+def test_fp32_heads_bring_both_sides_together(tmp_path):
+    """bf16 on both sides, logits of 16 to 32: rounded on each side for itself they are 0.125 apart, or the same."""
+    folder = make_tiny_model("qwen3", tmp_path / "model", sizes=Sizes(layers=1), vector_noise=0.0)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 60.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    rng = np.random.default_rng(np.random.SeedSequence().entropy)
+    sequences = [rng.integers(3, 512, 60).tolist() for _ in range(40)]
+    samples = [Sample.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
+    served = {}
+    for head in (False, True):
+        settings = {"dtype": "bf16", "context_length": 512, "log_path": tmp_path / "log", "fp32_lm_head": head}
+        with RolloutServer(folder, CPU_SERVER, **settings) as server:
+            served[head] = prefill_log_probs(client_of(server), sequences)
+    asked = [(regime, samples, SamplingSupport()) for regime in ("bf16", "bf16 fp32_lm_head")]
+    [trained] = run_ranks(1, "tests.rollout.test_agreement:trainer_log_probs", (str(folder), asked))
+    trained = dict(zip((False, True), trained, strict=True))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    largest = model(torch.tensor(sequences[:1])).logits.detach().abs().max()
+    print(f"largest logit {largest:.0f}")
+    gaps = {(ours, theirs): gap(trained[ours], served[theirs]) for ours in trained for theirs in served}
+    print("KL by heads in fp32 (trainer, engine):", {key: f"{value:.2g}" for key, value in gaps.items()})
+    assert largest > 16
+    assert gaps[True, True] < 0.75 * min(value for heads, value in gaps.items() if heads != (True, True))

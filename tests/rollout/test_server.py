@@ -18,6 +18,7 @@ from megatron_rl.config import ServerConfig, build_config
 from megatron_rl.engine import Engine, _check_served
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.precision import Machine
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, find_python, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
@@ -150,14 +151,13 @@ def test_fp8_folders_that_sglang_would_refuse(tmp_path, monkeypatch):
         _check_served(config, read_hf_config(folder), pushes=True)
 
 
-def test_flags_of_an_fp8_server(tmp_path, monkeypatch):
+def test_flags_of_an_fp8_server(tmp_path):
     """On a GPU SGLang's FP8 layers, to be filled by the first push; without one it serves bf16."""
     settings = {"dtype": "fp8", "predictor": True, "feature_stride": 4}
     server = RolloutServer(tmp_path, ServerConfig(python=sys.executable, tensor=4, expert=2), **settings)
     command = server.command()
     assert command[command.index("--dtype") + 1] == "bfloat16" and "--load-format" not in command
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    command = server.command()
+    command = server.command(Machine((9, 0), None, None, "12.9"))
     values = dict(pairwise(command))
     assert (values["--dtype"], values["--load-format"]) == ("bfloat16", "dummy")
     assert (values["--tensor-parallel-size"], values["--expert-parallel-size"]) == ("4", "2")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.server import find_python
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from megatron_rl.trainer.packing import Sample
 from tests.rollout.conftest import Question, assert_agree, client_of, collect
 from tests.rollout.test_agreement import ask_trainer
@@ -113,3 +120,20 @@ def test_the_kept_sets_are_the_samplers(name, sampled, reference):
             else:
                 mass = float(row[torch.as_tensor(ids, dtype=torch.long)].sum())
                 assert support.top_p - 1e-3 <= mass <= support.top_p + float(row.max()) + 1e-3
+
+
+def test_the_pruning_processor_makes_nothing_at_a_token_whose_batch_it_knows():
+    """In SGLang's own environment. Anew are the parameters of a batch whose requests differ, when it changes."""
+    paths = os.pathsep.join(map(str, (cpu_platform.PYTHONPATH, SERVER_PYTHONPATH)))
+    done = subprocess.run(
+        [str(find_python()), str(Path(__file__).with_name("processor_calls.py"))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": paths},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found["right"]), found
+    assert found["made"] == [1, 0, 0, 0, 1, 0, 1, 0, 1]

@@ -108,3 +108,35 @@ def test_a_run_whose_log_has_its_last_step_is_finished(log, status, tmp_path):
     command = ["bash", "-c", f'{function}\nfinished "$1"', "-", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert (done.returncode, done.stderr) == (status, "")
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_server_and_trainer_have_the_same_nccl_setting(tmp_path, given):
+    """Each role of task.sh, with programs in the place of SLURM's and the trainer's that print their environment."""
+    programs = {
+        "scontrol": "echo NodeAddr=127.0.0.1",
+        "python": "echo $NCCL_CUMEM_ENABLE",
+        "megatron-rl": "echo $NCCL_CUMEM_ENABLE",
+    }
+    for name, line in programs.items():
+        program = tmp_path / ".venv" / "bin" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
+    environment |= {"PATH": f"{tmp_path / '.venv' / 'bin'}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"SLURMD_NODENAME": "n", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    environment |= {"NCCL_CUMEM_ENABLE": given} if given else {}
+    said = [
+        subprocess.run(
+            ["bash", str(REPOSITORY / "examples" / "slurm" / "task.sh"), role, str(tmp_path), "config"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+            cwd=tmp_path,
+            check=True,
+        ).stdout
+        for role in ("serve", "train")
+    ]
+    assert said == [f"{given or 0}\n"] * 2

@@ -61,6 +61,7 @@ def make_config(model: str, overrides: dict) -> Config:
         "batch": {"tokens_per_micro_batch": 96, "updates_per_step": 2},
         "optimizer": {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1},
         "precision": {"train": "fp32"},
+        "rollout": {"agreement_floor": None},  # log-probs are made up
     }
     for section, values in overrides.items():
         base[section] = {**base.get(section, {}), **values}

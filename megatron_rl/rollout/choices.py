@@ -1,0 +1,102 @@
+"""What SGLang must be told on a GPU, where it would choose kernels that know nothing of routes, pushes or fp32.
+
+As found in SGLang 0.5.23 (`sglang/srt/arg_groups`); tests/rollout/test_choices.py has its own resolution of these flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.precision import Machine
+
+TAKES_FP32 = ("triton", "torch_native", "flex_attention")
+"""Attention backends that compute in fp32; SGLang's choices for large GPUs (fa3, trtllm_mha, trtllm_mla, flashinfer) do not."""
+AS_PUSHED = ("triton", "auto")
+"""MoE runners that hold the experts as they are pushed and take their top-k from SGLang, which is where routes are captured;
+`auto` after resolution is Triton's. By itself gpt-oss gets triton_kernel, whose own top-k captures nothing, and Blackwell
+flashinfer_trtllm, which routes inside its kernel (old rows of the capture buffer stay) and lays the experts out anew."""
+FP32_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
+"""Environment of an fp32 server: without it Triton multiplies fp32 in TF32, which has bf16's range and 10 bits of mantissa."""
+_OWN_KEYS = {
+    **dict.fromkeys(("--model-path", "--model"), "model.path"),
+    "--dtype": "precision.rollout",
+    "--enable-fp32-lm-head": "precision.fp32_lm_head",
+    "--context-length": "rollout.context_length",
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "rollout.server.tensor"),
+    **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "rollout.server.expert"),
+}
+"""Flags that have a key of their own, which the rest of a run reads."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One flag of the server."""
+
+    flag: str
+    value: str
+    reason: str
+    valid: tuple[str, ...]
+    """Values that do as well."""
+
+
+def choices(model: Mapping[str, Any], dtype: str, machine: Machine, *, routes: bool) -> list[Choice]:
+    """The kernels that a server on this machine has to take; none without a GPU, where the platform folder chooses.
+
+    model: content of config.json ({}: a model without experts); dtype: of precision.rollout; routes: they, or router features,
+    are asked for. Attention in bf16 stays SGLang's choice: all that it takes for our families (fa3, trtllm_mha, trtllm_mla,
+    flashinfer, triton) know their windows and sinks.
+    """
+    if machine.gpu is None:
+        return []
+    found = []
+    if dtype == "fp32":
+        found.append(Choice("--attention-backend", "triton", "the others compute in 16 bits", TAKES_FP32))
+    # What is quantised in its folder is served and never pushed to: there SGLang may choose while nobody asks for routes.
+    if dtype == "fp8" or (has_experts(model) and (routes or not model.get("quantization_config"))):
+        reason = "others capture no routes, or hold the experts in another order than they are pushed in"
+        found.append(Choice("--moe-runner-backend", "triton", reason, AS_PUSHED[:1]))
+    if dtype == "fp8":
+        # The other kernels may lay weights and scales out anew (UE8M0 on Blackwell), where no push would find them.
+        found.append(Choice("--fp8-gemm-backend", "triton", "others lay weights and scales out anew", ("triton",)))
+    return found
+
+
+def has_experts(model: Mapping[str, Any]) -> bool:
+    return any(model.get(name) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
+
+
+def check_extra_args(extra_args: Sequence[str], chosen: Sequence[Choice]) -> None:
+    """Errors: UserError for a flag that has a key of its own, or another kernel than the run can use."""
+    given = dict(_pairs(extra_args))
+    for flag in given:
+        if key := _OWN_KEYS.get(flag):
+            raise UserError(f"config: rollout.server.extra_args has {flag}, which is {key}; set that key instead")
+    for choice in chosen:
+        attention = choice.flag == "--attention-backend"
+        same = (
+            (choice.flag, "--prefill-attention-backend", "--decode-attention-backend") if attention else (choice.flag,)
+        )
+        for flag in same:
+            if given.get(flag, choice.value) not in choice.valid:
+                raise UserError(
+                    f"config: rollout.server.extra_args has {flag} {given[flag]}, but this run needs {choice.value}:"
+                    f" {choice.reason}; leave it out"
+                )
+
+
+def speculates(extra_args: Sequence[str]) -> bool:
+    return any(flag.startswith("--speculative") for flag, _ in _pairs(extra_args))
+
+
+def _pairs(extra_args: Sequence[str]) -> list[tuple[str, str]]:
+    """(flag, its value or '') of a command line."""
+    pairs = []
+    for word, following in pairwise([*extra_args, "--"]):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            pairs.append((flag, value if equals else "" if following.startswith("--") else following))
+    return pairs

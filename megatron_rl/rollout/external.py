@@ -1,0 +1,117 @@
+"""Servers that others have started: what they say of themselves, against what the config needs of them."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.models.parallel_check import architecture
+from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, has_experts
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.server import asks_routes, feature_stride
+
+ANSWER_S = 60.0
+PHASES = ("prefill", "decode")
+
+
+def check_servers(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
+    """Errors: UserError, one line, for the first of rollout.addresses that does not answer or cannot do what the config
+    asks of it."""
+    for address in config.rollout.addresses:
+        info, model = (_get(address, path) for path in ("server_info", "model_info"))
+        if found := problems(info, model, config, hf_config, pushes=pushes):
+            raise UserError(
+                f"rollout.addresses: {address} {'; it '.join(found)}; start it through tools/serve.py with this config"
+            )
+
+
+def problems(
+    info: Mapping[str, Any], model: Mapping[str, Any], config: Config, hf_config: PreTrainedConfig, *, pushes: bool
+) -> list[str]:
+    """What is wrong with a server, as predicates of a sentence, each with the flag to mend it.
+
+    info, model: what SGLang's /server_info (arguments as they were resolved) and /model_info answer. pushes: weights go
+    there; else it answers with those that it has.
+    """
+    precision, context, routes = config.precision, config.rollout.context_length, asks_routes(config)
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    found: list[str] = []
+
+    def refuse(wrong: object, problem: str) -> None:
+        if wrong:
+            found.append(problem)
+
+    name, served, folder = architecture(hf_config), model.get("architectures") or [], model.get("model_path")
+    refuse(name not in served, f"serves {', '.join(served)}, and model.path is {name}")
+    if not pushes:
+        elsewhere = folder is not None and Path(folder).resolve() != Path(config.model.path).resolve()
+        refuse(elsewhere, f"answers with the weights of {folder}: set model.path to it")
+        refuse(info.get("load_format") == "dummy", "has random weights (--load-format dummy), and none are pushed")
+    dtype, wanted = info.get("dtype"), str(ROLLOUT_DTYPES[precision.rollout]).removeprefix("torch.")
+    refuse(dtype not in ("auto", wanted), f"runs with --dtype {dtype}, and precision.rollout is {precision.rollout}")
+    head = bool(info.get("enable_fp32_lm_head"))
+    refuse(
+        head != precision.fp32_lm_head,
+        f"runs {'with' if head else 'without'} --enable-fp32-lm-head, and precision.fp32_lm_head is {str(not head).lower()}",
+    )
+    for flag, size in (("--context-length", "context_length"), ("--max-total-tokens", "max_total_num_tokens")):
+        tokens = info.get(size) or context
+        refuse(tokens < context, f"has room for {tokens} tokens ({flag}), and rollout.context_length is {context}")
+    refuse(
+        info.get("speculative_algorithm") and (routes or config.pruning.enabled),
+        f"runs with --speculative-algorithm {info.get('speculative_algorithm')}, which goes past the record of routes and the"
+        " processor that prunes",
+    )
+    refuse(routes and not info.get("enable_return_routed_experts"), "runs without --enable-return-routed-experts")
+    refuse(
+        config.pruning.enabled and not info.get("enable_custom_logit_processor"),
+        "runs without --enable-custom-logit-processor, which pruning.enabled needs",
+    )
+    kept = info.get("sampling_mask_max_tokens") or 0
+    refuse(
+        support.keeps_sets and kept < support.top_k,
+        f"runs with --sampling-mask-max-tokens {kept}, and rollout.sampling.top_k = {support.top_k} keeps more",
+    )
+    overrides = json.loads(info.get("json_model_override_args") or "{}")
+    stride, needed = overrides.get("router_feature_stride", 0), feature_stride(config)
+    refuse(
+        stride != needed, f"exports router features with a stride of {stride}, and this config wants {needed} (0: none)"
+    )
+    if pushes:
+        ranks = max(info.get("pp_size") or 1, info.get("dp_size") or 1)
+        refuse(ranks > 1, "runs with --pp-size or --dp-size above 1, where a push does not reach all ranks")
+    if info.get("device") == "cuda":
+        experts, runner = has_experts(hf_config.to_dict()), info.get("moe_runner_backend")
+        refuse(
+            experts and (pushes or routes) and runner not in AS_PUSHED,
+            f"runs with --moe-runner-backend {runner}, which captures no routes or holds experts otherwise than they are"
+            " pushed: triton does both",
+        )
+        attention = {info.get(f"{phase}_attention_backend") or info.get("attention_backend") for phase in PHASES}
+        attention.discard(None)
+        refuse(
+            precision.rollout == "fp32" and not attention <= set(TAKES_FP32),
+            f"runs with --attention-backend {' and '.join(sorted(attention))}, which does not compute in fp32: triton does",
+        )
+    return found
+
+
+def _get(address: str, path: str) -> dict[str, Any]:
+    base = address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
+    try:
+        with urllib.request.urlopen(f"{base}/{path}", timeout=ANSWER_S) as reply:
+            return json.load(reply)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UserError(
+            f"rollout.addresses: {address}/{path} does not answer as SGLang 0.5.23 ({reason}); is the server up?"
+        ) from None

@@ -1,0 +1,158 @@
+"""Servers that others have started are asked for what they are: what a run needs and they lack is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import Config, build_config
+from megatron_rl.engine import Engine
+from megatron_rl.errors import UserError
+from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.rollout.external import _get, check_servers, problems
+from megatron_rl.run import Run
+from megatron_rl.trainer import parallel
+
+FITTING = {
+    "precision": {"train": "fp32", "rollout": "fp32"},
+    "pruning": {"enabled": True},
+    "rollout": {"context_length": 512, "max_new_tokens": 8, "routes": True},
+    "eval": {"prompts": 0},
+}
+"""What the server of this folder's tests can do."""
+
+
+def config_of(model: Path, address: str, changes: dict) -> Config:
+    values = {section: {**FITTING.get(section, {}), **changes.get(section, {})} for section in {*FITTING, *changes}}
+    values["rollout"]["addresses"] = [address]
+    return build_config({"model": {"path": str(model)}, **values})
+
+
+WRONG = {
+    "weights in other precision": ({"precision": {"rollout": "bf16"}}, "runs with --dtype float32, and .* is bf16"),
+    "fp32 head": (
+        {"precision": {"fp32_lm_head": True}},
+        "runs without --enable-fp32-lm-head, and precision.fp32_lm_head is true",
+    ),
+    "a longer context": (
+        {"rollout": {"context_length": 1024}},
+        r"has room for 512 tokens \(--context-length\), and rollout.context_length is 1024",
+    ),
+    "a longer context than its cache": (
+        {"rollout": {"context_length": 40000}},
+        r"has room for 32768 tokens \(--max-total-tokens\), and rollout.context_length is 40000",
+    ),
+    "router features": (
+        {"routing": {"source": "predicted_rollout", "features": "engine"}},
+        "router features with a stride of 0, and this config wants 1",
+    ),
+    "larger sets": (
+        {"pruning": {"enabled": False}, "rollout": {"sampling": {"top_p": 0.9, "top_k": 4096}}},
+        "runs with --sampling-mask-max-tokens 100, and rollout.sampling.top_k = 4096 keeps more",
+        {"sampling_mask_max_tokens": 100},
+    ),
+    "no routes": ({}, "runs without --enable-return-routed-experts", {"enable_return_routed_experts": False}),
+    "no processor": (
+        {},
+        "runs without --enable-custom-logit-processor, which pruning.enabled needs",
+        {"enable_custom_logit_processor": False},
+    ),
+    "speculation": (
+        {"pruning": {"enabled": False}},
+        "runs with --speculative-algorithm EAGLE, which goes past the record of routes",
+        {"speculative_algorithm": "EAGLE"},
+    ),
+    "gpt-oss's own runner": (
+        {},
+        "runs with --moe-runner-backend triton_kernel, which captures no routes",
+        {"device": "cuda", "attention_backend": "triton", "moe_runner_backend": "triton_kernel"},
+    ),
+    "Hopper's own attention": (
+        {},
+        "runs with --attention-backend fa3, which does not compute in fp32: triton does",
+        {"device": "cuda", "attention_backend": "fa3"},
+    ),
+    "decode alone": (
+        {},
+        "runs with --attention-backend fa3 and triton, which does not compute in fp32",
+        {"device": "cuda", "attention_backend": "triton", "decode_attention_backend": "fa3"},
+    ),
+    "pipeline stages": ({}, "runs with --pp-size or --dp-size above 1", {"pp_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def said(server) -> tuple[dict, dict]:
+    """What the real server says of itself."""
+    return _get(server.address, "server_info"), _get(server.address, "model_info")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_one_line_for_what_is_wrong(case, server, reference, said):
+    """Against the real server's answer; what no server without a GPU can be is changed in it."""
+    changes, message, *otherwise = WRONG[case]
+    hf_config = read_hf_config(reference.folder)
+    config = config_of(reference.folder, server.address, changes)
+    assert problems(*said, config_of(reference.folder, server.address, {}), hf_config, pushes=True) == []
+    found = problems(said[0] | (otherwise[0] if otherwise else {}), said[1], config, hf_config, pushes=True)
+    assert any(re.search(message, line) for line in found), found
+    if not otherwise:
+        with pytest.raises(
+            UserError, match=rf"rollout.addresses: {server.address} .*{message}.*tools/serve.py"
+        ) as error:
+            check_servers(config, hf_config, pushes=True)
+        assert "\n" not in str(error.value)
+
+
+def test_speculation_is_no_matter_where_nothing_is_recorded_or_pruned(server, reference, said):
+    config = config_of(reference.folder, server.address, {"pruning": {"enabled": False}, "rollout": {"routes": False}})
+    info = said[0] | {"speculative_algorithm": "EAGLE"}
+    assert problems(info, said[1], config, read_hf_config(reference.folder), pushes=True) == []
+
+
+def test_who_asks_and_does_not_push_takes_the_servers_weights(server, reference, said, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((reference.folder / "config.json").read_text())
+    hf_config = read_hf_config(reference.folder)
+    config = config_of(other, server.address, {})
+    assert problems(*said, config, hf_config, pushes=True) == []
+    [found] = problems(*said, config, hf_config, pushes=False)
+    assert found == f"answers with the weights of {reference.folder}: set model.path to it"
+    config = config_of(reference.folder, server.address, {})
+    assert problems(*said, config, hf_config, pushes=False) == []
+    [found] = problems(said[0] | {"load_format": "dummy"}, said[1], config, hf_config, pushes=False)
+    assert found.startswith("has random weights (--load-format dummy)")
+
+
+def test_another_model_is_named(server, tiny_model, said):
+    model = tiny_model("olmoe")
+    found = problems(*said, config_of(model, server.address, {}), read_hf_config(model), pushes=True)
+    assert "serves Qwen3MoeForCausalLM, and model.path is OlmoeForCausalLM" in found
+
+
+def test_a_run_is_refused_when_it_joins(server, reference, tmp_path):
+    """Before anything is pushed or asked; with what fits it goes on."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    changes = {"data": {"task": "file", "path": str(data), "verifier": "exact"}}
+    fits = replace(config_of(reference.folder, server.address, changes), runs_dir=str(tmp_path), name="asks")
+    wrong = replace(fits, precision=replace(fits.precision, fp32_lm_head=True))
+    try:
+        with Engine(fits, "ask") as engine, Run(fits, kind="ask") as run:
+            engine.join(run)
+        refused = pytest.raises(UserError, match=f"{server.address} runs without --enable-fp32-lm-head")
+        with Engine(wrong, "ask") as engine, Run(wrong, kind="ask") as run, refused:
+            engine.join(run)
+    finally:
+        parallel.shutdown()
+
+
+def test_nobody_at_the_address(reference):
+    config = config_of(reference.folder, "127.0.0.1:9", {})
+    with pytest.raises(UserError, match=r"127.0.0.1:9/server_info does not answer .*is the server up\?"):
+        check_servers(config, read_hf_config(reference.folder), pushes=True)

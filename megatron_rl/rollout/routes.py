@@ -21,7 +21,9 @@ import torch
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
-from megatron_rl.routing.table import RouteShape
+from megatron_rl.routing.table import RouteShape, names_one_twice
+
+WIRE_DTYPES = (np.dtype("<i4"), np.dtype("<i2"), np.dtype(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -59,30 +61,41 @@ class RouteLayout:
         """The columns that a trajectory keeps."""
         return RouteShape(self.moe_layers, self.experts, self.topk)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a reply, at most."""
+        return self.layers * self.topk * 4 * 4 // 3
+
     def decode(self, encoded: str, tokens: int) -> np.ndarray:
-        """Base64 of raw int32 [tokens, layers, topk] -> [tokens, moe_layers, topk] uint8 (int16 above 255 experts)."""
+        """Base64 of raw [tokens, layers, topk] -> [tokens, moe_layers, topk] uint8 (int16 above 255 experts).
+
+        SGLang's own integers have 4 bytes; our plugin, where a server has it, makes them 1 or 2 (its routes.py).
+        """
         try:
             raw = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
             raise UserError(f"routed_experts from SGLang is not base64 ({error}): was the reply cut off?") from None
-        expected = tokens * self.layers * self.topk * 4
-        if len(raw) != expected:
+        ids = tokens * self.layers * self.topk
+        dtype = next((dtype for dtype in WIRE_DTYPES if len(raw) == ids * dtype.itemsize), None)
+        if dtype is None:
             raise UserError(
                 f"routed_experts from SGLang has {len(raw)} bytes, but {tokens} tokens x {self.layers} layers x"
-                f" {self.topk} experts of 4 bytes are {expected}: another model, or a reply that was cut off?"
+                f" {self.topk} experts of 1, 2 or 4 bytes are {ids} to {4 * ids}: another model, or a reply that was cut off?"
             )
-        table = np.frombuffer(raw, np.int32).reshape(tokens, self.layers, self.topk)[:, self.moe_layers]
+        table = np.frombuffer(raw, dtype).reshape(tokens, self.layers, self.topk)
+        if len(self.moe_layers) < self.layers:
+            table = table[:, self.moe_layers]
         if table.size and (table.min() < 0 or table.max() >= self.experts):
             raise UserError(
                 f"routed_experts from SGLang names expert {table.min() if table.min() < 0 else table.max()},"
                 f" but the model has {self.experts}"
             )
-        ordered = np.sort(table, -1)
-        if (ordered[..., 1:] == ordered[..., :-1]).any():
+        table = table.astype(self.kept.dtype)
+        if names_one_twice(table):
             raise UserError(
                 "routed_experts from SGLang names an expert twice in one row: were all tokens' routes captured?"
             )
-        return table.astype(self.kept.dtype)
+        return table
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,11 @@ class FeatureLayout:
         """config: the content of config.json of a MoE model."""
         routes = RouteLayout.from_config(config)
         return cls(len(routes.moe_layers), config["hidden_size"], routes.experts, dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a reply, of a token whose features it has."""
+        return self.moe_layers * (self.hidden * self.dtype.itemsize + self.experts * 4) * 4 // 3
 
     def decode(self, entries: Sequence[str | None]) -> RouterFeatures:
         """One entry per response token: None, or base64 of h [moe_layers, hidden], then z [moe_layers, experts].

@@ -128,7 +128,7 @@ class RoutePass:
     experts: int
     stage: Literal["score", "update"]
     learn: PredictorLoss | None = None
-    """Loss of the predictors in this pass; None: they rest."""
+    """Loss of the predictors in this pass (of `score`: in an update to come); None: they rest."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """[E, d] by layer, of the predictor loss summed over tokens; one dictionary for all micro-batches of an update."""
     stats: dict[int, LayerStats] = field(default_factory=dict)
@@ -215,7 +215,8 @@ class RoutePass:
         if (given := table.features.get(layer)) is not None:  # by the engine
             given.bias = router.predictor(given.hidden)
         else:
-            table.features[layer] = Features(hidden[table.cached], logits[table.cached], bias[table.cached])
+            kept = hidden[table.cached] if self.learn is not None else None
+            table.features[layer] = Features(kept, logits[table.cached], bias[table.cached])
         if self.source in FROM_ENGINE:  # which has chosen with its predictor; here weights are the router's alone
             self._engine_like[layer] = router.choice(logits + bias)
             return logits

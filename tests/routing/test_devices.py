@@ -54,8 +54,8 @@ def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypat
         with torch.device("cuda"):
             router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
         with torch.no_grad():
-            forward(RoutePass(table, source, EXPERTS, "score"), router)
-        learn = loss if source in PREDICTING else None
+            learn = loss if source in PREDICTING else None
+            forward(RoutePass(table, source, EXPERTS, "score", learn), router)
         update = RoutePass(table, source, EXPERTS, "update", learn, count_pairs=True, probe={}, probe_tokens=3)
         forward(update, router)
         assert update.stats[1].deviations.device.type == "cuda" and update.stats[1].cached == 5

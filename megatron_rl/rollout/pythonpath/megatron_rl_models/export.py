@@ -15,11 +15,14 @@ KEY = "router_features"
 """Field of meta_info: one entry per response token, None where none was asked for."""
 STRIDE = "router_feature_stride"
 """Field of the model's config, set with --json-model-override-args."""
+ASKS = "router-features-"
+"""What the id of a request starts with that wants them (`ASKS_FEATURES` of the trainer's client)."""
 MAX_REQUESTS = 1 << 16
 
 
 class FeatureExport:
-    """Router inputs h and logits z (before prediction) under which response tokens 0, s, 2s, ... were predicted.
+    """Router inputs h and logits z (before prediction) under which response tokens 0, s, 2s, ... of a request that wants
+    them were predicted.
 
     Response token i comes out of the input token at position prompt_length - 1 + i. Its entry is base64 of h of all MoE
     layers [layers, hidden] in the model's dtype, then z [layers, experts] in fp32, little-endian.
@@ -57,7 +60,8 @@ class FeatureExport:
             lengths = batch.seq_lens.tolist()
             for rid, length in zip(batch.rids, batch.orig_seq_lens.tolist(), strict=True):
                 # The first prefill tells the prompt's length; one after a retraction has response tokens too.
-                self._prompt_lengths.setdefault(rid, length)
+                if rid.startswith(ASKS):
+                    self._prompt_lengths.setdefault(rid, length)
             while len(self._prompt_lengths) > MAX_REQUESTS:
                 del self._prompt_lengths[next(iter(self._prompt_lengths))]
         else:

@@ -1,0 +1,106 @@
+"""Seconds that the client takes for the replies of 1,000 responses with routes, as SGLang sends them and as our plugin does.
+
+    python benchmarks/route_decoding.py --json docs/results/route-decoding.json
+
+Each measurement is of one reply as the client gets it: JSON, base64, checks, trajectory table. `before` is the decoding of
+commit 0fa4b9e (rows of four-byte integers, sorted to find an expert twice); `int32` today's of what a server without our plugin
+sends, `compact` of what one with it does. Medians; one thread, as the interpreter's lock leaves the pool little more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_rl.rollout.client import parse_reply
+from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
+
+WARM_UP = 2
+
+
+def reply(tokens: int, prompt: int, routes: torch.Tensor) -> bytes:
+    """An answer of SGLang of one response."""
+    meta = {
+        "finish_reason": {"type": "length", "length": tokens},
+        "weight_version": "1",
+        "weight_versions": [{"version": "1", "start": 0, "end": tokens}],
+        "output_token_logprobs": [[-0.5 - i / 7, i, None] for i in range(tokens)],
+        "routed_experts": base64.b64encode(routes.numpy().tobytes()).decode(),
+    }
+    return json.dumps([{"output_ids": list(range(tokens)), "meta_info": meta}]).encode()
+
+
+def decode_before(layout: RouteLayout, encoded: str, tokens: int) -> np.ndarray:
+    """RouteLayout.decode as it was."""
+    raw = base64.b64decode(encoded, validate=True)
+    table = np.frombuffer(raw, np.int32).reshape(tokens, layout.layers, layout.topk)[:, layout.moe_layers]
+    assert not (table.min() < 0 or table.max() >= layout.experts)
+    ordered = np.sort(table, -1)
+    assert not (ordered[..., 1:] == ordered[..., :-1]).any()
+    return table.astype(layout.kept.dtype)
+
+
+def seconds(work: Callable[[], object], rounds: int) -> dict[str, float]:
+    taken = []
+    for _ in range(WARM_UP + rounds):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    low, middle, high = statistics.quantiles(taken[WARM_UP:], n=4)
+    return {"median_s_per_1000": 1000 * middle, "quartiles_s_per_1000": [1000 * low, 1000 * high]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tokens", 4096), ("layers", 48), ("experts", 128), ("topk", 8), ("rounds", 21)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    layout = RouteLayout(args.layers, tuple(range(args.layers)), args.experts, args.topk)
+    generator = np.random.default_rng(0)
+    order = generator.random((args.tokens, args.layers, args.experts), np.float32).argsort(-1)[..., : args.topk]
+    table = torch.from_numpy(order.astype(np.int32))  # of a prompt of one token, and all but the last of the response
+    answers = {"int32": reply(args.tokens, 1, table), "compact": reply(args.tokens, 1, compact(table))}
+
+    def whole(answer: bytes) -> object:
+        return parse_reply(json.loads(answer)[0], 1, layout, False)
+
+    def before(answer: bytes) -> object:
+        part = json.loads(answer)[0]
+        return parse_reply(part, 1, None, False), decode_before(layout, part["meta_info"]["routed_experts"], args.tokens)
+
+    encoded = {name: json.loads(answer)[0]["meta_info"]["routed_experts"] for name, answer in answers.items()}
+    result = {
+        "settings": {name: value for name, value in vars(args).items() if name != "json"},
+        "machine": {"processor": platform.processor() or platform.machine(), "numpy": np.__version__},
+        "megabytes_per_reply": {name: len(answer) / 1e6 for name, answer in answers.items()},
+        "routes_alone": {
+            "before": seconds(lambda: decode_before(layout, encoded["int32"], args.tokens), args.rounds),
+            **{
+                name: seconds(lambda name=name: layout.decode(encoded[name], args.tokens), args.rounds) for name in encoded
+            },
+        },
+        "whole_reply": {
+            "before": seconds(lambda: before(answers["int32"]), args.rounds),
+            **{name: seconds(lambda name=name: whole(answers[name]), args.rounds) for name in answers},
+        },
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

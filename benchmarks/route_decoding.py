@@ -78,7 +78,9 @@ def main() -> None:
 
     def before(answer: bytes) -> object:
         part = json.loads(answer)[0]
-        return parse_reply(part, 1, None, False), decode_before(layout, part["meta_info"]["routed_experts"], args.tokens)
+        return parse_reply(part, 1, None, False), decode_before(
+            layout, part["meta_info"]["routed_experts"], args.tokens
+        )
 
     encoded = {name: json.loads(answer)[0]["meta_info"]["routed_experts"] for name, answer in answers.items()}
     result = {
@@ -88,7 +90,8 @@ def main() -> None:
         "routes_alone": {
             "before": seconds(lambda: decode_before(layout, encoded["int32"], args.tokens), args.rounds),
             **{
-                name: seconds(lambda name=name: layout.decode(encoded[name], args.tokens), args.rounds) for name in encoded
+                name: seconds(lambda name=name: layout.decode(encoded[name], args.tokens), args.rounds)
+                for name in encoded
             },
         },
         "whole_reply": {

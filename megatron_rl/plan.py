@@ -25,10 +25,10 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The table printed at the start of a run."""
+        trajectories = f"{self.trajectories_per_step} per step ({self.trajectories_per_leader} per leader)"
         return [
             f"processes            {self.world_size} = {self.data_parallel} data-parallel x {self.model_parallel} per model",
-            f"trajectories         {self.trajectories_per_step} per step ({self.trajectories_per_leader} per leader),"
-            f" {self.trajectories_per_update} per update",
+            f"trajectories         {trajectories}, {self.trajectories_per_update} per update",
             f"updates per step     {self.updates_per_step}{' (on-policy)' if self.updates_per_step == 1 else ''}",
         ]
 

@@ -205,7 +205,8 @@ class SGLangClient:
         else:
             starts = list(zip(prompts, routes_start, strict=True))
             calls = [
-                ask([prompt], routes_start=start, number=i, total=len(starts)) for i, (prompt, start) in enumerate(starts)
+                ask([prompt], routes_start=start, number=i, total=len(starts))
+                for i, (prompt, start) in enumerate(starts)
             ]
         replies = [reply for found in await asyncio.gather(*calls) for reply in found]
         return [replies[i : i + samples] for i in range(0, len(replies), samples)]

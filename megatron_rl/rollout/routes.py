@@ -23,7 +23,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
 from megatron_rl.routing.table import RouteShape, names_one_twice
 
-WIRE_DTYPES = (np.dtype("<i4"), np.dtype("<i2"), np.dtype(np.uint8))
+WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))
+"""The last one where there are more than 256 experts. Four-byte integers of another shape that are as long as smaller ones of
+this model would have zeros between them: an expert twice."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,13 @@ class RouteLayout:
         except (binascii.Error, ValueError, TypeError) as error:
             raise UserError(f"routed_experts from SGLang is not base64 ({error}): was the reply cut off?") from None
         ids = tokens * self.layers * self.topk
-        dtype = next((dtype for dtype in WIRE_DTYPES if len(raw) == ids * dtype.itemsize), None)
+        known = WIRE_DTYPES if self.experts > 256 else WIRE_DTYPES[:2]
+        dtype = next((dtype for dtype in known if len(raw) == ids * dtype.itemsize), None)
         if dtype is None:
             raise UserError(
                 f"routed_experts from SGLang has {len(raw)} bytes, but {tokens} tokens x {self.layers} layers x"
-                f" {self.topk} experts of 1, 2 or 4 bytes are {ids} to {4 * ids}: another model, or a reply that was cut off?"
+                f" {self.topk} experts are {' or '.join(str(ids * dtype.itemsize) for dtype in known)}: another model, or a"
+                " reply that was cut off?"
             )
         table = np.frombuffer(raw, dtype).reshape(tokens, self.layers, self.topk)
         if len(self.moe_layers) < self.layers:

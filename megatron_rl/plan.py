@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_rl.config import BatchConfig, ParallelConfig
@@ -57,7 +58,8 @@ def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> 
         )
     per_update = trajectories // batch.updates_per_step
     if per_update < data_parallel:
-        needed = -(-data_parallel * batch.updates_per_step // batch.samples_per_prompt)
+        step = batch.updates_per_step // math.gcd(batch.updates_per_step, batch.samples_per_prompt)
+        needed = -(-data_parallel * batch.updates_per_step // (batch.samples_per_prompt * step)) * step
         raise UserError(
             f"config: an update of {per_update} trajectories (batch.prompts_per_step x samples_per_prompt / updates_per_step)"
             f" leaves some of the {data_parallel} data-parallel ranks none; raise batch.prompts_per_step to {needed}"

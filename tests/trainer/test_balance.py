@@ -32,7 +32,7 @@ def test_partition_against_brute_force(sizes, count):
     best = min(
         max(sum(s for s, b in zip(sizes, bins, strict=True) if b == one) for one in range(count)) for bins in every
     )
-    # Michiels, Korst, Aarts and van Leeuwen, "Performance ratios for the differencing method", 2007.
+    # Michiels, Korst, Aarts and van Leeuwen, "Performance ratios of the Karmarkar-Karp differencing method", 2007.
     assert found <= best * ((7 / 6 if count == 2 else 4 / 3 - 1 / (3 * count)) if count > 1 else 1) + 1e-9
 
 

@@ -23,9 +23,9 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 DECODERS = 4
 """Threads that decode replies, so that the event loop goes on with the others: routes of a response are many megabytes."""
-ASKS_FEATURES = "router-features-"
-"""What the id of a request starts with that wants router features (`ASKS` of the served model's export.py): SGLang has no
-field of a request's own that would reach a model."""
+ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
+"""What the id of a request starts with that wants router features, or of these the logits alone (`ASKS` of the served model's
+export.py): SGLang has no field of a request's own that would reach a model."""
 
 
 def server_order(number: int, total: int, servers: int) -> list[int]:
@@ -241,7 +241,8 @@ class SGLangClient:
         if prompt_log_probs:
             body["logprob_start_len"] = 0
         if features is not None:
-            body["rid"] = [f"{ASKS_FEATURES}{uuid.uuid4().hex}" for _ in prompts]
+            asks = ASKS_FEATURES if features.hidden else ASKS_LOGITS
+            body["rid"] = [f"{asks}{uuid.uuid4().hex}" for _ in prompts]
         known = {"routes_start": routes_start, "features": features, "kept": body.get("return_sampling_mask", False)}
 
         def decode(answer: bytes) -> list[Reply]:

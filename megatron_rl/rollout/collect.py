@@ -46,7 +46,7 @@ class Call(NamedTuple):
     requests: tuple[int, ...]
     shared: list[int]
     """Prompts of it of which the server gets several samples."""
-    features: bool
+    features: FeatureLayout | None
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Collection:
     routes: RouteLayout | None = None
     features: FeatureLayout | None = None
     features_from: int = 0
-    """The first request whose features are asked for."""
+    """The first request whose features are asked for; of those before it router logits alone."""
     share: range | None = None
     """The requests that this process asks for; None: all. They are numbered prompt by prompt: `prompts` are those of all
     leaders, and request r is for a sample of prompt r // samples_per_prompt."""
@@ -92,9 +92,9 @@ class Collection:
         calls = []
         for server, requests in by_server.items():
             several = {p for p, n in Counter(map(self._prompt_of, requests)).items() if n > 1}
-            for with_features, kind in groupby(requests, self._asks_features):
+            for with_features, kind in groupby(requests, self._features_of):
                 per_token = self.routes.bytes_per_token if self.routes else 0
-                per_token += self.features.bytes_per_token if with_features else 0
+                per_token += with_features.bytes_per_token if with_features else 0
                 tokens = min(TOKENS_PER_CALL, BYTES_PER_CALL // max(per_token, 1))
                 for part in batched(kind, max(1, tokens // self.max_new_tokens)):
                     shared = [p for p in dict.fromkeys(map(self._prompt_of, part)) if p in several]
@@ -104,8 +104,10 @@ class Collection:
     def _prompt_of(self, request: int) -> int:
         return request // self.samples_per_prompt
 
-    def _asks_features(self, request: int) -> bool:
-        return self.features is not None and request >= self.features_from
+    def _features_of(self, request: int) -> FeatureLayout | None:
+        if self.features is None or request >= self.features_from:
+            return self.features
+        return self.features.logits_alone
 
     def run(self, client: SGLangClient) -> None:
         """Ask for all that is missing. Errors: EngineLost (what was answered is kept), UserError."""
@@ -138,7 +140,7 @@ class Collection:
             total=self._total,
             prefixes=[self.prompts[p].tokens for p in call.shared],
             routes=self.routes,
-            features=self.features if call.features else None,
+            features=call.features,
             options=self.support.options(),
         )
         self._replies.update(zip(call.requests, replies, strict=True))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -108,6 +108,7 @@ class FeatureLayout:
 
     moe_layers: int
     hidden: int
+    """0: the logits alone."""
     experts: int
     dtype: torch.dtype
     """The engine's: of the hidden part. Logits are fp32."""
@@ -117,6 +118,11 @@ class FeatureLayout:
         """config: the content of config.json of a MoE model."""
         routes = RouteLayout.from_config(config)
         return cls(len(routes.moe_layers), config["hidden_size"], routes.experts, dtype)
+
+    @property
+    def logits_alone(self) -> FeatureLayout:
+        """What is enough to compare routers, where no predictor learns."""
+        return replace(self, hidden=0)
 
     @property
     def bytes_per_token(self) -> int:
@@ -157,7 +163,7 @@ class FeatureLayout:
         count, positions = len(features.positions), features.positions
         for name, width in (("hidden", self.hidden), ("logits", self.experts)):
             shape, wanted = tuple(getattr(features, name).shape), (count, self.moe_layers, width)
-            if shape != wanted:
+            if shape != wanted and not (name == "hidden" and shape == (*wanted[:2], 0)):
                 raise ValueError(f"router features: {name} is {list(shape)}, the model wants {list(wanted)}")
         if count and not (int(positions.min()) >= 0 and int(positions.max()) < tokens and (positions.diff() > 0).all()):
             raise ValueError(f"router features: their positions are not ascending within the {tokens} response tokens")

@@ -212,11 +212,12 @@ class RoutePass:
             table.features[layer] = Features(None, logits[table.cached], None)
             return logits
         bias = router.predictor(hidden)
-        if (given := table.features.get(layer)) is not None:  # by the engine
-            given.bias = router.predictor(given.hidden)
-        else:
-            kept = hidden[table.cached] if self.learn is not None else None
-            table.features[layer] = Features(kept, logits[table.cached], bias[table.cached])
+        given = table.features.get(layer)  # by the engine
+        if given is None:
+            given = table.features[layer] = Features(None, logits[table.cached], None)
+        given.bias = bias[table.cached] if given.hidden is None else router.predictor(given.hidden)
+        if given.hidden is None and self.learn is not None:
+            given.hidden = hidden[table.cached]
         if self.source in FROM_ENGINE:  # which has chosen with its predictor; here weights are the router's alone
             self._engine_like[layer] = router.choice(logits + bias)
             return logits

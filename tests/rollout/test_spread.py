@@ -197,8 +197,9 @@ def test_calls_are_as_large_as_what_they_carry_allows():
         questions, SamplingSupport(), samples_per_prompt=4, max_new_tokens=16, features=features, features_from=12
     )
     for call in mixed._calls(servers=2):
-        assert call.features == (call.requests[0] >= 12) == (call.requests[-1] >= 12)
-        assert len(call.requests) == 1 or not call.features
+        assert (call.features == features) == (call.requests[0] >= 12) == (call.requests[-1] >= 12)
+        assert call.features == features or call.features == features.logits_alone
+        assert (len(call.requests) == 1) == (call.features == features)
 
 
 def test_each_server_gets_a_call_in_turn():

@@ -4,7 +4,8 @@
 
 Each measurement is of one reply as the client gets it: JSON, base64, checks, trajectory table. `before` is the decoding of
 commit 0fa4b9e (rows of four-byte integers, sorted to find an expert twice); `int32` today's of what a server without our plugin
-sends, `compact` of what one with it does. Medians; one thread, as the interpreter's lock leaves the pool little more.
+sends, `compact` of what one with it does. Medians of measurements in turns; one thread, as the interpreter's lock leaves the
+pool little more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,19 +52,24 @@ def decode_before(layout: RouteLayout, encoded: str, tokens: int) -> np.ndarray:
     return table.astype(layout.kept.dtype)
 
 
-def seconds(work: Callable[[], object], rounds: int) -> dict[str, float]:
-    taken = []
+def in_turns(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict]:
+    """Seconds of each, which take turns: the machine's speed wanders."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(WARM_UP + rounds):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    low, middle, high = statistics.quantiles(taken[WARM_UP:], n=4)
-    return {"median_s_per_1000": 1000 * middle, "quartiles_s_per_1000": [1000 * low, 1000 * high]}
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            taken[name].append(time.perf_counter() - start)
+    found = {name: statistics.quantiles(seconds[WARM_UP:], n=4) for name, seconds in taken.items()}
+    return {
+        name: {"median_s_per_1000": 1000 * middle, "quartiles_s_per_1000": [1000 * low, 1000 * high]}
+        for name, (low, middle, high) in found.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 4096), ("layers", 48), ("experts", 128), ("topk", 8), ("rounds", 21)):
+    for name, default in (("tokens", 4096), ("layers", 48), ("experts", 128), ("topk", 8), ("rounds", 41)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -87,17 +94,16 @@ def main() -> None:
         "settings": {name: value for name, value in vars(args).items() if name != "json"},
         "machine": {"processor": platform.processor() or platform.machine(), "numpy": np.__version__},
         "megabytes_per_reply": {name: len(answer) / 1e6 for name, answer in answers.items()},
-        "routes_alone": {
-            "before": seconds(lambda: decode_before(layout, encoded["int32"], args.tokens), args.rounds),
-            **{
-                name: seconds(lambda name=name: layout.decode(encoded[name], args.tokens), args.rounds)
-                for name in encoded
-            },
-        },
-        "whole_reply": {
-            "before": seconds(lambda: before(answers["int32"]), args.rounds),
-            **{name: seconds(lambda name=name: whole(answers[name]), args.rounds) for name in answers},
-        },
+        "routes_alone": in_turns(
+            {"before": lambda: decode_before(layout, encoded["int32"], args.tokens)}
+            | {name: partial(layout.decode, text, args.tokens) for name, text in encoded.items()},
+            args.rounds,
+        ),
+        "whole_reply": in_turns(
+            {"before": lambda: before(answers["int32"])}
+            | {name: partial(whole, answer) for name, answer in answers.items()},
+            args.rounds,
+        ),
     }
     text = json.dumps(result, indent=2)
     print(text)

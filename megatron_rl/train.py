@@ -49,12 +49,10 @@ def train(config: Config) -> None:
             with clock("train"):
                 metrics = []
                 for index, batches in enumerate(updates):
-                    objective = partial(
-                        policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum
-                    )
+                    loss = partial(policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum)
                     # Before the first update routers have not moved: there is nothing to predict.
                     options = {"pointwise": is_pointwise(config), "learn_routes": index > 0, "rollout_batch": updates}
-                    metrics.append(trainer.update(batches, objective, **options))
+                    metrics.append(trainer.update(batches, loss, **options))
             run.step += 1
 
             with clock("sync"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,6 +19,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
 from megatron_rl.models.parallel_check import architecture
 from megatron_rl.models.precision import ROLLOUT_DTYPES
+from megatron_rl.plan import share_of
 from megatron_rl.preflight import Kind, preflight
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
@@ -31,6 +33,8 @@ from megatron_rl.run import Run
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer
+
+T = TypeVar("T")
 
 TIED_IN_SGLANG = ("DeepseekV3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
 """Architectures for which SGLang 0.5.23 heeds tie_word_embeddings."""
@@ -186,12 +190,13 @@ class Engine:
     # -- trajectories -------------------------------------------------------------------------------------------------
 
     def collect(self, prompts: Sequence[Prompt], step: int) -> list[Trajectory]:
-        """This data-parallel rank's trajectories of training step `step` (0-based), with rewards, on all its processes."""
+        """Trajectories of training step `step` (0-based), with rewards: on each data-parallel leader those of its share of
+        the requests (`prompts` are the whole step's), elsewhere none. Every process calls it."""
         rollout = self.config.rollout
         rank = self.run.ranks.data_rank
         self._now = step
         if rollout.replay:
-            trajectories = self._load(file_of(Path(rollout.replay), step, rank))
+            trajectories = self._on_leaders(lambda: self._load(file_of(Path(rollout.replay), step, rank)))
             fresh = [t.weights == self._weights for t in trajectories]
         else:
             samples = self.config.batch.samples_per_prompt
@@ -204,6 +209,19 @@ class Engine:
         for trajectory, current in zip(trajectories, fresh, strict=True):  # what is dropped is counted without a route
             drop_stale_routes(trajectory, fresh=current)
         return trajectories
+
+    def _on_leaders(self, work: Callable[[], list[T]]) -> list[T]:
+        """What `work` gives on a data-parallel leader, nothing elsewhere; one leader's error is every process's."""
+        done, problem = [], None
+        if self.run.ranks.is_leader:
+            try:
+                done = work()
+            except UserError as error:
+                problem = error
+        for found in self.run.ranks.gather(problem):
+            if found:
+                raise found
+        return done
 
     def _load(self, path: Path) -> list[Trajectory]:
         """Recorded trajectories. Errors: UserError where their routes or features are not those of this model."""
@@ -225,21 +243,26 @@ class Engine:
     def ask(
         self, prompts: Sequence[Prompt], support: SamplingSupport, *, samples: int, with_routes: bool = False
     ) -> list[Trajectory]:
-        """`samples` responses to each prompt of this data-parallel rank's share, with rewards; groups count over ranks.
+        """`samples` responses to each of `prompts`, which are the same everywhere, with rewards: on each data-parallel leader
+        its share of them, elsewhere none. A group is a prompt's place in `prompts`; several leaders may share it.
 
         with_routes: also the engine's routes and router features, where the config asks for them.
         Every process calls it. When the child server dies, it is restarted with the current weights, and what was not
         answered is asked again.
         """
         ranks = self.run.ranks
+        total = len(prompts) * samples
         collection = Collection(
-            prompts=prompts if ranks.is_leader else [],
+            prompts=prompts,
             support=support,
             samples_per_prompt=samples,
             max_new_tokens=self.config.rollout.max_new_tokens,
+            share=share_of(total, ranks.data_rank, ranks.data_size) if ranks.is_leader else range(0),
             stop_token_ids=self._stop_tokens,
             routes=self._routes if with_routes else None,
             features=self._features if with_routes else None,
+            # Nothing moves before the first update, so that no predictor learns from its trajectories.
+            features_from=share_of(total, 0, self.config.batch.updates_per_step).stop,
         )
         attempts = 0
         while True:
@@ -258,18 +281,12 @@ class Engine:
                 raise (fatal or problems)[0]
             self._push()
         self.stats.retries += sum(ranks.gather(collection.stats.retries))
-        trajectories = collection.trajectories(first_group=ranks.data_rank * len(prompts)) if ranks.is_leader else None
-        return ranks.from_leader(self._with_rewards(prompts, trajectories))
+        return self._with_rewards(prompts, collection.trajectories())
 
-    def _with_rewards(
-        self, prompts: Sequence[Prompt], trajectories: list[Trajectory] | None
-    ) -> list[Trajectory] | None:
-        if trajectories is None:
-            return None
+    def _with_rewards(self, prompts: Sequence[Prompt], trajectories: list[Trajectory]) -> list[Trajectory]:
         task, tokenizer = self.run.task, self.run.tokenizer
         texts = tokenizer.batch_decode([t.tokens[t.prompt_length :] for t in trajectories], skip_special_tokens=True)
-        first = trajectories[0].group_id if trajectories else 0
-        asked = [prompts[t.group_id - first] for t in trajectories]
+        asked = [prompts[t.group_id] for t in trajectories]
         for t, text, parts in zip(trajectories, texts, score(task, asked, texts), strict=True):
             t.text, t.reward_parts, t.reward = text, parts, combine(parts, task.weights)
         return trajectories

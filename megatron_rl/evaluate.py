@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_rl.config import Config
 from megatron_rl.engine import Engine
 from megatron_rl.environments.evaluation import average_at_n, distinct_right, pass_at_k
-from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Run
 from megatron_rl.step_metrics import reward_metrics
 
@@ -23,30 +24,21 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     prompts = run.eval_prompts
     if not prompts:
         return {}
-    share = prompts[run.ranks.data_rank :: run.ranks.data_size]
-    sampled = engine.ask(share, run.support, samples=config.eval.samples)
-    rewards = run.gather_groups(sampled)
     n = config.eval.samples
+    sampled = engine.ask(prompts, run.support, samples=n)
+    rewards = run.gather_groups(sampled, lambda t: t.reward)
+    answers = run.gather_groups(sampled, lambda t: run.task.extract(t.text))
     scores = {
         "eval/score": average_at_n(rewards),
         f"eval/pass@{n}": pass_at_k(rewards, n, threshold=0.5),
-        f"eval/distinct@{n}": run.mean(_distinct(run, sampled)),
+        f"eval/distinct@{n}": float(np.mean(distinct_right(answers, rewards, threshold=0.5))),
         "eval/response_length": run.mean([float(t.response_length) for t in sampled]),
         "eval/prompts": float(len(rewards)),
     }
     if config.eval.greedy:
-        greedy = engine.ask(share, replace(run.support, temperature=0.0), samples=1)
-        scores["eval/greedy"] = average_at_n(run.gather_groups(greedy))
+        greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1)
+        scores["eval/greedy"] = average_at_n(run.gather_groups(greedy, lambda t: t.reward))
     return scores
-
-
-def _distinct(run: Run, sampled: list[Trajectory]) -> list[int]:
-    """Different right answers to each prompt of this data-parallel rank."""
-    groups: dict[int, list[Trajectory]] = {}
-    for trajectory in sampled:
-        groups.setdefault(trajectory.group_id, []).append(trajectory)
-    rows = [([run.task.extract(t.text) for t in group], [t.reward for t in group]) for group in groups.values()]
-    return distinct_right([row[0] for row in rows], [row[1] for row in rows], threshold=0.5)
 
 
 def evaluate_command(config: Config) -> None:
@@ -63,6 +55,6 @@ def rollout_command(config: Config) -> None:
     with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
         engine.join(run)
         prompts = run.stream.next(config.batch.prompts_per_step)
-        trajectories = engine.collect(run.share(prompts), step=0)
+        trajectories = engine.collect(prompts, step=0)
         run.logger.say(json.dumps(reward_metrics(run, trajectories), indent=2, default=float))
         run.logger.say(f"trajectories are in {config.run_dir / 'rollouts'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_rl.config import BatchConfig, ParallelConfig
@@ -16,8 +17,8 @@ class Plan:
     data_parallel: int
     model_parallel: int
     """Processes that hold one copy of the model: tensor x pipeline x context."""
-    prompts_per_leader: int
-    """Prompts that each data-parallel leader asks for in one step."""
+    trajectories_per_leader: int
+    """Responses that a data-parallel leader asks for in one step; some ask for one more where it does not divide."""
     trajectories_per_step: int
     trajectories_per_update: int
     """Over all ranks."""
@@ -25,10 +26,10 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The table printed at the start of a run."""
+        trajectories = f"{self.trajectories_per_step} per step ({self.trajectories_per_leader} per leader)"
         return [
             f"processes            {self.world_size} = {self.data_parallel} data-parallel x {self.model_parallel} per model",
-            f"prompts per step     {self.prompts_per_leader * self.data_parallel} ({self.prompts_per_leader} per leader)",
-            f"trajectories         {self.trajectories_per_step} per step, {self.trajectories_per_update} per update",
+            f"trajectories         {trajectories}, {self.trajectories_per_update} per update",
             f"updates per step     {self.updates_per_step}{' (on-policy)' if self.updates_per_step == 1 else ''}",
         ]
 
@@ -47,27 +48,33 @@ def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> 
             f"config: parallel.expert x expert_tensor x pipeline = {expert_parallel} does not divide the {world_size} processes"
         )
     data_parallel = world_size // model_parallel
-    if batch.prompts_per_step % data_parallel:
-        near = max(1, round(batch.prompts_per_step / data_parallel)) * data_parallel
-        raise UserError(
-            f"config: batch.prompts_per_step = {batch.prompts_per_step} cannot be shared by {data_parallel} data-parallel"
-            f" leaders; the nearest that can is {near}"
-        )
     trajectories = batch.prompts_per_step * batch.samples_per_prompt
-    per_leader = trajectories // data_parallel
-    if per_leader % batch.updates_per_step:
-        divisors = [n for n in range(1, per_leader + 1) if per_leader % n == 0]
+    if trajectories % batch.updates_per_step:
+        divisors = [n for n in range(1, trajectories + 1) if trajectories % n == 0]
         near = min(divisors, key=lambda n: abs(n - batch.updates_per_step))
         raise UserError(
-            f"config: batch.updates_per_step = {batch.updates_per_step} does not divide a leader's {per_leader} trajectories;"
-            f" the nearest that does is {near}"
+            f"config: batch.updates_per_step = {batch.updates_per_step} does not divide the {trajectories} trajectories of a"
+            f" step (batch.prompts_per_step x samples_per_prompt); the nearest that does is {near}"
+        )
+    per_update = trajectories // batch.updates_per_step
+    if per_update < data_parallel:
+        step = batch.updates_per_step // math.gcd(batch.updates_per_step, batch.samples_per_prompt)
+        needed = -(-data_parallel * batch.updates_per_step // (batch.samples_per_prompt * step)) * step
+        raise UserError(
+            f"config: an update of {per_update} trajectories (batch.prompts_per_step x samples_per_prompt / updates_per_step)"
+            f" leaves some of the {data_parallel} data-parallel ranks none; raise batch.prompts_per_step to {needed}"
         )
     return Plan(
         world_size=world_size,
         data_parallel=data_parallel,
         model_parallel=model_parallel,
-        prompts_per_leader=batch.prompts_per_step // data_parallel,
+        trajectories_per_leader=trajectories // data_parallel,
         trajectories_per_step=trajectories,
-        trajectories_per_update=trajectories // batch.updates_per_step,
+        trajectories_per_update=per_update,
         updates_per_step=batch.updates_per_step,
     )
+
+
+def share_of(total: int, rank: int, size: int) -> range:
+    """Of `total` things in order those of one of `size` ranks: neighbors, and as many as the other ranks have, or one less."""
+    return range(rank * total // size, (rank + 1) * total // size)

@@ -53,7 +53,7 @@ def measure(trainer: Trainer, samples: list[Sample], config: RefreshConfig) -> D
         return None
     every = max(1, -(-sum(len(s.tokens) for s in samples) // config.tokens))
     batches = trainer.pack(samples[::every])
-    trainer.score(batches, "drift")
+    trainer.score(batches, "drift", learn_routes=False)
     mine = torch.zeros(5, dtype=torch.float64)
     for batch in batches if trainer.reports else ():
         ratios = batch.scored["drift"] - batch.rollout_log_probs

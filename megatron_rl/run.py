@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -164,21 +164,16 @@ class Run:
 
     # -- data over ranks ----------------------------------------------------------------------------------------------
 
-    def share(self, items: list[T]) -> list[T]:
-        """This data-parallel rank's contiguous share of a list that is the same everywhere."""
-        size = len(items) // self.ranks.data_size
-        return items[self.ranks.data_rank * size : (self.ranks.data_rank + 1) * size]
-
     def gather_from_leaders(self, items: list[T]) -> list[T]:
         """The lists of all copies of the model, one after the other."""
-        return [x for part in self.ranks.gather(items if self.ranks.is_leader else []) for x in part]
+        return [x for part in self.ranks.gather_from_leaders(items) for x in part]
 
-    def gather_groups(self, trajectories: list[Trajectory]) -> list[list[float]]:
-        """Rewards by prompt, over all ranks."""
-        groups: dict[int, list[float]] = {}
-        for t in trajectories:
-            groups.setdefault(t.group_id, []).append(t.reward)
-        return self.gather_from_leaders(list(groups.values()))
+    def gather_groups(self, trajectories: list[Trajectory], what: Callable[[Trajectory], T]) -> list[list[T]]:
+        """`what` of each trajectory by prompt, over all ranks."""
+        groups: dict[int, list[T]] = {}
+        for group, value in self.gather_from_leaders([(t.group_id, what(t)) for t in trajectories]):
+            groups.setdefault(group, []).append(value)
+        return list(groups.values())
 
     def mean(self, values: list[float]) -> float:
         """Mean over all leaders' values; NaN where there is none."""

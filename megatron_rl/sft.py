@@ -8,6 +8,7 @@ from megatron_rl.config import Config
 from megatron_rl.environments.task import encode_response
 from megatron_rl.run import Clock, Run
 from megatron_rl.step_metrics import update_metrics
+from megatron_rl.trainer.balance import plan_updates
 from megatron_rl.trainer.objective import sft_objective
 from megatron_rl.trainer.packing import Sample
 
@@ -26,7 +27,8 @@ def sft(config: Config) -> None:
                     Sample.demonstration(prompt.tokens, encode_response(run.tokenizer, text))
                     for prompt, text in zip(prompts, texts, strict=True)
                 ]
-                batches = trainer.pack(run.share(samples))
+                [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
+                batches = trainer.pack([samples[i] for i in shares[run.ranks.data_rank]])
                 metrics = trainer.update(batches, sft_objective, pointwise=True)
             run.step += 1
             with clock("checkpoint"):

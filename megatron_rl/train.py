@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron_rl.refresh import RefreshSchedule, measure, refresh_metrics
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Clock, Run
 from megatron_rl.step_metrics import log_step
+from megatron_rl.trainer.balance import redistribute
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
 from megatron_rl.trainer.packing import Sample
 
@@ -31,34 +33,30 @@ def train(config: Config) -> None:
             clock = Clock()
             with clock("rollout"):
                 prompts = run.stream.next(config.batch.prompts_per_step)
-                trajectories = engine.collect(run.share(prompts), step=run.step)
+                trajectories = engine.collect(prompts, step=run.step)
 
             with clock("score"):
-                samples = [
-                    Sample.from_trajectory(t, a)
-                    for t, a in zip(trajectories, advantages(config.algorithm, trajectories), strict=True)
-                ]
-                per_update = len(samples) // config.batch.updates_per_step
-                updates = [trainer.pack(samples[i : i + per_update]) for i in range(0, len(samples), per_update)]
-                for batches in updates:
+                found = advantages(config.algorithm, run, trajectories)
+                samples = [Sample.from_trajectory(t, a) for t, a in zip(trajectories, found, strict=True)]
+                samples = redistribute(samples, config.batch.updates_per_step, run.ranks)
+                updates = [trainer.pack(of_update) for of_update in samples]
+                for index, batches in enumerate(updates):
                     # With one update the current policy is the old one, and the loss takes its own log-probs as such.
                     if name := score_before(config):
-                        trainer.score(batches, name)
+                        trainer.score(batches, name, learn_routes=index > 0)
                     trainer.score_reference(batches)
 
             with clock("train"):
                 metrics = []
                 for index, batches in enumerate(updates):
-                    objective = partial(
-                        policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum
-                    )
+                    loss = partial(policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum)
                     # Before the first update routers have not moved: there is nothing to predict.
                     options = {"pointwise": is_pointwise(config), "learn_routes": index > 0, "rollout_batch": updates}
-                    metrics.append(trainer.update(batches, objective, **options))
+                    metrics.append(trainer.update(batches, loss, **options))
             run.step += 1
 
             with clock("sync"):
-                drift = measure(trainer, samples, config.sync.refresh)
+                drift = measure(trainer, [*chain(*samples)], config.sync.refresh)
                 age = run.step - engine.version
                 confined = any(m.get("update/halvings") or m.get("update/undone") for m in metrics)
                 evaluated = bool(run.eval_prompts) and run.due(config.eval.every)  # of the weights as they are
@@ -74,10 +72,14 @@ def train(config: Config) -> None:
             log_step(run, trajectories, updates, metrics, of_engine, clock)
 
 
-def advantages(config: AlgorithmConfig, trajectories: list[Trajectory]) -> torch.Tensor:
-    """[N] advantage of each trajectory against the others of its prompt."""
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
-    groups = torch.tensor([t.group_id for t in trajectories])
+def advantages(config: AlgorithmConfig, run: Run, trajectories: list[Trajectory]) -> torch.Tensor:
+    """[N] advantage of each of this leader's trajectories against the others of its prompt, on whatever leader they are."""
+    parts = run.ranks.gather_from_leaders([(t.group_id, t.reward) for t in trajectories])
+    groups = torch.tensor([group for part in parts for group, _ in part])
+    rewards = torch.tensor([reward for part in parts for _, reward in part], dtype=torch.float32)
     if config.advantage == "leave_one_out":
-        return adv.leave_one_out(rewards, groups)
-    return adv.group_relative(rewards, groups, normalize=config.advantage == "group_relative")
+        everyones = adv.leave_one_out(rewards, groups)
+    else:
+        everyones = adv.group_relative(rewards, groups, normalize=config.advantage == "group_relative")
+    first = sum(len(part) for part in parts[: run.ranks.data_rank])
+    return everyones[first : first + len(trajectories)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -19,6 +21,23 @@ from megatron_rl.rollout.trajectory import RouterFeatures, WeightSpan
 FIRST_PAUSE_S = 0.5
 """Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""
 LONGEST_PAUSE_S = 30.0
+DECODERS = 4
+"""Threads that decode replies, so that the event loop goes on with the others: routes of a response are many megabytes."""
+ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
+"""What the id of a request starts with that wants router features, or of these the logits alone (`ASKS` of the served model's
+export.py): SGLang has no field of a request's own that would reach a model."""
+
+
+def server_order(number: int, total: int, servers: int) -> list[int]:
+    """Servers to try, as indices, for request `number` of `total` over all leaders.
+
+    Neighboring requests, so most samples of a prompt, have the same first server, and each server has as many requests as
+    the others, or one more. Those of a server that fails go to all others alike.
+    """
+    first = number * servers // total
+    others = [s for s in range(servers) if s != first]
+    turn = number % len(others) if others else 0
+    return [first, *others[turn:], *others[:turn]]
 
 
 class EngineLost(UserError):
@@ -133,17 +152,19 @@ class SGLangClient:
         self.addresses = [a.rstrip("/") if "://" in a else f"http://{a.rstrip('/')}" for a in addresses]
         self.concurrency, self.timeout_s, self.retries, self.lost = concurrency, timeout_s, retries, lost
         self.stats = ClientStats()
-        self._in_flight = dict.fromkeys(self.addresses, 0)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> SGLangClient:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=min(10.0, self.timeout_s))
         self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         self._free, self._running = asyncio.Condition(), 0
+        self._pool = ThreadPoolExecutor(DECODERS, "decode")
+        self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
         return self
 
     async def __aexit__(self, *_exception) -> None:
         await self._session.close()
+        self._pool.shutdown(cancel_futures=True)
 
     async def ready(self) -> bool:
         """Whether every server answers /ready (which, unlike /health, generates nothing)."""
@@ -162,70 +183,81 @@ class SGLangClient:
         sampling: dict[str, Any],
         *,
         samples: int = 1,
-        routes: RouteLayout | None = None,
-        prompt_log_probs: bool = False,
         routes_start: Sequence[int] | None = None,
-        features: FeatureLayout | None = None,
-        options: dict[str, Any] | None = None,
+        prompt_log_probs: bool = False,
+        **options: Any,
     ) -> list[list[Reply]]:
-        """`samples` responses to each prompt, [prompts][samples], all from one server.
+        """`samples` responses to each prompt, [prompts][samples], all from one server. options: others of `call`.
 
-        sampling: SGLang's sampling_params; options: other fields of its request. routes_start: for each prompt, how many
-        rows of its routes are known already and stay away (0 to its length); SGLang takes one number a call, so that each
-        prompt gets a call of its own, and they may go to different servers. Errors: EngineLost after all retries; UserError
-        for what no retry mends.
+        routes_start: for each prompt, how many rows of its routes are known already and stay away (0 to its length); SGLang
+        takes one number a call, so that each prompt gets a call of its own, and they go to different servers. Errors: those
+        of `call`.
         """
-        inputs = [[int(token) for token in prompt] for prompt in prompts]
-        ask = partial(
-            self._generate,
-            sampling=sampling,
-            samples=samples,
-            routes=routes,
-            prompt_log_probs=prompt_log_probs,
-            features=features,
-            options=options or {},
-        )
-        if routes_start is None:
-            return await ask(inputs)
-        calls = [ask([prompt], routes_start=start) for prompt, start in zip(inputs, routes_start, strict=True)]
-        return [groups[0] for groups in await asyncio.gather(*calls)]
+        shared = samples > 1 and not prompt_log_probs
+        options |= {"prompt_log_probs": prompt_log_probs}
 
-    async def _generate(
+        def ask(some: Sequence[Sequence[int]], **more: Any):
+            every = [prompt for prompt in some for _ in range(samples)]
+            return self.call(every, sampling, prefixes=some if shared else (), **options, **more)
+
+        if routes_start is None:
+            calls = [ask(prompts)]
+        else:
+            starts = list(zip(prompts, routes_start, strict=True))
+            calls = [
+                ask([prompt], routes_start=start, number=i, total=len(starts))
+                for i, (prompt, start) in enumerate(starts)
+            ]
+        replies = [reply for found in await asyncio.gather(*calls) for reply in found]
+        return [replies[i : i + samples] for i in range(0, len(replies), samples)]
+
+    async def call(
         self,
-        inputs: list[list[int]],
-        *,
+        prompts: Sequence[Sequence[int]],
         sampling: dict[str, Any],
-        samples: int,
-        routes: RouteLayout | None,
-        prompt_log_probs: bool,
-        features: FeatureLayout | None,
-        options: dict[str, Any],
+        *,
+        number: int = 0,
+        total: int = 1,
+        prefixes: Sequence[Sequence[int]] = (),
+        routes: RouteLayout | None = None,
         routes_start: int = 0,
-    ) -> list[list[Reply]]:
-        """One HTTP call (two with the prefixes)."""
+        features: FeatureLayout | None = None,
+        prompt_log_probs: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> list[Reply]:
+        """A response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
+
+        sampling: SGLang's sampling_params; options: other fields of its request. prefixes: prompts that other calls to that
+        server have too; each is computed once. Errors: EngineLost after all retries; UserError for what no retry mends.
+        """
         body: dict[str, Any] = {
-            "input_ids": [prompt for prompt in inputs for _ in range(samples)],
+            "input_ids": [[int(token) for token in prompt] for prompt in prompts],
             "sampling_params": sampling,
             "return_logprob": True,
             "return_routed_experts": routes is not None,
             "routed_experts_start_len": routes_start,
-            **options,
+            **(options or {}),
         }
         if prompt_log_probs:
             body["logprob_start_len"] = 0
-        # SGLang's own n > 1 computes the shared prefixes first too, but waits for one prompt after the other.
-        prefixes = {"input_ids": inputs, "sampling_params": {"max_new_tokens": 0}}
-        bodies = [prefixes, body] if samples > 1 and not prompt_log_probs else [body]
-        async with self._in_turn(len(inputs) * samples):
-            answer = await self._ask(bodies)
-        if not isinstance(answer, list) or len(answer) != len(inputs) * samples:
-            raise UserError(f"SGLang answered {len(inputs)} prompts x {samples} samples with something else")
-        known = {"routes_start": routes_start, "features": features, "kept": options.get("return_sampling_mask", False)}
-        replies = [
-            parse_reply(one, len(prompt), routes, prompt_log_probs, **known)
-            for one, prompt in zip(answer, body["input_ids"], strict=True)
-        ]
-        return [replies[i : i + samples] for i in range(0, len(replies), samples)]
+        if features is not None:
+            asks = ASKS_FEATURES if features.hidden else ASKS_LOGITS
+            body["rid"] = [f"{asks}{uuid.uuid4().hex}" for _ in prompts]
+        known = {"routes_start": routes_start, "features": features, "kept": body.get("return_sampling_mask", False)}
+
+        def decode(answer: bytes) -> list[Reply]:
+            try:
+                parts = json.loads(answer)
+            except ValueError as error:
+                raise aiohttp.ClientPayloadError(f"an answer that is not JSON ({error})") from None
+            if not isinstance(parts, list) or len(parts) != len(prompts):
+                raise UserError(f"SGLang answered {len(prompts)} requests with something else")
+            pairs = zip(parts, prompts, strict=True)
+            return [parse_reply(part, len(prompt), routes, prompt_log_probs, **known) for part, prompt in pairs]
+
+        async with self._in_turn(len(prompts)):
+            order = server_order(number, total, len(self.addresses))
+            return await self._ask(body, [tuple(int(t) for t in prefix) for prefix in prefixes], order, decode)
 
     @asynccontextmanager
     async def _in_turn(self, responses: int) -> AsyncIterator[None]:
@@ -240,23 +272,24 @@ class SGLangClient:
                 self._running -= responses
                 self._free.notify_all()
 
-    async def _ask(self, bodies: list[dict[str, Any]]) -> Any:
-        """Generate from all bodies in turn on the least busy server, on another after a failure; the last answer."""
-        tried = dict.fromkeys(self.addresses, 0)
+    async def _ask(
+        self,
+        body: dict[str, Any],
+        prefixes: Sequence[tuple[int, ...]],
+        order: Sequence[int],
+        decode: Callable[[bytes], list[Reply]],
+    ) -> list[Reply]:
+        """The decoded answer of the first server in `order` that gives one."""
         for attempt in range(self.retries + 1):
-            address = min(self.addresses, key=lambda a: (tried[a], self._in_flight[a]))
-            tried[address] += 1
-            self._in_flight[address] += 1
+            address = self.addresses[order[attempt % len(order)]]
             try:
-                for body in bodies:
-                    answer = await self._post(f"{address}/generate", body)
-                return answer
+                await self._compute(address, prefixes)
+                answer = await self._post(f"{address}/generate", body)
+                return await asyncio.get_running_loop().run_in_executor(self._pool, decode, answer)
             except TimeoutError:
                 problem = f"{address} did not answer within {self.timeout_s:g} s"
-            except (aiohttp.ClientError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, OSError) as error:
                 problem = f"{address}: {str(error) or type(error).__name__}"
-            finally:
-                self._in_flight[address] -= 1
             if self.lost():
                 raise EngineLost(f"SGLang's server died ({problem})")
             if attempt < self.retries:
@@ -265,14 +298,30 @@ class SGLangClient:
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
 
-    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+    async def _compute(self, address: str, prefixes: Sequence[tuple[int, ...]]) -> None:
+        """Have a server compute prompts that no call has had it compute; wait for those that others have it compute.
+
+        SGLang's own n > 1 shares prefixes too, but waits for one prompt after the other."""
+        new = [p for p in prefixes if (address, p) not in self._prefixes]
+        if new:
+            body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}}
+            task = asyncio.create_task(self._post(f"{address}/generate", body))
+            self._prefixes |= {(address, p): task for p in new}
+        try:
+            await asyncio.shield(asyncio.gather(*{self._prefixes[address, p] for p in prefixes}))
+        except BaseException:
+            for p in prefixes:  # a later attempt has it computed again
+                self._prefixes.pop((address, p), None)
+            raise
+
+    async def _post(self, url: str, body: dict[str, Any]) -> bytes:
         """Errors: UserError for a 4xx (the request is wrong, and will be), aiohttp's and TimeoutError for the rest."""
         async with self._session.post(url, json=body) as reply:
             if 400 <= reply.status < 500:
                 raise UserError(f"SGLang refused a request ({reply.status}): {_message(await reply.text())}")
             if reply.status >= 500:
                 raise aiohttp.ClientError(f"answered {reply.status}: {_message(await reply.text())}")
-            return await reply.json()
+            return await reply.read()
 
 
 def _message(text: str) -> str:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from itertools import batched, groupby
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient
+from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient, server_order
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.trajectory import Trajectory
 
 TOKENS_PER_CALL = 4096
-"""Short responses share HTTP calls of about that many response tokens, which spares both sides work per call; long ones
-get a call per prompt, so that a failure costs little."""
+"""Short responses share HTTP calls of at most about that many response tokens, which spares both sides work per call; long
+ones get a call each, so that a failure costs little."""
+BYTES_PER_CALL = 1 << 24
+"""Where routes and features go along, calls have at most about that many bytes of them."""
 
 
 class Prompt(Protocol):
@@ -36,6 +40,15 @@ class CollectStats:
     seconds: float = 0.0
 
 
+class Call(NamedTuple):
+    """One HTTP call."""
+
+    requests: tuple[int, ...]
+    shared: list[int]
+    """Prompts of it of which the server gets several samples."""
+    features: FeatureLayout | None
+
+
 @dataclass
 class Collection:
     """The trajectories of one step as they arrive. `run` asks for what is missing, so it may be called again after the
@@ -48,26 +61,53 @@ class Collection:
     stop_token_ids: Sequence[int] = ()
     routes: RouteLayout | None = None
     features: FeatureLayout | None = None
+    features_from: int = 0
+    """The first request whose features are asked for; of those before it router logits alone."""
+    share: range | None = None
+    """The requests that this process asks for; None: all. They are numbered prompt by prompt: `prompts` are those of all
+    leaders, and request r is for a sample of prompt r // samples_per_prompt."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
     stats: CollectStats = field(default_factory=CollectStats)
 
     def __post_init__(self) -> None:
-        self._replies: dict[int, list[Reply]] = {}
+        self._total = len(self.prompts) * self.samples_per_prompt
+        self.share = range(self._total) if self.share is None else self.share
+        self._replies: dict[int, Reply] = {}
 
     @property
     def wanted(self) -> int:
-        return len(self.prompts) * self.samples_per_prompt
+        return len(self.share)
 
     @property
     def complete(self) -> bool:
-        return len(self._replies) == len(self.prompts)
+        return len(self._replies) == self.wanted
 
-    def _calls(self) -> list[list[int]]:
-        """Unanswered prompts, as indices, by HTTP call."""
-        missing = [p for p in range(len(self.prompts)) if p not in self._replies]
-        size = max(1, TOKENS_PER_CALL // (self.max_new_tokens * self.samples_per_prompt))
-        return [missing[i : i + size] for i in range(0, len(missing), size)]
+    def _calls(self, servers: int) -> list[Call]:
+        """What is unanswered by HTTP call: those of a call go to the same server, and each server gets one in turn."""
+        by_server: dict[int, list[int]] = defaultdict(list)
+        for request in self.share:
+            if request not in self._replies:
+                by_server[server_order(request, self._total, servers)[0]].append(request)
+        calls = []
+        for server, requests in by_server.items():
+            several = {p for p, n in Counter(map(self._prompt_of, requests)).items() if n > 1}
+            for with_features, kind in groupby(requests, self._features_of):
+                per_token = self.routes.bytes_per_token if self.routes else 0
+                per_token += with_features.bytes_per_token if with_features else 0
+                tokens = min(TOKENS_PER_CALL, BYTES_PER_CALL // max(per_token, 1))
+                for part in batched(kind, max(1, tokens // self.max_new_tokens)):
+                    shared = [p for p in dict.fromkeys(map(self._prompt_of, part)) if p in several]
+                    calls.append((part[0] - requests[0], server, Call(part, shared, with_features)))
+        return [call for _, _, call in sorted(calls, key=lambda one: one[:2])]
+
+    def _prompt_of(self, request: int) -> int:
+        return request // self.samples_per_prompt
+
+    def _features_of(self, request: int) -> FeatureLayout | None:
+        if self.features is None or request >= self.features_from:
+            return self.features
+        return self.features.logits_alone
 
     def run(self, client: SGLangClient) -> None:
         """Ask for all that is missing. Errors: EngineLost (what was answered is kept), UserError."""
@@ -80,7 +120,7 @@ class Collection:
     async def _run(self, client: SGLangClient) -> None:
         before = client.stats.retries
         async with client:
-            tasks = [self._ask(client, call) for call in self._calls()]
+            tasks = [self._ask(client, call) for call in self._calls(len(client.addresses))]
             done = await asyncio.gather(*tasks, return_exceptions=True)
         self.stats.retries += client.stats.retries - before
         problems = [problem for problem in done if isinstance(problem, BaseException)]
@@ -88,34 +128,36 @@ class Collection:
         for problem in sorted(problems, key=lambda p: isinstance(p, EngineLost)):
             raise problem
 
-    async def _ask(self, client: SGLangClient, call: list[int]) -> None:
+    async def _ask(self, client: SGLangClient, call: Call) -> None:
         sampling = self.support.request() | {
             "max_new_tokens": self.max_new_tokens,
             "stop_token_ids": [int(token) for token in self.stop_token_ids],
         }
-        prompts = [self.prompts[p].tokens for p in call]
-        groups = await client.generate(
-            prompts,
+        replies = await client.call(
+            [self.prompts[self._prompt_of(r)].tokens for r in call.requests],
             sampling,
-            samples=self.samples_per_prompt,
+            number=call.requests[0],
+            total=self._total,
+            prefixes=[self.prompts[p].tokens for p in call.shared],
             routes=self.routes,
-            features=self.features,
+            features=call.features,
             options=self.support.options(),
         )
-        self._replies.update(zip(call, groups, strict=True))
-        self.stats.responses += sum(len(group) for group in groups)
-        self.stats.tokens += sum(len(reply.tokens) for group in groups for reply in group)
+        self._replies.update(zip(call.requests, replies, strict=True))
+        self.stats.responses += len(replies)
+        self.stats.tokens += sum(len(reply.tokens) for reply in replies)
         if self.on_progress:
             self.on_progress(self.stats.responses, self.wanted)
 
-    def trajectories(self, first_group: int = 0) -> list[Trajectory]:
-        """All samples of the first prompt, then of the second, ...; group ids count the prompts from `first_group`."""
+    def trajectories(self) -> list[Trajectory]:
+        """In the order of the requests; a prompt's place is their group id."""
+        found = [(self._prompt_of(r), self._replies[r]) for r in self.share]
         return [
             Trajectory(
-                prompt_id=prompt.prompt_id,
-                group_id=first_group + p,
-                tokens=np.concatenate([np.asarray(prompt.tokens, np.int32), reply.tokens]),
-                prompt_length=len(prompt.tokens),
+                prompt_id=self.prompts[p].prompt_id,
+                group_id=p,
+                tokens=np.concatenate([np.asarray(self.prompts[p].tokens, np.int32), reply.tokens]),
+                prompt_length=len(self.prompts[p].tokens),
                 log_probs=reply.log_probs,
                 loss_mask=np.ones(len(reply.tokens), bool),
                 finish_reason=reply.finish_reason,
@@ -126,6 +168,5 @@ class Collection:
                 weight_spans=reply.weight_spans,
                 text=reply.text,
             )
-            for p, prompt in enumerate(self.prompts)
-            for reply in self._replies[p]
+            for p, reply in found
         ]

@@ -14,14 +14,18 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
-from megatron_rl.routing.table import RouteShape
+from megatron_rl.routing.table import RouteShape, names_one_twice
+
+WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))
+"""The last one where there are more than 256 experts. Four-byte integers of another shape that are as long as smaller ones of
+this model would have zeros between them: an expert twice."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +63,43 @@ class RouteLayout:
         """The columns that a trajectory keeps."""
         return RouteShape(self.moe_layers, self.experts, self.topk)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a reply, at most."""
+        return self.layers * self.topk * 4 * 4 // 3
+
     def decode(self, encoded: str, tokens: int) -> np.ndarray:
-        """Base64 of raw int32 [tokens, layers, topk] -> [tokens, moe_layers, topk] uint8 (int16 above 255 experts)."""
+        """Base64 of raw [tokens, layers, topk] -> [tokens, moe_layers, topk] uint8 (int16 above 255 experts).
+
+        SGLang's own integers have 4 bytes; our plugin, where a server has it, makes them 1 or 2 (its routes.py).
+        """
         try:
             raw = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
             raise UserError(f"routed_experts from SGLang is not base64 ({error}): was the reply cut off?") from None
-        expected = tokens * self.layers * self.topk * 4
-        if len(raw) != expected:
+        ids = tokens * self.layers * self.topk
+        known = WIRE_DTYPES if self.experts > 256 else WIRE_DTYPES[:2]
+        dtype = next((dtype for dtype in known if len(raw) == ids * dtype.itemsize), None)
+        if dtype is None:
             raise UserError(
                 f"routed_experts from SGLang has {len(raw)} bytes, but {tokens} tokens x {self.layers} layers x"
-                f" {self.topk} experts of 4 bytes are {expected}: another model, or a reply that was cut off?"
+                f" {self.topk} experts are {' or '.join(str(ids * dtype.itemsize) for dtype in known)}: another model, or a"
+                " reply that was cut off?"
             )
-        table = np.frombuffer(raw, np.int32).reshape(tokens, self.layers, self.topk)[:, self.moe_layers]
+        table = np.frombuffer(raw, dtype).reshape(tokens, self.layers, self.topk)
+        if len(self.moe_layers) < self.layers:
+            table = table[:, self.moe_layers]
         if table.size and (table.min() < 0 or table.max() >= self.experts):
             raise UserError(
                 f"routed_experts from SGLang names expert {table.min() if table.min() < 0 else table.max()},"
                 f" but the model has {self.experts}"
             )
-        ordered = np.sort(table, -1)
-        if (ordered[..., 1:] == ordered[..., :-1]).any():
+        table = table.astype(self.kept.dtype)
+        if names_one_twice(table):
             raise UserError(
                 "routed_experts from SGLang names an expert twice in one row: were all tokens' routes captured?"
             )
-        return table.astype(self.kept.dtype)
+        return table
 
 
 @dataclass(frozen=True)
@@ -91,6 +108,7 @@ class FeatureLayout:
 
     moe_layers: int
     hidden: int
+    """0: the logits alone."""
     experts: int
     dtype: torch.dtype
     """The engine's: of the hidden part. Logits are fp32."""
@@ -100,6 +118,16 @@ class FeatureLayout:
         """config: the content of config.json of a MoE model."""
         routes = RouteLayout.from_config(config)
         return cls(len(routes.moe_layers), config["hidden_size"], routes.experts, dtype)
+
+    @property
+    def logits_alone(self) -> FeatureLayout:
+        """What is enough to compare routers, where no predictor learns."""
+        return replace(self, hidden=0)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a reply, of a token whose features it has."""
+        return self.moe_layers * (self.hidden * self.dtype.itemsize + self.experts * 4) * 4 // 3
 
     def decode(self, entries: Sequence[str | None]) -> RouterFeatures:
         """One entry per response token: None, or base64 of h [moe_layers, hidden], then z [moe_layers, experts].
@@ -135,7 +163,7 @@ class FeatureLayout:
         count, positions = len(features.positions), features.positions
         for name, width in (("hidden", self.hidden), ("logits", self.experts)):
             shape, wanted = tuple(getattr(features, name).shape), (count, self.moe_layers, width)
-            if shape != wanted:
+            if shape != wanted and not (name == "hidden" and shape == (*wanted[:2], 0)):
                 raise ValueError(f"router features: {name} is {list(shape)}, the model wants {list(wanted)}")
         if count and not (int(positions.min()) >= 0 and int(positions.max()) < tokens and (positions.diff() > 0).all()):
             raise ValueError(f"router features: their positions are not ascending within the {tokens} response tokens")

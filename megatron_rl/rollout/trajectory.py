@@ -24,7 +24,7 @@ class RouterFeatures:
     positions: Tensor
     """[c] int32, ascending: response token i was predicted from the features of the input token before it."""
     hidden: Tensor
-    """[c, moe_layers, hidden] in the engine's dtype: router inputs h."""
+    """[c, moe_layers, hidden] in the engine's dtype: router inputs h; hidden is 0 where no predictor learns from them."""
     logits: Tensor
     """[c, moe_layers, experts] fp32: router logits z without the prediction."""
 

@@ -128,7 +128,7 @@ class RoutePass:
     experts: int
     stage: Literal["score", "update"]
     learn: PredictorLoss | None = None
-    """Loss of the predictors in this pass; None: they rest."""
+    """Loss of the predictors in this pass (of `score`: in an update to come); None: they rest."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """[E, d] by layer, of the predictor loss summed over tokens; one dictionary for all micro-batches of an update."""
     stats: dict[int, LayerStats] = field(default_factory=dict)
@@ -212,10 +212,12 @@ class RoutePass:
             table.features[layer] = Features(None, logits[table.cached], None)
             return logits
         bias = router.predictor(hidden)
-        if (given := table.features.get(layer)) is not None:  # by the engine
-            given.bias = router.predictor(given.hidden)
-        else:
-            table.features[layer] = Features(hidden[table.cached], logits[table.cached], bias[table.cached])
+        given = table.features.get(layer)  # by the engine
+        if given is None:
+            given = table.features[layer] = Features(None, logits[table.cached], None)
+        given.bias = bias[table.cached] if given.hidden is None else router.predictor(given.hidden)
+        if given.hidden is None and self.learn is not None:
+            given.hidden = hidden[table.cached]
         if self.source in FROM_ENGINE:  # which has chosen with its predictor; here weights are the router's alone
             self._engine_like[layer] = router.choice(logits + bias)
             return logits

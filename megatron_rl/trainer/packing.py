@@ -247,6 +247,7 @@ def _route_table(
     own = np.split(local, layout.tensor)[layout.tensor_rank]
     cached = np.full(len(mask), -1)  # where a token's features lie among all that the engine has sent
     from_engine = [s.features for s in samples if s.features is not None]
+    hidden_too = all(f.hidden.shape[-1] for f in from_engine)
     sent = 0
     for sample, start in zip(samples, borders, strict=False):
         first = start + sample.prompt_length - 1
@@ -261,9 +262,10 @@ def _route_table(
     features = {}
     if from_engine:
         chosen = torch.from_numpy(cached[own][rows])
-        hidden, logits = (torch.cat([getattr(f, name) for f in from_engine])[chosen] for name in ("hidden", "logits"))
+        logits = torch.cat([f.logits for f in from_engine])[chosen]
+        hidden = torch.cat([f.hidden for f in from_engine])[chosen] if hidden_too else None
         features = {
-            layer: Features(hidden[:, column], logits[:, column], None)
+            layer: Features(hidden[:, column] if hidden_too else None, logits[:, column], None)
             for column, layer in enumerate(layout.routes.moe_layers)
         }
     return RouteTable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,15 +32,15 @@ class Ranks:
     """First process of its copy of the model: it asks the rollout engine for its data-parallel rank's share."""
     copy_group: dist.ProcessGroup
     """The processes that hold one copy of the model (tensor x pipeline x context), over gloo."""
-    leader: int
-    """Global rank of this copy's leader."""
+    leaders: tuple[int, ...]
+    """Global ranks of the leaders, by data-parallel rank."""
     world_group: dist.ProcessGroup
     """All processes, over gloo: for objects and for flags."""
     device: torch.device
 
     def from_leader(self, value: T | None) -> T:
         """The leader's value, on every process of its copy."""
-        return self._broadcast(value, self.leader, self.copy_group)
+        return self._broadcast(value, self.leaders[self.data_rank], self.copy_group)
 
     def from_main(self, value: T | None) -> T:
         """Global rank 0's value, on every process."""
@@ -50,6 +51,34 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.world_group)
         return values
+
+    def gather_from_leaders(self, value: T) -> list[T]:
+        """Every leader's value, by data-parallel rank, on every process."""
+        values = self.gather(value if self.is_leader else None)
+        return [values[leader] for leader in self.leaders]
+
+    def exchange(self, outgoing: list[T]) -> list[T]:
+        """A leader's outgoing[d] goes to the leader of data-parallel rank d; what each of them sent here, in their order.
+
+        Every process calls it; on those that lead nothing, outgoing is not looked at and nothing arrives.
+        """
+        if self.data_size == 1:
+            return outgoing if self.is_leader else []
+        parcels = [b""] * self.world_size
+        if self.is_leader:
+            for leader, value in zip(self.leaders, outgoing, strict=True):
+                parcels[leader] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if leader != self.rank else b""
+        sizes = torch.tensor([len(parcel) for parcel in parcels])
+        found = torch.empty_like(sizes)
+        dist.all_to_all_single(found, sizes, group=self.world_group)
+        # One byte more: torch makes no tensor of an empty buffer.
+        sent = torch.frombuffer(bytearray(b"".join([*parcels, b"\0"])), dtype=torch.uint8)[:-1]
+        arrived = torch.empty(int(found.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(arrived, sent, found.tolist(), sizes.tolist(), group=self.world_group)
+        if not self.is_leader:
+            return []
+        parts = arrived.split(found.tolist())
+        return [outgoing[self.data_rank] if r == self.rank else pickle.loads(parts[r].numpy()) for r in self.leaders]
 
     def maximum(self, value: int) -> int:
         """Largest value over all processes."""
@@ -121,7 +150,7 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
         data_size=len(copies),
         is_leader=copies[data_rank][0] == rank,
         copy_group=groups[data_rank],
-        leader=copies[data_rank][0],
+        leaders=tuple(copy[0] for copy in copies),
         world_group=world_group,
         device=device,
     )

@@ -131,17 +131,26 @@ class Trainer:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def score(self, batches: list[Batch], name: str, chunks: list[torch.nn.Module] | None = None) -> None:
+    def score(
+        self,
+        batches: list[Batch],
+        name: str,
+        chunks: list[torch.nn.Module] | None = None,
+        *,
+        learn_routes: bool = True,
+    ) -> None:
         """Forward alone: store log-probs [T] as batch.scored[name] on the last pipeline stage.
 
-        The policy's own pass (no other `chunks`) is that of the old snapshot: routers record their routes and features.
+        The policy's own pass (no other `chunks`) is that of the old snapshot: routers record their routes and features;
+        their inputs, which are most of these, only where an update of these micro-batches will `learn_routes`.
         """
 
         def objective(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Sums]:
             batch.scored[name] = values[0]
             return values.new_zeros(()), {}
 
-        passes = self._passes(batches, "score") if chunks is None else [None] * len(batches)
+        learn = self.config.routing.predictor_loss if learn_routes and self.predictors else None
+        passes = self._passes(batches, "score", learn) if chunks is None else [None] * len(batches)
         options = {"with_entropy": False, "pointwise": False, "pruned": chunks is None}
         probes = self.trust_region if chunks is None else None
         if probes:

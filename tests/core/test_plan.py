@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.plan import make_plan
+from megatron_rl.plan import make_plan, share_of
 
 
 def plan(world_size: int, batch: dict | None = None, parallel: dict | None = None):
@@ -16,7 +16,7 @@ def plan(world_size: int, batch: dict | None = None, parallel: dict | None = Non
 
 def test_sizes():
     p = plan(16, {"prompts_per_step": 32, "samples_per_prompt": 8, "updates_per_step": 4}, {"tensor": 2, "context": 2})
-    assert (p.data_parallel, p.model_parallel, p.prompts_per_leader) == (4, 4, 8)
+    assert (p.data_parallel, p.model_parallel, p.trajectories_per_leader) == (4, 4, 64)
     assert (p.trajectories_per_step, p.trajectories_per_update) == (256, 64)
 
 
@@ -25,7 +25,12 @@ def test_sizes():
     [
         (6, {}, {"tensor": 4}, ["4 does not divide the 6 processes", "--nproc"]),
         (4, {}, {"expert": 3}, ["parallel.expert", "3 does not divide"]),
-        (4, {"prompts_per_step": 30}, {}, ["batch.prompts_per_step = 30", "the nearest that can is 32"]),
+        (
+            8,
+            {"prompts_per_step": 5, "samples_per_prompt": 3, "updates_per_step": 3},
+            {},
+            ["batch.prompts_per_step", "5 trajectories", "8 data-parallel ranks", "prompts_per_step to 8"],
+        ),
         (1, {"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 3}, {}, ["updates_per_step = 3", "2"]),
     ],
 )
@@ -34,3 +39,13 @@ def test_sizes_that_do_not_divide(world_size, batch, parallel, fragments):
         plan(world_size, batch, parallel)
     for fragment in fragments:
         assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize(("world_size", "prompts"), [(4, 30), (16, 3), (32, 2)])
+def test_leaders_and_prompts_need_not_divide(world_size, prompts):
+    """More leaders than prompts too: they share out the samples."""
+    p = plan(world_size, {"prompts_per_step": prompts, "samples_per_prompt": 16, "updates_per_step": 1})
+    shares = [share_of(p.trajectories_per_step, rank, p.data_parallel) for rank in range(p.data_parallel)]
+    assert [r for share in shares for r in share] == list(range(16 * prompts))
+    sizes = {len(share) for share in shares}
+    assert min(sizes) == p.trajectories_per_leader >= 1 and max(sizes) - min(sizes) <= 1

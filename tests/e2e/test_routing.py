@@ -94,7 +94,9 @@ def test_the_engine_routes_with_the_predictors_of_the_trainer(finished):
 
 
 def test_the_engine_exports_the_features_that_were_asked_for(finished):
-    for t in load_trajectories(file_of(finished[0] / "pr3" / "rollouts", 0, 0)):
+    """Router inputs of the second update's responses, from which predictors learn, and of no others."""
+    for number, t in enumerate(load_trajectories(file_of(finished[0] / "pr3" / "rollouts", 0, 0))):
+        assert bool(t.features.hidden.shape[-1]) == (number >= 32)
         assert t.features.positions.tolist() == list(range(0, t.response_length, 2))  # 24 tokens, 12 of them
         assert t.routes.shape == (len(t.tokens) - 1, 2, 2) and t.routes.dtype == np.uint8
 

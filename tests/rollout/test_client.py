@@ -17,6 +17,7 @@ from megatron_rl.rollout.record import load_trajectories, save_trajectories
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
 from megatron_rl.rollout.server import RolloutServer, reserve_port
 from megatron_rl.rollout.trajectory import Trajectory, WeightSpan
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 from tools.make_tiny_model import FAMILIES, Sizes
 
 rng = np.random.default_rng()
@@ -64,6 +65,25 @@ def test_routes_survive_the_wire(experts, dtype):
     decoded = layout.decode(encode(table), 11)
     assert decoded.dtype == dtype
     assert (decoded == table[:, 1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "wire", "dtype"),
+    [(8, torch.uint8, np.uint8), (256, torch.uint8, np.int16), (300, torch.int16, np.int16)],
+)
+def test_routes_of_the_plugin_are_smaller_and_the_same(experts, wire, dtype):
+    layout = RouteLayout(layers=3, moe_layers=(1, 2), experts=experts, topk=2)
+    table = some_routes(experts, (11, 3, 2))
+    table[0, 1] = 0, experts - 1
+    sent = compact(torch.from_numpy(table.astype(np.int32)))
+    assert sent.dtype == wire
+    decoded = layout.decode(base64.b64encode(sent.numpy().tobytes()).decode(), 11)
+    assert decoded.dtype == dtype and (decoded == table[:, 1:]).all() and decoded.flags.writeable
+
+
+def test_the_plugin_hides_nothing():
+    table = torch.tensor([[[3, -1]]], dtype=torch.int32)
+    assert compact(table) is table and compact(table[:0]).shape == (0, 1, 2)
 
 
 @pytest.mark.parametrize("damage", [lambda s: s[:-4], lambda s: s[:-3], lambda s: s[:20] + "*" + s[21:], lambda s: ""])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -133,16 +134,16 @@ def test_features_are_those_of_the_token_before(predicted, reference, push, plan
     view = PredictedReference(reference.folder, planted)
     layout = FeatureLayout.from_config(reference.model.config.to_dict(), torch.float32)
     prompts = [Question(str(i), tokens(2, 3 * CHUNK)) for i in range(6)]
-    trajectories, _ = collect(
-        client_of(predicted), prompts, SamplingSupport(), samples_per_prompt=2, max_new_tokens=20, features=layout
-    )
-    for t in trajectories:
+    settings = {"samples_per_prompt": 2, "max_new_tokens": 20, "features": layout, "features_from": 3}
+    trajectories, _ = collect(client_of(predicted), prompts, SamplingSupport(), **settings)
+    for number, t in enumerate(trajectories):
         assert t.features.positions.tolist() == list(range(0, t.response_length, STRIDE))
         seen = view(t.tokens)
         rows = t.prompt_length - 1 + t.features.positions.long()
-        assert t.features.hidden.shape == (len(rows), layout.moe_layers, layout.hidden)
-        hidden = (t.features.hidden - seen.hidden[rows]).abs().amax((1, 2))
+        learns = number >= settings["features_from"]
+        assert t.features.hidden.shape == (len(rows), layout.moe_layers, layout.hidden * learns)
         logits = (t.features.logits - seen.logits[rows]).abs().amax((1, 2))
+        hidden = (t.features.hidden - seen.hidden[rows]).abs().amax((1, 2)) if learns else logits
         # Where two experts nearly tie in an earlier layer, later ones see something else.
         assert hidden.median() < 1e-4 and logits.median() < 1e-4
         # The row before, the row after and the predicted logits are all far off.
@@ -190,10 +191,15 @@ def test_a_cached_prefix_and_a_chunked_prefill_have_the_same_routes(server, pred
     before, after = (reply["meta_info"]["cached_tokens"] for reply in (first, cached))
     assert before < CHUNK and after >= len(prompt) - 2  # a first token or two may be those of an earlier prompt
     assert chunked["output_ids"] == cached["output_ids"] == first["output_ids"]
+    assert set(chunked["meta_info"]["router_features"]) == {None}, "features go to who asks for them"
     rows = len(prompt) + len(first["output_ids"]) - 1
     table, *others = (reference.layout.decode(r["meta_info"]["routed_experts"], rows) for r in (first, cached, chunked))
     for other in others:
         assert agreement(other, table) >= 0.99
+    # One byte an expert; int32 is what SGLang itself would send.
+    assert (
+        len(base64.b64decode(first["meta_info"]["routed_experts"])) == rows * reference.layout.layers * table.shape[-1]
+    )
 
 
 def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, reference, push, planted):

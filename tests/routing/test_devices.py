@@ -39,6 +39,26 @@ def forward(route_pass: RoutePass, router: Router) -> None:
         assert chosen.device.type == "cuda" and chosen.shape == (TOKENS, TOPK)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("source", PREDICTING)
+def test_router_inputs_are_kept_for_an_update_that_learns(source, learns):
+    """And for no other: they are most of what is kept. Of layer 3 the engine has sent the logits alone."""
+    with FakeTensorMode(), torch.no_grad():
+        kept = {3: Features(None, torch.zeros(5, EXPERTS), None)} if source == "predicted_rollout" else {}
+        table = RouteTable((1, 3), torch.ones(TOKENS, dtype=torch.bool), torch.arange(5), features=kept)
+        table = table.to(torch.device("cuda"))
+        with torch.device("cuda"):
+            router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
+        forward(RoutePass(table, source, EXPERTS, "score", "kl" if learns else None), router)
+        for features in table.features.values():
+            assert (features.hidden is not None) == learns and features.bias.shape == (5, EXPERTS)
+        update = RoutePass(table, source, EXPERTS, "update")
+        forward(update, router)
+        assert update.stats[1].cached == update.stats[3].cached == 5, (
+            "what they tell of routers is measured all the same"
+        )
+
+
 @pytest.mark.parametrize("loss", ["kl", "delta"])
 @pytest.mark.parametrize("source", ["free", "recorded", "rollout", "predicted", "predicted_rollout"])
 def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypatch):
@@ -54,8 +74,8 @@ def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypat
         with torch.device("cuda"):
             router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
         with torch.no_grad():
-            forward(RoutePass(table, source, EXPERTS, "score"), router)
-        learn = loss if source in PREDICTING else None
+            learn = loss if source in PREDICTING else None
+            forward(RoutePass(table, source, EXPERTS, "score", learn), router)
         update = RoutePass(table, source, EXPERTS, "update", learn, count_pairs=True, probe={}, probe_tokens=3)
         forward(update, router)
         assert update.stats[1].deviations.device.type == "cuda" and update.stats[1].cached == 5

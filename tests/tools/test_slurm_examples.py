@@ -31,7 +31,7 @@ def test_config_fits_the_nodes_that_are_asked_for(script):
     assert config.name == option(script, "job-name") == script.stem
     gpus = int(option(script, "gpus-per-node"))
     plan = make_plan(config.batch, config.parallel, int(option(script, "nodes")) // 2 * gpus)
-    assert plan.prompts_per_leader >= 1
+    assert plan.trajectories_per_update >= plan.data_parallel
     server_gpus = int(re.search(r"SERVER_GPUS:=(\d+)", script.read_text())[1])
     assert gpus % server_gpus == 0
     rollout = config.rollout

@@ -15,14 +15,17 @@ KEY = "router_features"
 """Field of meta_info: one entry per response token, None where none was asked for."""
 STRIDE = "router_feature_stride"
 """Field of the model's config, set with --json-model-override-args."""
+ASKS = ("router-features-", "router-logits-")
+"""What the id of a request starts with that wants them, or the logits alone (as in the trainer's client)."""
 MAX_REQUESTS = 1 << 16
 
 
 class FeatureExport:
-    """Router inputs h and logits z (before prediction) under which response tokens 0, s, 2s, ... were predicted.
+    """Router inputs h and logits z (before prediction) under which response tokens 0, s, 2s, ... of a request that wants
+    them were predicted.
 
     Response token i comes out of the input token at position prompt_length - 1 + i. Its entry is base64 of h of all MoE
-    layers [layers, hidden] in the model's dtype, then z [layers, experts] in fp32, little-endian.
+    layers [layers, hidden] in the model's dtype, where it is wanted, then z [layers, experts] in fp32, little-endian.
     """
 
     def __init__(self, stride: int):
@@ -57,17 +60,20 @@ class FeatureExport:
             lengths = batch.seq_lens.tolist()
             for rid, length in zip(batch.rids, batch.orig_seq_lens.tolist(), strict=True):
                 # The first prefill tells the prompt's length; one after a retraction has response tokens too.
-                self._prompt_lengths.setdefault(rid, length)
+                if rid.startswith(ASKS):
+                    self._prompt_lengths.setdefault(rid, length)
             while len(self._prompt_lengths) > MAX_REQUESTS:
                 del self._prompt_lengths[next(iter(self._prompt_lengths))]
         else:
             rows, lengths = [], []
         self._requests = batch.batch_size
         self._chosen = []
+        self._whole = []  # whether such a request wants more than logits
         for request, (rid, length) in enumerate(zip(batch.rids or [], lengths, strict=False)):
             response = length - self._prompt_lengths.get(rid, length + 1)
             if response >= 0 and response % self.stride == 0:
                 self._chosen.append(request)
+                self._whole.append(rid.startswith(ASKS[0]))
         self._rows = torch.tensor([rows[request] for request in self._chosen], device=batch.seq_lens.device)
         self._hidden: list[Tensor] = []
         self._logits: list[Tensor] = []
@@ -84,7 +90,8 @@ class FeatureExport:
         entries: list[str | None] = [None] * self._requests
         if self._hidden:
             hidden, logits = torch.stack(self._hidden, 1).cpu(), torch.stack(self._logits, 1).cpu()
-            for index, request in enumerate(self._chosen):
-                data = b"".join(t[index].contiguous().view(torch.uint8).numpy().tobytes() for t in (hidden, logits))
+            for index, (request, whole) in enumerate(zip(self._chosen, self._whole, strict=True)):
+                wanted = (hidden, logits) if whole else (logits,)
+                data = b"".join(t[index].contiguous().view(torch.uint8).numpy().tobytes() for t in wanted)
                 entries[request] = base64.b64encode(data).decode()
         return {KEY: entries}

@@ -10,13 +10,17 @@ from __future__ import annotations
 def register() -> None:
     """Checksums become fingerprints that add up over fused tensors; a weight update may lie in the trainer's memory.
 
-    They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16.
+    They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
+    replies get small integers.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler
 
-    from megatron_rl_plugin import fingerprint, memory
+    from megatron_rl_plugin import fingerprint, memory, routes
 
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", fingerprint.describe, HookType.REPLACE)
     HookRegistry.register("sglang.srt.utils.weight_checker._build_quantized_set", lambda model: {}, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.get_topk", routes.compact, HookType.AFTER
+    )
     SafeUnpickler.ALLOWED_GLOBALS |= memory.GLOBALS

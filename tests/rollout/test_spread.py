@@ -1,0 +1,223 @@
+"""Which server gets which request, by the real client against local HTTP endpoints that count; no engine is needed for it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from megatron_rl.plan import share_of
+from megatron_rl.rollout import client as client_module
+from megatron_rl.rollout.client import SGLangClient, server_order
+from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.sampling import SamplingSupport
+from tests.rollout.conftest import Question
+
+LAYOUT = RouteLayout(layers=2, moe_layers=(0, 1), experts=8, topk=2)
+
+
+@dataclass
+class Endpoint:
+    """What one of them was asked: the prompts of each call."""
+
+    sampled: list[list[tuple[int, ...]]] = field(default_factory=list)
+    prefixes: list[tuple[int, ...]] = field(default_factory=list)
+    refuses: bool = False
+    address: str = ""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.refuses:
+            return web.Response(status=503, text="busy")
+        prompts = [tuple(ids) for ids in body["input_ids"]]
+        if not body["sampling_params"]["max_new_tokens"]:
+            self.prefixes += prompts
+            return web.json_response([{"output_ids": []} for _ in prompts])
+        self.sampled.append(prompts)
+        return web.json_response([self.reply(prompt, body) for prompt in prompts])
+
+    def reply(self, prompt: tuple[int, ...], body: dict) -> dict:
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": "0",
+            "output_token_logprobs": [[-0.5, 7, None]],
+        }
+        if body["return_routed_experts"]:
+            table = np.tile(np.arange(LAYOUT.topk, dtype=np.uint8), (len(prompt), LAYOUT.layers, 1))
+            meta["routed_experts"] = base64.b64encode(table.tobytes()).decode()
+        return {"output_ids": [7], "meta_info": meta}
+
+    @property
+    def responses(self) -> int:
+        return sum(len(call) for call in self.sampled)
+
+
+@pytest.fixture
+def endpoints():
+    """endpoints(n): n of them on ports of their own, in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runners = []
+
+    async def start(endpoint: Endpoint) -> None:
+        app = web.Application()
+        app.router.add_post("/generate", endpoint.generate)
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        site = web.TCPSite(runners[-1], "127.0.0.1", 0)
+        await site.start()
+        endpoint.address = f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+    def make(count: int) -> list[Endpoint]:
+        made = [Endpoint() for _ in range(count)]
+        for endpoint in made:
+            asyncio.run_coroutine_threadsafe(start(endpoint), loop).result(30)
+        return made
+
+    yield make
+    for runner in runners:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(30)
+    loop.close()
+
+
+def ask(servers: list[Endpoint], *, leaders: int, prompts: int, samples: int, max_new_tokens: int, **settings) -> list:
+    """Every leader asks for its share; all trajectories."""
+    questions = [Question(str(i), [5, 6, i + 10]) for i in range(prompts)]
+    found = []
+    for leader in range(leaders):
+        collection = Collection(
+            questions,
+            SamplingSupport(),
+            samples_per_prompt=samples,
+            max_new_tokens=max_new_tokens,
+            share=share_of(prompts * samples, leader, leaders),
+            **settings,
+        )
+        client = SGLangClient([server.address for server in servers], timeout_s=30)
+        collection.run(client)
+        assert collection.complete and collection.stats.responses == collection.wanted
+        found += collection.trajectories()
+    return found
+
+
+@pytest.mark.parametrize("max_new_tokens", [32, 32768])
+@pytest.mark.parametrize(
+    ("leaders", "prompts", "samples", "servers"),
+    [(32, 64, 8, 16), (32, 2, 16, 16), (1, 64, 8, 16), (5, 12, 8, 7), (16, 16, 1, 16), (3, 2, 5, 4)],
+)
+def test_requests_are_spread_evenly(endpoints, monkeypatch, leaders, prompts, samples, servers, max_new_tokens):
+    made = endpoints(servers)
+    found = ask(made, leaders=leaders, prompts=prompts, samples=samples, max_new_tokens=max_new_tokens)
+    counts = [server.responses for server in made]
+    assert max(counts) - min(counts) <= 1, counts
+    if prompts * samples == 512:
+        assert max(counts) / np.mean(counts) <= 1.1
+    # Nothing is lost, and all groups are whole.
+    assert [t.group_id for t in found] == [p for p in range(prompts) for _ in range(samples)]
+    assert [t.tokens[2] - 10 for t in found] == [t.group_id for t in found]
+    if max_new_tokens > 4096:
+        assert all(len(call) == 1 for server in made for call in server.sampled), "a call has one long response"
+
+
+def test_most_samples_of_a_prompt_share_a_server_that_computes_it_once(endpoints):
+    made = endpoints(4)
+    ask(made, leaders=2, prompts=6, samples=8, max_new_tokens=32768)
+    for server in made:
+        samples = Counter(prompt for call in server.sampled for prompt in call)
+        assert len(samples) == 2 and sorted(samples.values()) == [4, 8]  # 12 requests each
+        # By each leader: they do not know of each other.
+        assert Counter(server.prefixes).keys() == samples.keys() and len(server.prefixes) <= 2 * len(samples)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 16])
+def test_every_server_is_tried_before_one_is_tried_again(servers):
+    for number in range(48):
+        order = server_order(number, 48, servers)
+        assert sorted(order) == list(range(servers))
+    # Neighbors that share their first server go on to different ones.
+    seconds = Counter(server_order(number, 48, servers)[1] for number in range(48 // servers)) if servers > 1 else {}
+    assert not seconds or max(seconds.values()) - min(seconds.values()) <= 1
+
+
+def test_what_a_dead_server_had_goes_to_all_others(endpoints, monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.01)
+    made = endpoints(5)
+    made[2].refuses = True
+    ask(made, leaders=4, prompts=10, samples=8, max_new_tokens=32768)
+    assert [server.responses for server in made] == [20, 20, 0, 20, 20]
+
+
+def test_a_failed_call_samples_what_it_did_not_get_and_no_more(endpoints, monkeypatch):
+    """The first call with the last prompt is refused after the others were answered."""
+    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.01)
+    [one] = endpoints(1)
+    refused = []
+    original = one.reply
+
+    def reply(prompt, body):
+        if not refused:
+            refused.append(prompt)
+            raise web.HTTPServiceUnavailable
+        return original(prompt, body)
+
+    one.reply = reply
+    ask([one], leaders=1, prompts=2, samples=8, max_new_tokens=32768)
+    assert len(refused) == 1 and one.responses == 16 + 1, "one response is sampled again"
+
+
+def test_calls_are_as_large_as_what_they_carry_allows():
+    """Short responses share a call, by tokens and, with routes and features, by bytes."""
+    questions = [Question(str(i), [5]) for i in range(8)]
+    wide = RouteLayout(layers=100, moe_layers=tuple(range(100)), experts=128, topk=8)  # 4,266 bytes a token
+    features = FeatureLayout(moe_layers=100, hidden=2048, experts=128, dtype=torch.bfloat16)
+
+    def sizes(max_new_tokens: int, **settings) -> list[int]:
+        collection = Collection(
+            questions, SamplingSupport(), samples_per_prompt=4, max_new_tokens=max_new_tokens, **settings
+        )
+        calls = collection._calls(servers=2)
+        assert sorted(r for call in calls for r in call.requests) == list(range(32))
+        return [len(call.requests) for call in calls]
+
+    assert sizes(16) == [16, 16] and sizes(1024) == [4] * 8 and sizes(4096) == sizes(9999) == [1] * 32
+    assert max(sizes(1024, routes=wide)) == 3
+    mixed = Collection(
+        questions, SamplingSupport(), samples_per_prompt=4, max_new_tokens=16, features=features, features_from=12
+    )
+    for call in mixed._calls(servers=2):
+        assert (call.features == features) == (call.requests[0] >= 12) == (call.requests[-1] >= 12)
+        assert call.features == features or call.features == features.logits_alone
+        assert (len(call.requests) == 1) == (call.features == features)
+
+
+def test_each_server_gets_a_call_in_turn():
+    """Where fewer fit under the concurrency than there are, the first ones are not all of one server."""
+    questions = [Question(str(i), [5]) for i in range(8)]
+    collection = Collection(questions, SamplingSupport(), samples_per_prompt=4, max_new_tokens=9999)
+    first = [server_order(call.requests[0], 32, 4)[0] for call in collection._calls(servers=4)]
+    assert all(one != other for one, other in pairwise(first)) and first[:4] == [0, 1, 2, 3]
+
+
+def test_replies_are_decoded_beside_the_event_loop(endpoints):
+    threads = []
+
+    class Watched(RouteLayout):
+        def decode(self, encoded, tokens):
+            threads.append(threading.current_thread())
+            return super().decode(encoded, tokens)
+
+    found = ask(endpoints(1), leaders=1, prompts=2, samples=2, max_new_tokens=9999, routes=Watched(**vars(LAYOUT)))
+    assert all(t.routes.shape == (3, 2, 2) for t in found)
+    assert len(threads) == 4 and threading.main_thread() not in threads

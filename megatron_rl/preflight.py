@@ -6,10 +6,12 @@ import math
 import os
 from typing import Literal
 
+import torch
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
+from megatron_rl.fit import check_fits
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
 from megatron_rl.ops import flash
@@ -79,6 +81,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_refresh(config)
     if kind != "ask":
         _check_vp2o(config, hf_config, kind)
+        if torch.cuda.is_available():
+            check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1])
     activate_flash(config)
     return hf_config, plan, support
 

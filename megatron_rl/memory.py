@@ -1,4 +1,4 @@
-"""Does it fit? Bytes of a run on one GPU by kind, of a save on the host, and of a push: arithmetic on a config and a config.json.
+"""Does it fit? Bytes of a run on one GPU by kind, of a save on the host, and of a push, by arithmetic.
 
 Exact: weights, gradients, optimizer state, reference, predictors. Counted from what the code keeps for the backward:
 activations and logits (`tests/trainer/test_memory_plan.py` measures them). Upper bounds: temporaries of a layer, and all
@@ -257,7 +257,7 @@ def _phases(
     activations = stage_activations(config, shape, stage, tokens.micro_batch, tokens.micro_batches, kernels)
     layers = stage_layers(shape, config.parallel, stage)
     phases = {
-        "layer": {"activations": activations, **_layer_work(config, shape, layers, tokens.micro_batch, kernels)},
+        "layer": {"activations": activations, **layer_work(config, shape, layers, tokens.micro_batch, kernels)},
         "optimizer": {"optimizer_step": 0},
     }
     if stage == config.parallel.pipeline - 1:
@@ -336,7 +336,7 @@ def _attention_activations(config: Config, shape: Shape, tokens: int, width: int
     return int(width * (numbers + tokens * each) + 4 * heads * tokens)
 
 
-def _layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, kernels: Kernels) -> dict[str, int]:
+def layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, kernels: Kernels) -> dict[str, int]:
     """While one layer's backward runs: what is recomputed, and gradients; copies of tokens on the way to experts and back."""
     parallel = config.parallel
     width = TRAIN[config.precision.train].dtype.itemsize
@@ -355,7 +355,7 @@ def _layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, ke
             experts = shape.experts // parallel.expert
             gradients += routed * 3 * shape.expert_intermediate / etp
             gradients += 2 * experts * shape.expert_intermediate * shape.hidden / etp  # of fc1, until they are added up
-            copies = 4 * routed * shape.hidden
+            copies = (2 + (parallel.expert > 1)) * routed * shape.hidden
         else:
             gradients += 3 * tokens * shape.intermediate / parallel.tensor
         gradients = max(gradients, tokens * attention)

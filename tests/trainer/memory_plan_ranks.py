@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from trainer.layouts import make_config, make_trainer
 
 from megatron_rl.trainer.objective import is_pointwise, policy_objective
@@ -63,12 +66,10 @@ def one_batch(vocab: int) -> list[Sample]:
 
 
 class Kept:
-    """Bytes that a forward saves for its backward, parameters and buffers left out; the head's apart."""
+    """Bytes that a forward saves for its backward, those of `known` storages left out."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        chunks = [*trainer.chunks]
-        own = [t for c in chunks for t in (*c.parameters(), *c.buffers())]
-        self._known = {t.untyped_storage().data_ptr() for t in own}
+    def __init__(self, known: set[int]) -> None:
+        self._known = set(known)
         self._alive: list[torch.Tensor] = []
         self.counting = True
         self.bytes = 0
@@ -82,43 +83,76 @@ class Kept:
         return tensor
 
 
-def kept_by_forward(trainer: Trainer) -> int:
-    """Of one micro-batch of TOKENS tokens: what lies before the head."""
+class Live(TorchDispatchMode):
+    """Most bytes alive at a time of what operators make, those of `known` storages left out."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self._known, self._sizes = known, {}
+        self._bytes = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._sizes or storage.data_ptr() in self._known:
+            return
+        self._sizes[storage._cdata] = storage.nbytes()
+        self._bytes += storage.nbytes()
+        self.peak = max(self.peak, self._bytes)
+        weakref.finalize(storage, self._gone, storage._cdata)
+
+    def _gone(self, key: int) -> None:
+        self._bytes -= self._sizes.pop(key)
+
+
+def forward_and_backward(trainer: Trainer) -> dict[str, int]:
+    """Of one micro-batch of TOKENS tokens: what its forward keeps before the head, and the most that is alive at a time."""
     from megatron_rl.trainer import trainer as module
 
     batches = trainer.pack(one_batch(trainer.model.hf_config.vocab_size))
     assert len(batches) == 1 and batches[0].tokens.shape[1] * trainer.config.parallel.context == TOKENS
-    kept = Kept(trainer)
-    head = module.log_prob_head
+    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
+    options = {"with_entropy": True, "pointwise": is_pointwise(trainer.config), "pruned": True}
+
+    def run() -> None:
+        trainer._run(trainer.ddp, batches, trainer._passes(batches, "update"), objective, forward_only=False, **options)
+
+    own = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    own += [b.grad_data for ddp in trainer.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    known = {t.untyped_storage().data_ptr() for t in own}
+    with Live(known) as live:
+        run()
+    kept, head = Kept(known), module.log_prob_head
 
     def log_prob_head(**arguments):
         kept.counting = False
         return head(**arguments)
 
-    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
-    options = {"with_entropy": True, "pointwise": is_pointwise(trainer.config), "pruned": True}
     module.log_prob_head = log_prob_head
     try:
         with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
-            trainer._run(
-                trainer.ddp, batches, trainer._passes(batches, "update"), objective, forward_only=False, **options
-            )
+            run()
     finally:
         module.log_prob_head = head
-    return kept.bytes
+    return {"kept": kept.bytes, "peak": live.peak}
 
 
 def measure(model: str, layouts: list[dict]) -> list[dict[str, int]]:
-    """Figures of this rank under each layout: {'kept': True} in one measures a forward too."""
+    """Figures of this rank under each layout; with 'passes' in one those of a forward and backward too."""
     found = []
     for overrides in layouts:
-        sections = {k: v for k, v in overrides.items() if k != "kept"}
+        sections = {section: values for section, values in overrides.items() if section != "passes"}
         batch = {"tokens_per_micro_batch": TOKENS, "updates_per_step": 1}
         trainer = make_trainer(make_config(model, {"batch": batch, **sections}))
         allocate(trainer)
         figures = parameter_figures(trainer)
-        if overrides.get("kept"):
-            figures["kept"] = kept_by_forward(trainer)
+        if overrides.get("passes"):
+            figures |= forward_and_backward(trainer)
         figures["stage"] = parallel_state.get_pipeline_model_parallel_rank()
         found.append(figures)
         parallel_state.destroy_model_parallel()  # the next layout starts on the same processes

@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.memory import EXACT, GB, Estimate, estimate, remedies
+from megatron_rl.memory import EXACT, GB, Estimate, estimate, remedies, server_use
 from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.sizes import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ def plan_command(config: Config, gpus: int, memory_gb: float, *, as_json: bool =
 
 def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory: int) -> dict[str, Any]:
     """What `--json` prints; all sizes in bytes. per_gpu: of the pipeline stage that needs most. Its total is what is resident
-    and the largest of `phases`, which follow one another and share their memory."""
+    and the largest of `phases`, which follow one another and share their memory. fits: the trainer, on GPUs of its own.
+    server: one GPU of an engine of rollout.server, of that memory."""
     usage = found.usage
     helps = remedies(config, hf_config, found, usage.largest)
     best = helps[0] if helps else None
@@ -68,6 +70,7 @@ def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory
         "pipeline_stage": usage.stage,
         "save": found.save,
         "push": found.push,
+        "server": server_use(config, Shape.from_config(hf_config), memory),
         "fits": found.fits(memory),
         "breaks_first": {
             "kind": usage.largest,
@@ -133,4 +136,12 @@ def _print_tables(report: dict[str, Any]) -> None:
     console.print(
         f"a save: {gigabytes(save['host_bytes'])} GB of host memory a process, {gigabytes(save['host_bytes_per_node'])} GB a"
         f" node, {gigabytes(save['disk_bytes'])} GB on disk; a push: {gigabytes(push['bytes'])} GB in {push['buckets']} buckets"
+    )
+    server = report["server"]
+    cache = (
+        f"{gigabytes(server['cache'])} GB for its cache" if server["cache"] else "[bold red]nothing for its cache[/]"
+    )
+    console.print(
+        f"a GPU of an engine: {gigabytes(server['weights'])} GB of weights, so that rollout.server.memory_fraction ="
+        f" {gigabytes(server['share'])} GB leaves {cache}"
     )

@@ -412,6 +412,13 @@ def push_cost(config: Config, shape: Shape) -> dict[str, int]:
     return {"bytes": total, "buckets": buckets}
 
 
+def server_use(config: Config, shape: Shape, memory: int) -> dict[str, int]:
+    """On one GPU of a server that the trainer starts: its weights, and what its share of the memory leaves for the cache."""
+    weights = push_cost(config, shape)["bytes"] // config.rollout.server.tensor
+    share = int(config.rollout.server.memory_fraction * memory)
+    return {"weights": weights, "share": share, "cache": max(0, share - weights)}
+
+
 # -- what helps --------------------------------------------------------------------------------------------------------
 
 

@@ -204,9 +204,13 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
     resident = sum(size for kind, size in kinds.items() if kind not in temporary | {"total"})
     assert kinds["total"] == resident + max(phases.values())
     assert report["save"]["host_bytes"] and report["push"]["buckets"]
+    server = {"weights": report["push"]["bytes"], "share": 68 * GB, "cache": 68 * GB - report["push"]["bytes"]}
+    assert report["server"] == server
     assert main(given) == 0
     text = capsys.readouterr().out
     assert "does not fit" in text and "optimizer" in text and "28.99 B of them in experts" in text
+    assert main([*given, "--rollout.server.memory_fraction", "0.5"]) == 0
+    assert "nothing for its cache" in " ".join(capsys.readouterr().out.split())
     assert main([*given, "--memory", "192"]) == 0 and "does not fit" not in capsys.readouterr().out
     assert main(["plan", path, "--gpus", "8"]) == 2  # no model.path
     assert main([*given, "--gpus", "0"]) == 2 and "at least one" in capsys.readouterr().err

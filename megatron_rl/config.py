@@ -218,6 +218,14 @@ class OptimizerConfig:
     """Learning rate at the end of the decay, as a share of lr."""
     decay_steps: Positive | None = None
     """By default all updates of the run."""
+    cpu_offload: Fraction = 0.0
+    """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
+    by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
+    precision_aware: bool = False
+    """Transformer Engine's Adam holds of the fp32 weights only the 16 bits that the bf16 weights lack: the same numbers in
+    10 bytes a parameter instead of 12."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 
 @section
@@ -236,6 +244,8 @@ class ParallelConfig:
     ranks must divide the heads), all_gather gathers keys and values (any number of heads)."""
     distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
+    overlap_param_gather: bool = False
+    """Gather the sharded weights during the next forward, layer by layer, instead of after the optimizer's step."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait in a collective before the run stops."""
 
@@ -245,6 +255,8 @@ class PrecisionConfig:
     train: Literal["bf16", "fp32", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = "bf16"
     """Matrix products of the trainer. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU, and fake quantisation
     by ModelOpt without one (fp8_tensorwise, fp8_blockwise); `megatron-rl doctor` says which can run here."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are added up and reduced in; bf16 takes 2 bytes a parameter instead of 4, and rounds each micro-batch."""
     rollout: Literal["bf16", "fp32", "fp8"] = "bf16"
     """Of the engine. fp8: weights are quantised in blocks of 128 x 128 when they are pushed."""
 
@@ -358,6 +370,8 @@ class LoggingConfig:
     wandb_project: str | None = None
     samples: Count = 8
     """Rollouts of each step that are kept for the report."""
+    profile_steps: list[Positive] = dataclasses.field(default_factory=list)
+    """Steps of which rank 0 writes a trace of torch's profiler, as profile/step_N.json.gz in the run's folder."""
 
 
 @section

@@ -149,7 +149,7 @@ class Run:
     def save_hf(self) -> Path:
         """Write the current weights as a Hugging Face folder `hf` in the run's folder."""
         out = self.folder / "hf"
-        self.trainer.model.save_hf(self.trainer.chunks, out)
+        self.trainer.save_hf(out)
         return out
 
     def stop_tokens(self) -> list[int]:

@@ -19,10 +19,12 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.dist_write import write
 from megatron_rl.models.router import PREDICTOR_WEIGHT
+from megatron_rl.trainer.optimizer import gather_parameters, torch_adams
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 
@@ -69,6 +71,8 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+    trainer.residence.require("all")
+    gather_parameters(trainer.ddp)
     _allocate_adam(trainer)
     state = _model_state(trainer)
     if trainer.predictors:
@@ -152,6 +156,7 @@ def load_weights(path: Path, trainer: Trainer, *, predictors: bool = False) -> N
 
     predictors: those of the routes too, where the checkpoint has any; else they start anew.
     """
+    trainer.residence.require("all")
     state = _model_state(trainer)
     if not (predictors and _has_predictors(read_common(path, trainer.ranks))):
         _leave_out_predictors(state)
@@ -170,19 +175,17 @@ def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
         ) from None
 
 
-def _torch_adams(trainer: Trainer) -> list[torch.optim.Adam]:
-    """The optimizers that are torch's own (without Transformer Engine or Apex)."""
-    inner = [getattr(part, "optimizer", None) for part in trainer.optimizer.chained_optimizers]
-    return [optimizer for optimizer in inner if isinstance(optimizer, torch.optim.Adam)]
-
-
 def _allocate_adam(trainer: Trainer) -> None:
     """Give torch's Adam its state: Megatron asks for its step, which only an Adam that was used has."""
-    for optimizer in _torch_adams(trainer):
+    for optimizer in torch_adams(trainer.optimizer):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if not optimizer.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+                optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
+    for part in trainer.optimizer.chained_optimizers:
+        inner = getattr(part, "optimizer", None)
+        if isinstance(inner, HybridDeviceOptimizer):
+            inner._sync_sub_optimizers_state_to_hdo()
 
 
 def _optimizer_state(trainer: Trainer, loaded: dict[Any, Any]) -> dict[Any, Any]:
@@ -208,7 +211,7 @@ def _optimizer_state(trainer: Trainer, loaded: dict[Any, Any]) -> dict[Any, Any]
 
 def _separate_steps(trainer: Trainer) -> None:
     """One step counter for each parameter: Megatron loads one tensor into all, which each of them would then advance."""
-    for optimizer in _torch_adams(trainer):
+    for optimizer in torch_adams(trainer.optimizer):
         for state in optimizer.state.values():
             state["step"] = state["step"].clone()
 

@@ -1,0 +1,168 @@
+"""What each rank does in the tests of memory: updates under a saver, through a checkpoint, and around a sleep."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from layouts import make_config, make_trainer
+
+from megatron_rl.trainer import checkpoint, trainer as trainer_module
+from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
+from megatron_rl.trainer.optimizer import wrap_ddp
+from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.trainer import Trainer
+
+from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
+
+
+def one_update(trainer: Trainer, samples: list[Sample]) -> None:
+    ranks, config = trainer.ranks, trainer.config
+    batches = trainer.pack(samples[ranks.data_rank :: ranks.data_size])
+    if name := score_before(config):
+        trainer.score(batches, name)
+    trainer.score_reference(batches)
+    objective = partial(policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum)
+    trainer.update(batches, objective, pointwise=is_pointwise(config), learn_routes=trainer.predictors is not None)
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Exported weights, and the sharded optimizer's fp32 weights and moments, whole."""
+    found = {f"weight/{name}": tensor.clone() for name, tensor in trainer.export_weights()}
+    if not trainer.config.parallel.distributed_optimizer:
+        for number, part in enumerate(trainer.optimizer.chained_optimizers):
+            for group in part.optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    for key, value in part.optimizer.state[parameter].items():
+                        found[f"{key}/{number}/{id(group)}/{index}"] = value.clone()
+        return {key.replace(key.split("/")[2], "", 1) if key.count("/") == 3 else key: v for key, v in found.items()}
+    for number, part in enumerate(trainer.optimizer.chained_optimizers):
+        state = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+        for buffer, by_dtype in state.items():
+            for tensors in by_dtype.values() if isinstance(by_dtype, dict) else ():
+                keys = ("param", "exp_avg", "exp_avg_sq")
+                found |= {f"{key}/{number}/{buffer}": tensors[key].clone() for key in keys}
+    return found
+
+
+def train(model: str, samples: list[Sample], overrides: dict, folder: str | None, bucket_size: int | None) -> dict:
+    """Two updates; folder: through a checkpoint, and into another trainer, after the first."""
+    trainer_module.wrap_ddp = partial(wrap_ddp, bucket_size=bucket_size)
+    config = make_config(model, overrides)
+    trainer = make_trainer(config)
+    one_update(trainer, samples)
+    if folder:
+        path = checkpoint.save(Path(folder), 1, trainer, trainer.ranks, extra={}, keep=1)
+        parallel_state.destroy_model_parallel()
+        trainer = make_trainer(config)
+        checkpoint.load(path, trainer, trainer.ranks)
+    one_update(trainer, samples)
+    result = state_of(trainer)
+    buffers = [b for ddp in trainer.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
+    facts = {
+        "gradients": {b.grad_data.dtype for b in buffers},
+        "buckets": sum(len(b.buckets) for b in buffers),
+        "fused": {g.get("fused") for a in trainer_module_adams(trainer) for g in a.param_groups},
+    }
+    parallel_state.destroy_model_parallel()
+    return {"state": result, **facts}
+
+
+def trainer_module_adams(trainer: Trainer) -> list[torch.optim.Optimizer]:
+    from megatron_rl.trainer.optimizer import torch_adams
+
+    return torch_adams(trainer.optimizer)
+
+
+def train_all(model: str, samples: list[Sample], runs: list[tuple[dict, str | None, int | None]]) -> list[dict]:
+    return [train(model, samples, *run) for run in runs]
+
+
+def device_bytes() -> int:
+    """Bytes of all live floating-point tensors: what would be on a GPU (copies for the host are bytes)."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.is_floating_point():
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def places(trainer: Trainer) -> list[tuple[int, int]]:
+    """Where parameters and gradients are in Megatron's buffers, as far as they are views of them."""
+    found = []
+    for ddp in trainer.ddp:
+        for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+            for parameter in buffer.params:
+                start = 0 if buffer.param_data is None else buffer.param_data.data_ptr()
+                at = parameter.data_ptr() - start if start else 0
+                found.append((at, parameter.main_grad.data_ptr() - buffer.grad_data.data_ptr()))
+    return found
+
+
+def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[str, Any]:
+    """Two updates without a sleep, and two with one between them."""
+    config = make_config(model, overrides)
+    trainer = make_trainer(config)
+    one_update(trainer, samples)
+    one_update(trainer, samples)
+    expected = state_of(trainer)
+    parallel_state.destroy_model_parallel()
+    del trainer
+
+    trainer = make_trainer(config)
+    one_update(trainer, samples)
+    before, at, awake = state_of(trainer), places(trainer), device_bytes()
+    of_snapshot = sum(t.nbytes for t in before.values())
+    trainer.sleep()
+    asleep, refused = device_bytes(), []
+    for verb in (trainer.export_weights, lambda: trainer.score(trainer.pack(samples), "x")):
+        try:
+            verb()
+        except RuntimeError as error:
+            refused.append(str(error))
+    trainer.sleep()  # again: nothing happens
+    trainer.wake(weights_only=True)
+    with_weights = device_bytes()
+    pushed = {f"weight/{name}": tensor.clone() for name, tensor in trainer.export_weights()}
+    of_push = sum(t.nbytes for t in pushed.values())
+    try:
+        one_update(trainer, samples)
+    except RuntimeError as error:
+        refused.append(str(error))
+    trainer.sleep()
+    asleep_again = device_bytes() - of_push
+    trainer.wake()
+    same_place = places(trainer) == at
+    gradients = [float(p.main_grad.abs().sum()) for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad]
+    after = state_of(trainer)
+    trainer.sleep(keep_weights=True)
+    kept = {f"weight/{name}": tensor.clone() for name, tensor in trainer.export_weights()}
+    trainer.sleep()
+    trainer.wake()
+    one_update(trainer, samples)
+    result = {
+        "expected": expected,
+        "before": before,
+        "after": after,
+        "pushed": pushed,
+        "kept": kept,
+        "last": state_of(trainer),
+        "awake": awake - of_snapshot - sum(t.nbytes for t in expected.values()),
+        "asleep": [n - of_snapshot - sum(t.nbytes for t in expected.values()) for n in (asleep, asleep_again)],
+        "with_weights": with_weights - of_snapshot - sum(t.nbytes for t in expected.values()),
+        "weights": sum(t.nbytes for t in pushed.values()),
+        "refused": refused,
+        "same_place": same_place,
+        "gradients": gradients,
+    }
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def sleep_all(model: str, samples: list[Sample], overrides: list[dict]) -> list[dict]:
+    return [sleep_between(model, samples, one) for one in overrides]

@@ -151,6 +151,10 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.fit import plan_command
 
         return plan_command(config, args.gpus, args.memory, as_json=args.json)
+    if args.command in ("train", "sft"):
+        from megatron_rl.allocator import allocator_settings
+
+        os.environ.update(allocator_settings(config, os.environ))
     if _needs_torchrun(args.nproc):
         return _torchrun(args.nproc, arguments)
     if args.command == "train":

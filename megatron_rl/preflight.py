@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
+from megatron_rl.allocator import shares_expandable_memory
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.fit import check_fits
@@ -87,6 +88,11 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         check_memory_savers(config, this_machine())
         if torch.cuda.is_available():
             check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1])
+    if kind == "train" and this_machine().gpu and shares_expandable_memory(config, os.environ):
+        raise UserError(
+            "config: sync.transport = tensor shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks for"
+            " expandable_segments, which torch shares with no other process; take it out, or set sync.transport: distributed"
+        )
     activate_flash(config)
     return hf_config, plan, support
 
@@ -157,13 +163,17 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
         ),
         (
             opt.cpu_offload and not sixteen_bits,
-            f"{share} with precision.train = fp32: there are no 16-bit weights whose fp32 copies could be on the host; set"
-            " precision.train: bf16, or cpu_offload: 0",
+            (
+                f"{share} with precision.train = fp32: there are no 16-bit weights whose fp32 copies could be on the host; set"
+                " precision.train: bf16, or cpu_offload: 0"
+            ),
         ),
         (
             0 < opt.cpu_offload < 1 and machine.gpu and not machine.fused_adam,
-            f"{share}: the share that stays on the GPU needs Transformer Engine or Apex, whose Adam a resumed run can tell"
-            " from that of the host; install one, or set cpu_offload: 1.0",
+            (
+                f"{share}: the share that stays on the GPU needs Transformer Engine or Apex, whose Adam a resumed run can tell"
+                " from that of the host; install one, or set cpu_offload: 1.0"
+            ),
         ),
         (
             opt.cpu_offload and opt.precision_aware,
@@ -175,15 +185,19 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
         ),
         (
             opt.precision_aware and not sixteen_bits,
-            "optimizer.precision_aware with precision.train = fp32: there are no 16-bit weights to complete; set"
-            " precision.train: bf16",
+            (
+                "optimizer.precision_aware with precision.train = fp32: there are no 16-bit weights to complete; set"
+                " precision.train: bf16"
+            ),
         ),
         (
             opt.precision_aware
             and not (machine.gpu and Version(machine.transformer_engine or "0") >= PRECISION_AWARE_TE),
-            "optimizer.precision_aware needs a GPU and the Adam of Transformer Engine 2.1 or later (found:"
-            f" {machine.transformer_engine or 'none'}{'' if machine.gpu else ', no GPU'}); set it to false, or save by"
-            " optimizer.cpu_offload",
+            (
+                "optimizer.precision_aware needs a GPU and the Adam of Transformer Engine 2.1 or later (found:"
+                f" {machine.transformer_engine or 'none'}{'' if machine.gpu else ', no GPU'}); set it to false, or save by"
+                " optimizer.cpu_offload"
+            ),
         ),
         (
             opt.moments == "bf16" and not opt.precision_aware,
@@ -191,13 +205,17 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
         ),
         (
             vp2o.trust_region is not None and (opt.cpu_offload or opt.precision_aware),
-            "vp2o.trust_region looks at a step before it is done, by the fp32 weights that"
-            f" optimizer.{'cpu_offload' if opt.cpu_offload else 'precision_aware'} keeps elsewhere; set one of the two",
+            (
+                "vp2o.trust_region looks at a step before it is done, by the fp32 weights that"
+                f" optimizer.{'cpu_offload' if opt.cpu_offload else 'precision_aware'} keeps elsewhere; set one of the two"
+            ),
         ),
         (
             config.precision.gradients == "bf16" and not sixteen_bits,
-            "precision.gradients = bf16 with precision.train = fp32: gradients have the type of the weights, or fp32; set"
-            " precision.train: bf16, or gradients: fp32",
+            (
+                "precision.gradients = bf16 with precision.train = fp32: gradients have the type of the weights, or fp32; set"
+                " precision.train: bf16, or gradients: fp32"
+            ),
         ),
         (
             config.precision.gradients == "bf16" and vp2o.enabled,
@@ -205,13 +223,17 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
         ),
         (
             config.parallel.overlap_param_gather and not sharded,
-            "parallel.overlap_param_gather without parallel.distributed_optimizer: there is nothing to gather; set"
-            " overlap_param_gather: false",
+            (
+                "parallel.overlap_param_gather without parallel.distributed_optimizer: there is nothing to gather; set"
+                " overlap_param_gather: false"
+            ),
         ),
         (
             config.parallel.overlap_param_gather and vp2o.enabled,
-            "parallel.overlap_param_gather with vp2o.enabled, which reads the experts' weights between passes; set"
-            " overlap_param_gather: false",
+            (
+                "parallel.overlap_param_gather with vp2o.enabled, which reads the experts' weights between passes; set"
+                " overlap_param_gather: false"
+            ),
         ),
     ):
         if refused:

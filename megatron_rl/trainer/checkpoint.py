@@ -11,6 +11,8 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,8 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
     state = _model_state(trainer)
     if trainer.predictors:
         state["predictors"] = trainer.predictors.sharded_state_dict(state)
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
+    with _buckets_with_padding(trainer):
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
         state["random"] = ShardedObject("random", _random_states(), (ranks.world_size,), (ranks.rank,))
@@ -173,6 +176,26 @@ def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
         raise UserError(
             f"checkpoint {path}: not a checkpoint of megatron_rl, or damaged ({_one_line(error)})"
         ) from None
+
+
+@contextmanager
+def _buckets_with_padding(trainer: Trainer) -> Iterator[None]:
+    """Let Megatron gather the optimizer's state with the padding between buckets.
+
+    Without it, it then cuts parameters out where they are with padding (`sharded_param_state_fully_reshardable` in 0.19.2):
+    with more than one bucket, of sizes that are no multiples of 128 and of the ranks, they get each other's numbers.
+    """
+    buffers = [buffer for ddp in trainer.ddp for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+    padded = [(buffer, buffer.numel) for buffer in buffers]
+    padded += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
+    before = [(thing, thing.numel_unpadded) for thing, _ in padded]
+    for thing, size in padded:
+        thing.numel_unpadded = size
+    try:
+        yield
+    finally:
+        for thing, size in before:
+            thing.numel_unpadded = size
 
 
 def _allocate_adam(trainer: Trainer) -> None:

@@ -66,7 +66,9 @@ class Residence:
     def require(self, what: Literal["all", "weights"]) -> None:
         """Errors: RuntimeError where it is not on the device."""
         if self.on_device not in (what, "all"):
-            raise RuntimeError(f"the trainer sleeps: call wake({'weights_only=True' if what == 'weights' else ''}) first")
+            raise RuntimeError(
+                f"the trainer sleeps: call wake({'weights_only=True' if what == 'weights' else ''}) first"
+            )
 
     @torch.no_grad()
     def leave(self, *, keep_weights: bool = False) -> None:

@@ -394,7 +394,6 @@ class Trainer:
         gather_parameters(self.ddp)
         self.model.save_hf(self.chunks, out)
 
-
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def sleep(self, *, keep_weights: bool = False) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from layouts import make_config, make_trainer
 
-from megatron_rl.trainer import checkpoint, trainer as trainer_module
+from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer import trainer as trainer_module
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
 from megatron_rl.trainer.optimizer import wrap_ddp
 from megatron_rl.trainer.packing import Sample
@@ -138,7 +139,9 @@ def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[st
     asleep_again = device_bytes() - of_push
     trainer.wake()
     same_place = places(trainer) == at
-    gradients = [float(p.main_grad.abs().sum()) for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad]
+    gradients = [
+        float(p.main_grad.abs().sum()) for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad
+    ]
     after = state_of(trainer)
     trainer.sleep(keep_weights=True)
     kept = {f"weight/{name}": tensor.clone() for name, tensor in trainer.export_weights()}

@@ -102,7 +102,9 @@ def test_gradients_in_bf16(trained):
         same(ours["state"], theirs["state"])
         return
     for name, tensor in theirs["state"].items():
-        if name.startswith("exp_avg/"):  # its scale: sums of two numbers of 8 bits each, twice, and a clip by their norm
+        if name.startswith(
+            "exp_avg/"
+        ):  # its scale: sums of two numbers of 8 bits each, twice, and a clip by their norm
             assert (ours["state"][name] - tensor).norm() < 0.02 * tensor.norm(), name
 
 

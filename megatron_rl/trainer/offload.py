@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -77,8 +78,7 @@ class Residence:
             gather_parameters(trainer.ddp)
             if trainer.optimizer is not None:
                 trainer.optimizer.zero_grad()  # the optimizer's gradients may be copies, or views of the buffers
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+            with _quiet():
                 for ddp in trainer.ddp:
                     ddp.offload_grad_buffers(empty_cache=False)
             self._rest = HostCopy(_rest(trainer), device)
@@ -98,10 +98,19 @@ class Residence:
             self.on_device = "weights"
         if self.on_device == "weights" and not weights_only:
             self._rest.restore()
-            for ddp in self._trainer.ddp:
-                ddp.restore_grad_buffers(synchronize=False)
+            with _quiet():
+                for ddp in self._trainer.ddp:
+                    ddp.restore_grad_buffers(synchronize=False)
             self._weights = self._rest = None
             self.on_device = "all"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning of what Megatron's buffers still use of torch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+        yield
 
 
 def _rest(trainer: Trainer) -> Iterator[Tensor]:

@@ -273,15 +273,22 @@ class SamplingConfig:
 
 @section
 class ServerConfig:
-    """The SGLang server that the trainer starts as its child when rollout.addresses is empty."""
+    """The SGLang servers that the trainer starts as its children when rollout.addresses is empty."""
 
     python: str | None = None
     """Python of SGLang's environment; by default .venv-rollout beside the package."""
     start_timeout_s: PositiveFloat = 300.0
+    """Longest wait for a server that starts, falls asleep or wakes."""
+    count: Positive | None = None
+    """Servers that are started; by default one for every `tensor` of the GPUs that are the servers', and one without a GPU."""
     tensor: Positive = 1
+    """GPUs of one server. Servers have the GPUs of this machine that the trainer's processes leave, or share theirs
+    (rollout.colocate)."""
     expert: Positive = 1
     """Expert parallelism of the same GPUs: it divides tensor."""
     memory_fraction: Fraction = 0.5
+    """Share of the memory that is free when the server starts which its weights and cache may take. Where it shares its GPUs
+    with the trainer, it starts before it: the share is of the whole GPU, and 0.8 leaves room for what the other one keeps."""
     max_total_tokens: Positive | None = None
     """Size of the key-value cache in tokens; by default SGLang chooses on a GPU, and 65,536 without one."""
     threads: Positive | None = None
@@ -293,7 +300,9 @@ class ServerConfig:
 @section
 class RolloutConfig:
     addresses: list[str] = dataclasses.field(default_factory=list)
-    """External SGLang servers (http://host:port); empty: the trainer starts one on this machine."""
+    """External SGLang servers (http://host:port); empty: the trainer starts its own on this machine."""
+    colocate: bool = False
+    """Servers that the trainer starts share its GPUs, in turn: they sleep while it trains, and it while they generate."""
     server: ServerConfig = ServerConfig()
     sampling: SamplingConfig = SamplingConfig()
     max_new_tokens: Positive = 1024

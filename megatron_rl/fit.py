@@ -68,6 +68,7 @@ def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory
         "per_gpu": {**usage.kinds, "total": usage.total},
         "phases": {name: sum(kinds.values()) for name, kinds in usage.phases.items()},
         "pipeline_stage": usage.stage,
+        "host_optimizer": found.host,
         "save": found.save,
         "push": found.push,
         "server": server_use(config, Shape.from_config(hf_config), memory),
@@ -132,6 +133,8 @@ def _print_tables(report: dict[str, Any]) -> None:
     for remedy in report["remedies"]:
         key = "--gpus" if remedy["key"] == "gpus" else f"--{remedy['key']}"
         console.print(f"  {key} {remedy['value']} needs {gigabytes(remedy['saves'])} GB less")
+    if report["host_optimizer"]:
+        console.print(f"optimizer in host memory: {gigabytes(report['host_optimizer'])} GB a process")
     save, push = report["save"], report["push"]
     console.print(
         f"a save: {gigabytes(save['host_bytes'])} GB of host memory a process, {gigabytes(save['host_bytes_per_node'])} GB a"

@@ -29,6 +29,7 @@ RESERVE = 3 * GB
 """CUDA's context, NCCL's buffers, workspaces of cuBLAS and attention, fragments of the allocator: an assumption."""
 IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
+GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
 NODE = 8
 """GPUs of a node."""
 EXACT = ("weights", "gradients", "optimizer", "reference", "predictors")
@@ -99,6 +100,8 @@ class Estimate:
     """Of the stage that needs most."""
     save: dict[str, int]
     push: dict[str, int]
+    host: int
+    """Bytes of a process's optimizer in host memory."""
 
     def fits(self, memory: int) -> bool:
         """memory: bytes of one GPU."""
@@ -114,7 +117,8 @@ def estimate(config: Config, hf_config: PreTrainedConfig, gpus: int, kernels: Ke
     shape = Shape.from_config(hf_config)
     stages = [stage_usage(config, shape, plan, stage, kernels) for stage in range(config.parallel.pipeline)]
     usage = max(stages, key=lambda usage: usage.total)
-    return Estimate(gpus, model_counts(shape), usage, save_cost(config, shape, gpus), push_cost(config, shape))
+    save, push = save_cost(config, shape, gpus), push_cost(config, shape)
+    return Estimate(gpus, model_counts(shape), usage, save, push, host_bytes(config, shape, gpus))
 
 
 # -- one GPU -----------------------------------------------------------------------------------------------------------
@@ -148,15 +152,27 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
     return {
         "weights": held * width,
         "fp8_weights": 2 * copies,  # of Transformer Engine's layers, one a direction of their products
-        "gradients": 4 * count(trained),
-        "optimizer": optimizer_width(config) * sharded(config, trained, gpus),
+        "gradients": GRADIENT_WIDTH[config.precision.gradients] * count(trained),
+        "optimizer": int(optimizer_width(config) * sharded(config, trained, gpus)),
         "reference": held * width if reference else 0,
     }
 
 
-def optimizer_width(config: Config) -> int:
-    """Bytes of Adam's state a parameter, on the GPU: two moments, and the fp32 weights where those trained are narrower."""
-    return 8 if TRAIN[config.precision.train].dtype.itemsize == 4 else 12
+def optimizer_width(config: Config) -> float:
+    """Bytes of Adam's state a parameter, on the GPU: two moments, and the fp32 weights where those trained are narrower, or
+    the 16 bits that these lack (optimizer.precision_aware); less what is on the host."""
+    opt = config.optimizer
+    if TRAIN[config.precision.train].dtype.itemsize == 4:
+        return 8
+    if opt.precision_aware:
+        return 2 + 2 * (2 if opt.moments == "bf16" else 4)
+    return 12 * (1 - opt.cpu_offload)
+
+
+def host_bytes(config: Config, shape: Shape, gpus: int) -> int:
+    """Of the largest process, for the optimizer: fp32 weights, moments and gradients of its share (optimizer.cpu_offload)."""
+    stages = [rank_weights(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
+    return int(16 * config.optimizer.cpu_offload * max(sharded(config, weights, gpus) for weights in stages))
 
 
 def sharded(config: Config, weights: list[Weight], gpus: int) -> int:
@@ -441,6 +457,17 @@ def changed(config: Config, key: str, value: Any) -> Config:
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
+def _savers(config: Config) -> list[tuple[str, Any]]:
+    """Of the optimizer and the gradients, as far as the rest of the config allows (preflight.check_memory_savers)."""
+    if TRAIN[config.precision.train].dtype.itemsize == 4:
+        return []
+    offload = config.parallel.distributed_optimizer and config.vp2o.trust_region is None
+    tries: list[tuple[str, Any]] = (
+        [("optimizer.cpu_offload", 1.0)] if offload and not config.optimizer.precision_aware else []
+    )
+    return tries if config.vp2o.enabled else [*tries, ("precision.gradients", "bf16")]
+
+
 def remedies(config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: str) -> list[Remedy]:
     """Changes of one key that lower the total, the best for this kind first. Sizes that do not divide are left out."""
     parallel, found = config.parallel, []
@@ -450,6 +477,7 @@ def remedies(config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: s
         ("parallel.pipeline", 2 * parallel.pipeline),
         ("parallel.tensor", 2 * parallel.tensor),
         ("parallel.distributed_optimizer", True),
+        *_savers(config),
         (
             "batch.tokens_per_micro_batch",
             max(config.rollout.context_length - 1, config.batch.tokens_per_micro_batch // 2),

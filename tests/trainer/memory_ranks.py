@@ -13,7 +13,7 @@ from layouts import make_config, make_trainer
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer import trainer as trainer_module
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
-from megatron_rl.trainer.optimizer import wrap_ddp
+from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer
 
@@ -49,8 +49,10 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def train(model: str, samples: list[Sample], overrides: dict, folder: str | None, bucket_size: int | None) -> dict:
-    """Two updates; folder: through a checkpoint, and into another trainer, after the first."""
+def train(
+    model: str, samples: list[Sample], overrides: dict, folder: str | None, bucket_size: int | None, updates: int = 2
+) -> dict:
+    """Updates; folder: through a checkpoint, and into another trainer, after the first."""
     trainer_module.wrap_ddp = partial(wrap_ddp, bucket_size=bucket_size)
     config = make_config(model, overrides)
     trainer = make_trainer(config)
@@ -60,37 +62,33 @@ def train(model: str, samples: list[Sample], overrides: dict, folder: str | None
         parallel_state.destroy_model_parallel()
         trainer = make_trainer(config)
         checkpoint.load(path, trainer, trainer.ranks)
-    one_update(trainer, samples)
+    for _ in range(updates - 1):
+        one_update(trainer, samples)
     result = state_of(trainer)
     buffers = [b for ddp in trainer.ddp for b in ddp.buffers + ddp.expert_parallel_buffers]
     facts = {
         "gradients": {b.grad_data.dtype for b in buffers},
         "buckets": sum(len(b.buckets) for b in buffers),
-        "fused": {g.get("fused") for a in trainer_module_adams(trainer) for g in a.param_groups},
+        "fused": {g.get("fused") for a in torch_adams(trainer.optimizer) for g in a.param_groups},
     }
     parallel_state.destroy_model_parallel()
     return {"state": result, **facts}
 
 
-def trainer_module_adams(trainer: Trainer) -> list[torch.optim.Optimizer]:
-    from megatron_rl.trainer.optimizer import torch_adams
-
-    return torch_adams(trainer.optimizer)
-
-
-def train_all(model: str, samples: list[Sample], runs: list[tuple[dict, str | None, int | None]]) -> list[dict]:
+def train_all(model: str, samples: list[Sample], runs: list[tuple]) -> list[dict]:
     return [train(model, samples, *run) for run in runs]
 
 
-def device_bytes() -> int:
-    """Bytes of all live floating-point tensors: what would be on a GPU (copies for the host are bytes)."""
+def device_storages() -> dict[int, torch.UntypedStorage]:
+    """Memory of all live floating-point tensors: what would be on a GPU (copies for the host are bytes)."""
     gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.is_floating_point():
-            storage = thing.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    tensors = (t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and t.is_floating_point())
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+
+
+def new_bytes(old: dict[int, torch.UntypedStorage]) -> int:
+    """Bytes of what has come since; `old` is kept alive, so that nothing new takes its place."""
+    return sum(storage.nbytes() for key, storage in device_storages().items() if key not in old)
 
 
 def places(trainer: Trainer) -> list[tuple[int, int]]:
@@ -115,12 +113,14 @@ def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[st
     parallel_state.destroy_model_parallel()
     del trainer
 
+    old = device_storages()
     trainer = make_trainer(config)
     one_update(trainer, samples)
-    before, at, awake = state_of(trainer), places(trainer), device_bytes()
-    of_snapshot = sum(t.nbytes for t in before.values())
+    sizes = {"awake": new_bytes(old)}
+    before, at = state_of(trainer), places(trainer)
+    old |= {t.untyped_storage()._cdata: t.untyped_storage() for t in before.values()}
     trainer.sleep()
-    asleep, refused = device_bytes(), []
+    sizes["asleep"], refused = new_bytes(old), []
     for verb in (trainer.export_weights, lambda: trainer.score(trainer.pack(samples), "x")):
         try:
             verb()
@@ -128,20 +128,19 @@ def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[st
             refused.append(str(error))
     trainer.sleep()  # again: nothing happens
     trainer.wake(weights_only=True)
-    with_weights = device_bytes()
+    sizes["with weights"] = new_bytes(old)
     pushed = {f"weight/{name}": tensor.clone() for name, tensor in trainer.export_weights()}
-    of_push = sum(t.nbytes for t in pushed.values())
+    old |= {t.untyped_storage()._cdata: t.untyped_storage() for t in pushed.values()}
     try:
         one_update(trainer, samples)
     except RuntimeError as error:
         refused.append(str(error))
     trainer.sleep()
-    asleep_again = device_bytes() - of_push
+    sizes["asleep again"] = new_bytes(old)
     trainer.wake()
     same_place = places(trainer) == at
-    gradients = [
-        float(p.main_grad.abs().sum()) for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad
-    ]
+    parameters = [p for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad]
+    gradients = [float(p.main_grad.abs().sum()) for p in parameters]
     after = state_of(trainer)
     trainer.sleep(keep_weights=True)
     kept = {f"weight/{name}": tensor.clone() for name, tensor in trainer.export_weights()}
@@ -155,10 +154,8 @@ def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[st
         "pushed": pushed,
         "kept": kept,
         "last": state_of(trainer),
-        "awake": awake - of_snapshot - sum(t.nbytes for t in expected.values()),
-        "asleep": [n - of_snapshot - sum(t.nbytes for t in expected.values()) for n in (asleep, asleep_again)],
-        "with_weights": with_weights - of_snapshot - sum(t.nbytes for t in expected.values()),
-        "weights": sum(t.nbytes for t in pushed.values()),
+        "sizes": sizes,
+        "weights": sum(p.nbytes for chunk in trainer.chunks for p in chunk.parameters()),
         "refused": refused,
         "same_place": same_place,
         "gradients": gradients,

@@ -57,6 +57,7 @@ def trained(request, model, samples, tmp_path_factory):
         runs["bf16", name, True] = (overrides, str(tmp_path_factory.mktemp("checkpoints")), None)
     for name, overrides in GRADIENTS.items():
         runs["gradients", name, False] = (overrides, None, None)
+        runs["one update", name, False] = (overrides, None, None, 1)
         runs["gradients", name, True] = (overrides, str(tmp_path_factory.mktemp("checkpoints")), None)
     found = run_ranks(request.param, "memory_ranks:train_all", (model, samples, list(runs.values())), timeout=500.0)
     return request.param, dict(zip(runs, found[0], strict=True))
@@ -78,10 +79,15 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(trained, group):
 
 
 def test_weights_gathered_during_the_next_forward(trained):
+    """In buckets, of which there are more: the norm of the gradients is summed in another order."""
     _, results = trained
     assert results["fp32", "overlapped", False]["buckets"] > 5
+    plain = results["fp32", "plain", False]["state"]
     for resumed in (False, True):
-        same(results["fp32", "overlapped", resumed]["state"], results["fp32", "plain", resumed]["state"])
+        state = results["fp32", "overlapped", resumed]["state"]
+        for name in (name for name in plain if name.startswith("weight/")):
+            # Weights that were not gathered would be off by the learning rate, 1e-3.
+            assert (state[name] - plain[name]).abs().mean() < 1e-5, name
 
 
 @pytest.mark.parametrize("name", ["offloaded", "half offloaded"])
@@ -93,19 +99,14 @@ def test_optimizer_state_on_the_host(trained, name):
 
 
 def test_gradients_in_bf16(trained):
-    """Of one micro-batch on one process nothing is added up, so that nothing is rounded."""
-    ranks, results = trained
-    ours, theirs = results["gradients", "bf16", False], results["gradients", "fp32", False]
+    """Two ranks' sum and its division by the tokens are rounded to 8 bits, and so is the norm that they are clipped by."""
+    _, results = trained
+    ours, theirs = results["one update", "bf16", False], results["one update", "fp32", False]
     assert ours["gradients"] == {torch.bfloat16}
     assert theirs["gradients"] == {torch.float32}
-    if ranks == 1:
-        same(ours["state"], theirs["state"])
-        return
     for name, tensor in theirs["state"].items():
-        if name.startswith(
-            "exp_avg/"
-        ):  # its scale: sums of two numbers of 8 bits each, twice, and a clip by their norm
-            assert (ours["state"][name] - tensor).norm() < 0.02 * tensor.norm(), name
+        if name.startswith("exp_avg/"):  # of one update: the gradient, times a number
+            assert (ours["state"][name] - tensor).norm() <= 3 * 2**-8 * tensor.norm(), name
 
 
 def test_torchs_adam_is_fused(trained):
@@ -135,11 +136,11 @@ def test_a_sleep_changes_nothing(slept, name):
 
 @pytest.mark.parametrize("name", SLEEPS)
 def test_a_sleep_gives_the_memory_back(slept, name):
-    result = slept[name]
-    assert result["awake"] > 4 * result["weights"], "weights, gradients and two moments"
-    for asleep in result["asleep"]:
-        assert asleep < 0.02 * result["awake"], f"{asleep} of {result['awake']} bytes stay"
-    assert result["with_weights"] < 1.1 * result["weights"] + 0.02 * result["awake"]
+    sizes, weights = slept[name]["sizes"], slept[name]["weights"]
+    assert sizes["awake"] > 3 * weights, "weights, gradients, and a part of the moments"
+    for when in ("asleep", "asleep again"):
+        assert sizes[when] < 0.02 * sizes["awake"], f"{sizes[when]} of {sizes['awake']} bytes stay"
+    assert weights <= sizes["with weights"] < 1.05 * weights + 0.02 * sizes["awake"]
 
 
 @pytest.mark.parametrize("name", SLEEPS)

@@ -1,4 +1,4 @@
-"""The command line: megatron-rl train | sft | eval | rollout | convert | report | doctor."""
+"""The command line: megatron-rl train | sft | eval | rollout | plan | convert | report | doctor."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ def make_parser() -> argparse.ArgumentParser:
             "--nproc", type=int, default=1, metavar="N",
             help="trainer processes on this machine (starts torchrun; leave it out under srun or torchrun)",
         )  # fmt: skip
+    plan = commands.add_parser(
+        "plan",
+        help="whether a config fits into the memory of so many GPUs, by arithmetic; needs no GPU and no weights",
+        allow_abbrev=False,
+        epilog="model.path needs a config.json alone. Every key of the config can be given as --section.key VALUE.",
+    )
+    plan.add_argument("config", metavar="CONFIG", help="YAML file")
+    plan.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of the trainer, all of which train (8)")
+    plan.add_argument("--memory", type=float, default=80, metavar="GB", help="of one GPU, in 10^9 bytes (80)")
+    plan.add_argument("--json", action="store_true", help="machine-readable, in bytes")
     convert = commands.add_parser("convert", help="Hugging Face safetensors <-> Megatron distributed checkpoint; FP8 export",
                                   allow_abbrev=False)  # fmt: skip
     convert.add_argument("source", metavar="SOURCE", help="Hugging Face folder, or a checkpoint folder step_N")
@@ -88,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
     attributes = args.command == "report" and args.attribute
-    if rest and args.command not in CONFIG_COMMANDS and not attributes:
+    if rest and args.command not in (*CONFIG_COMMANDS, "plan") and not attributes:
         raise UserError(f"unknown argument '{rest[0]}'; see megatron-rl {args.command} --help")
     if args.command == "doctor":
         from megatron_rl.doctor import doctor
@@ -137,6 +147,14 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     from megatron_rl.config import load_config
 
     config = load_config(args.config, rest)
+    if args.command == "plan":
+        from megatron_rl.fit import plan_command
+
+        return plan_command(config, args.gpus, args.memory, as_json=args.json)
+    if args.command in ("train", "sft"):
+        from megatron_rl.allocator import allocator_settings
+
+        os.environ.update(allocator_settings(config, os.environ))
     if _needs_torchrun(args.nproc):
         return _torchrun(args.nproc, arguments)
     if args.command == "train":

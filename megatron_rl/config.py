@@ -218,6 +218,14 @@ class OptimizerConfig:
     """Learning rate at the end of the decay, as a share of lr."""
     decay_steps: Positive | None = None
     """By default all updates of the run."""
+    cpu_offload: Fraction = 0.0
+    """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
+    by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
+    precision_aware: bool = False
+    """Transformer Engine's Adam holds of the fp32 weights only the 16 bits that the bf16 weights lack: the same numbers in
+    10 bytes a parameter instead of 12."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 
 @section
@@ -236,6 +244,8 @@ class ParallelConfig:
     ranks must divide the heads), all_gather gathers keys and values (any number of heads)."""
     distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
+    overlap_param_gather: bool = False
+    """Gather the sharded weights during the next forward, layer by layer, instead of after the optimizer's step."""
     timeout_s: PositiveFloat = 600.0
     """Longest wait in a collective before the run stops."""
 
@@ -245,6 +255,8 @@ class PrecisionConfig:
     train: Literal["bf16", "fp32", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = "bf16"
     """Matrix products of the trainer. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU, and fake quantisation
     by ModelOpt without one (fp8_tensorwise, fp8_blockwise); `megatron-rl doctor` says which can run here."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are added up and reduced in; bf16 takes 2 bytes a parameter instead of 4, and rounds each micro-batch."""
     rollout: Literal["bf16", "fp32", "fp8"] = "bf16"
     """Of the engine. fp8: weights are quantised in blocks of 128 x 128 when they are pushed."""
     fp32_lm_head: bool = False
@@ -264,15 +276,22 @@ class SamplingConfig:
 
 @section
 class ServerConfig:
-    """The SGLang server that the trainer starts as its child when rollout.addresses is empty."""
+    """The SGLang servers that the trainer starts as its children when rollout.addresses is empty."""
 
     python: str | None = None
     """Python of SGLang's environment; by default .venv-rollout beside the package."""
     start_timeout_s: PositiveFloat = 300.0
+    """Longest wait for a server that starts, falls asleep or wakes."""
+    count: Positive | None = None
+    """Servers that are started; by default one for every `tensor` of the GPUs that are the servers', and one without a GPU."""
     tensor: Positive = 1
+    """GPUs of one server. Servers have the GPUs of this machine that the trainer's processes leave, or share theirs
+    (rollout.colocate)."""
     expert: Positive = 1
     """Expert parallelism of the same GPUs: it divides tensor."""
     memory_fraction: Fraction = 0.5
+    """Share of the memory that is free when the server starts which its weights and cache may take. Where it shares its GPUs
+    with the trainer, it starts before it: the share is of the whole GPU, and 0.8 leaves room for what the other one keeps."""
     max_total_tokens: Positive | None = None
     """Size of the key-value cache in tokens; by default SGLang chooses on a GPU, and 65,536 without one."""
     threads: Positive | None = None
@@ -284,7 +303,9 @@ class ServerConfig:
 @section
 class RolloutConfig:
     addresses: list[str] = dataclasses.field(default_factory=list)
-    """External SGLang servers (http://host:port); empty: the trainer starts one on this machine."""
+    """External SGLang servers (http://host:port); empty: the trainer starts its own on this machine."""
+    colocate: bool = False
+    """Servers that the trainer starts share its GPUs, in turn: they sleep while it trains, and it while they generate."""
     server: ServerConfig = ServerConfig()
     sampling: SamplingConfig = SamplingConfig()
     max_new_tokens: Positive = 1024
@@ -364,6 +385,8 @@ class LoggingConfig:
     wandb_project: str | None = None
     samples: Count = 8
     """Rollouts of each step that are kept for the report."""
+    profile_steps: list[Positive] = dataclasses.field(default_factory=list)
+    """Steps of which rank 0 writes a trace of torch's profiler, as profile/step_N.json.gz in the run's folder."""
 
 
 @section

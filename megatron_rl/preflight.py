@@ -6,12 +6,16 @@ import math
 import os
 from typing import Literal
 
+import torch
+from packaging.version import Version
 from transformers import PreTrainedConfig
 
+from megatron_rl.allocator import shares_expandable_memory
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
+from megatron_rl.fit import check_fits
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
-from megatron_rl.models.precision import check_precision, this_machine
+from megatron_rl.models.precision import Machine, check_precision, this_machine
 from megatron_rl.ops import flash
 from megatron_rl.plan import Plan, make_plan
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
@@ -23,6 +27,8 @@ from megatron_rl.trainer.objective import correction_of
 
 Kind = Literal["train", "sft", "ask"]
 """train and sft build the trainer; ask (eval, rollout) only asks the engine."""
+PRECISION_AWARE_TE = Version("2.1")
+"""From which on its Adam keeps what the bf16 weights lack of the fp32 ones; before, it kept these whole."""
 
 
 def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
@@ -78,6 +84,14 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_refresh(config)
     if kind != "ask":
         _check_vp2o(config, hf_config, kind)
+        check_memory_savers(config, this_machine())
+        if torch.cuda.is_available():
+            check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1])
+    if kind == "train" and this_machine().gpu and shares_expandable_memory(config, os.environ):
+        raise UserError(
+            "config: sync.transport = tensor shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks for"
+            " expandable_segments, which torch shares with no other process; take it out, or set sync.transport: distributed"
+        )
     activate_flash(config)
     return hf_config, plan, support
 
@@ -150,6 +164,96 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
             f"config: vp2o.repel_below = {vp2o.repel_below:g} is not below attract_above = {vp2o.attract_above:g}: pairs"
             " between them would attract and repel at once"
         )
+
+
+def check_memory_savers(config: Config, machine: Machine) -> None:
+    """Errors: UserError for a saver of the optimizer's or the gradients' memory that cannot run here, or not with the rest."""
+    opt, vp2o = config.optimizer, config.vp2o
+    sharded = config.parallel.distributed_optimizer
+    sixteen_bits = config.precision.train != "fp32"
+    share = f"optimizer.cpu_offload = {opt.cpu_offload:g}"
+    for refused, problem in (
+        (
+            opt.cpu_offload and not sharded,
+            f"{share} is of the sharded optimizer; set parallel.distributed_optimizer: true",
+        ),
+        (
+            opt.cpu_offload and not sixteen_bits,
+            (
+                f"{share} with precision.train = fp32: there are no 16-bit weights whose fp32 copies could be on the host; set"
+                " precision.train: bf16, or cpu_offload: 0"
+            ),
+        ),
+        (
+            0 < opt.cpu_offload < 1 and machine.gpu and not machine.fused_adam,
+            (
+                f"{share}: the share that stays on the GPU needs Transformer Engine or Apex, whose Adam a resumed run can tell"
+                " from that of the host; install one, or set cpu_offload: 1.0"
+            ),
+        ),
+        (
+            opt.cpu_offload and opt.precision_aware,
+            f"{share} with optimizer.precision_aware: the host keeps whole fp32 weights; set one of the two",
+        ),
+        (
+            opt.precision_aware and not sharded,
+            "optimizer.precision_aware is of the sharded optimizer; set parallel.distributed_optimizer: true",
+        ),
+        (
+            opt.precision_aware and not sixteen_bits,
+            (
+                "optimizer.precision_aware with precision.train = fp32: there are no 16-bit weights to complete; set"
+                " precision.train: bf16"
+            ),
+        ),
+        (
+            opt.precision_aware
+            and not (machine.gpu and Version(machine.transformer_engine or "0") >= PRECISION_AWARE_TE),
+            (
+                "optimizer.precision_aware needs a GPU and the Adam of Transformer Engine 2.1 or later (found:"
+                f" {machine.transformer_engine or 'none'}{'' if machine.gpu else ', no GPU'}); set it to false, or save by"
+                " optimizer.cpu_offload"
+            ),
+        ),
+        (
+            opt.moments == "bf16" and not opt.precision_aware,
+            "optimizer.moments = bf16 needs an Adam that takes them; set optimizer.precision_aware: true",
+        ),
+        (
+            vp2o.trust_region is not None and (opt.cpu_offload or opt.precision_aware),
+            (
+                "vp2o.trust_region looks at a step before it is done, by the fp32 weights that"
+                f" optimizer.{'cpu_offload' if opt.cpu_offload else 'precision_aware'} keeps elsewhere; set one of the two"
+            ),
+        ),
+        (
+            config.precision.gradients == "bf16" and not sixteen_bits,
+            (
+                "precision.gradients = bf16 with precision.train = fp32: gradients have the type of the weights, or fp32; set"
+                " precision.train: bf16, or gradients: fp32"
+            ),
+        ),
+        (
+            config.precision.gradients == "bf16" and vp2o.enabled,
+            "precision.gradients = bf16 with vp2o.enabled, whose repulsion is lost in bf16 sums; set gradients: fp32",
+        ),
+        (
+            config.parallel.overlap_param_gather and not sharded,
+            (
+                "parallel.overlap_param_gather without parallel.distributed_optimizer: there is nothing to gather; set"
+                " overlap_param_gather: false"
+            ),
+        ),
+        (
+            config.parallel.overlap_param_gather and vp2o.enabled,
+            (
+                "parallel.overlap_param_gather with vp2o.enabled, which reads the experts' weights between passes; set"
+                " overlap_param_gather: false"
+            ),
+        ),
+    ):
+        if refused:
+            raise UserError(f"config: {problem}")
 
 
 def _check_refresh(config: Config) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from megatron_rl.config import Config, to_yaml
@@ -26,21 +27,32 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Seconds of the parts of one step."""
+    """Seconds of the parts of one step, and a trace of it where one is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Path | None = None) -> None:
+        """trace: file of Chrome's trace format, for chrome://tracing or Perfetto; `times` writes it."""
         self._start = time.perf_counter()
         self._parts: dict[str, float] = {}
+        self._trace, self._profiler = trace, None
+        if trace:
+            self._profiler = torch.profiler.profile()  # of the CPU, and of the GPU where there is one
+            self._profiler.start()
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with torch.profiler.record_function(part) if self._profiler else nullcontext():
+            yield
         self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - start
 
     def times(self) -> dict[str, float]:
         """time/PART_s for each part, time/other_s for the rest, time/step_s for all."""
         total = time.perf_counter() - self._start
+        if self._profiler:
+            self._profiler.stop()
+            self._trace.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(self._trace))
+            self._profiler = None
         times = {f"time/{part}_s": seconds for part, seconds in self._parts.items()}
         return {**times, "time/other_s": max(0.0, total - sum(self._parts.values())), "time/step_s": total}
 
@@ -123,6 +135,11 @@ class Run:
         if problem:
             raise UserError(problem)
 
+    def clock(self) -> Clock:
+        """Of the step that begins; rank 0 traces those of logging.profile_steps."""
+        traced = self.ranks.rank == 0 and self.step + 1 in self.config.logging.profile_steps
+        return Clock(self.folder / "profile" / f"step_{self.step + 1}.json.gz" if traced else None)
+
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def due(self, every: int) -> bool:
@@ -149,7 +166,7 @@ class Run:
     def save_hf(self) -> Path:
         """Write the current weights as a Hugging Face folder `hf` in the run's folder."""
         out = self.folder / "hf"
-        self.trainer.model.save_hf(self.trainer.chunks, out)
+        self.trainer.save_hf(out)
         return out
 
     def stop_tokens(self) -> list[int]:

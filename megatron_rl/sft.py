@@ -6,7 +6,8 @@ import random
 
 from megatron_rl.config import Config
 from megatron_rl.environments.task import encode_response
-from megatron_rl.run import Clock, Run
+from megatron_rl.metrics.hardware import hardware_metrics
+from megatron_rl.run import Run
 from megatron_rl.step_metrics import update_metrics
 from megatron_rl.trainer.balance import plan_updates
 from megatron_rl.trainer.objective import sft_objective
@@ -18,7 +19,7 @@ def sft(config: Config) -> None:
     with Run(config, kind="sft") as run:
         trainer = run.trainer
         while run.step < config.steps and not run.stop_requested():
-            clock = Clock()
+            clock = run.clock()
             with clock("train"):
                 prompts = run.stream.next(config.batch.prompts_per_step)
                 rng = random.Random(f"{config.seed}/{run.step}")
@@ -34,5 +35,8 @@ def sft(config: Config) -> None:
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):
                     run.save()
-            run.logger.log_step(run.step, update_metrics([metrics]) | clock.times())
+            times = clock.times()
+            sequences = [(len(s.tokens) - 1, len(s.tokens) - s.prompt_length) for s in run.share(samples)]
+            gpus = hardware_metrics(run, sequences, times, sum(len(s.tokens) for s in samples))
+            run.logger.log_step(run.step, update_metrics([metrics]) | gpus | times)
         run.save_hf()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.metrics.hardware import hardware_metrics
 from megatron_rl.panel import panel_metrics
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.routing.metrics import PREFIX, route_metrics
@@ -32,6 +33,8 @@ def log_step(
     metrics |= route_metrics(update_sums) | fallback_metrics(run, updates) | stein.vp2o_metrics(update_sums)
     times = clock.times()
     metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
+    sequences = [(len(t.tokens) - 1, t.response_length) for t in trajectories]
+    metrics |= hardware_metrics(run, sequences, times, metrics["tokens"])
     run.logger.log_samples(run.step, _samples(run, trajectories))
     run.logger.log_step(run.step, metrics | times)
 

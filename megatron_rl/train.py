@@ -13,7 +13,7 @@ from megatron_rl.engine import Engine
 from megatron_rl.evaluate import evaluate
 from megatron_rl.refresh import RefreshSchedule, measure, refresh_metrics
 from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.run import Clock, Run
+from megatron_rl.run import Run
 from megatron_rl.step_metrics import log_step
 from megatron_rl.trainer.balance import redistribute
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
@@ -30,7 +30,7 @@ def train(config: Config) -> None:
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))
         while run.step < config.steps and not run.stop_requested():
-            clock = Clock()
+            clock = run.clock()
             with clock("rollout"):
                 prompts = run.stream.next(config.batch.prompts_per_step)
                 trajectories = engine.collect(prompts, step=run.step)

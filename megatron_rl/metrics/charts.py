@@ -41,7 +41,18 @@ CHARTS: tuple[dict[str, Any], ...] = (
     {
         "title": "Throughput",
         "note": "prompt and response tokens per second",
-        "series": {"throughput/tokens_per_s": "tokens/s"},
+        "series": {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "a GPU of the trainer"},
+    },
+    {
+        "title": "GPU utilization",
+        "note": "MFU of the updates: model FLOPs as a share of the bf16 peak",
+        "series": {"throughput/mfu": "MFU"},
+    },
+    {
+        "title": "GPU memory",
+        "note": "GB, of the trainer's process that has most",
+        "series": {"memory/peak_gb": "allocated, peak", "memory/reserved_gb": "reserved, peak"},
+        "unit": "GB",
     },
     {
         "title": "Where a step's time goes",

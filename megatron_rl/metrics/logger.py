@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-TIMES = ("rollout", "score", "train", "sync", "eval", "checkpoint", "other", "step")
+TIMES = ("rollout", "sleep", "wake", "score", "train", "sync", "eval", "checkpoint", "other", "step")
 STANDARD = (
     "reward/mean",
     "eval/score",
@@ -33,6 +33,10 @@ STANDARD = (
     "routing/agreement",
     *(f"time/{part}_s" for part in TIMES),
     "throughput/tokens_per_s",
+    "throughput/tokens_per_s_per_gpu",
+    "throughput/mfu",
+    "memory/peak_gb",
+    "memory/reserved_gb",
 )
 """Names that every line of metrics.jsonl has, null where one does not apply."""
 

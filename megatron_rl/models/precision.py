@@ -8,6 +8,7 @@ products is in `fake_quant.py` (trainer) and `fp8.py` (weights of the engine).
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,11 +100,14 @@ class Machine:
     modelopt: str | None
     cuda: str | None
     """That torch was built with."""
+    fused_adam: bool = False
+    """Whether Megatron's Adam is Transformer Engine's or Apex's; else it is torch's."""
 
 
 def this_machine() -> Machine:
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return Machine(gpu, _version("transformer-engine"), _version("nvidia-modelopt"), torch.version.cuda)
+    fused_adam = any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
+    return Machine(gpu, _version("transformer-engine"), _version("nvidia-modelopt"), torch.version.cuda, fused_adam)
 
 
 @dataclass(frozen=True)

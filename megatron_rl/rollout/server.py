@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.allocator import ALLOCATOR_VARIABLES
 from megatron_rl.config import Config, ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.fp8 import quantization_config
@@ -256,6 +257,9 @@ class RolloutServer:
             environment = FP32_PRODUCTS | environment
         # Without compiled modules on disk each of SGLang's processes compiles thousands of them at every start.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        # The trainer's; SGLang's memory saver does not work on expandable segments.
+        for name in ALLOCATOR_VARIABLES:
+            environment.pop(name, None)
         # Log-probs are those of the distribution that is sampled from: at its temperature.
         environment.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
         # A dead worker has to be known at once, not after a dump of the others, during which requests hang.

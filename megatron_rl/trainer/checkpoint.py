@@ -11,6 +11,8 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.dist_write import write
 from megatron_rl.models.router import PREDICTOR_WEIGHT
+from megatron_rl.trainer.optimizer import gather_parameters, torch_adams
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 
@@ -69,11 +73,14 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+    trainer.residence.require("all")
+    gather_parameters(trainer.ddp)
     _allocate_adam(trainer)
     state = _model_state(trainer)
     if trainer.predictors:
         state["predictors"] = trainer.predictors.sharded_state_dict(state)
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
+    with _buckets_with_padding(trainer):
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
         state["random"] = ShardedObject("random", _random_states(), (ranks.world_size,), (ranks.rank,))
@@ -152,6 +159,7 @@ def load_weights(path: Path, trainer: Trainer, *, predictors: bool = False) -> N
 
     predictors: those of the routes too, where the checkpoint has any; else they start anew.
     """
+    trainer.residence.require("all")
     state = _model_state(trainer)
     if not (predictors and _has_predictors(read_common(path, trainer.ranks))):
         _leave_out_predictors(state)
@@ -170,19 +178,37 @@ def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
         ) from None
 
 
-def _torch_adams(trainer: Trainer) -> list[torch.optim.Adam]:
-    """The optimizers that are torch's own (without Transformer Engine or Apex)."""
-    inner = [getattr(part, "optimizer", None) for part in trainer.optimizer.chained_optimizers]
-    return [optimizer for optimizer in inner if isinstance(optimizer, torch.optim.Adam)]
+@contextmanager
+def _buckets_with_padding(trainer: Trainer) -> Iterator[None]:
+    """Let Megatron gather the optimizer's state with the padding between buckets.
+
+    Without it, it then cuts parameters out where they are with padding (`sharded_param_state_fully_reshardable` in 0.19.2):
+    with more than one bucket, of sizes that are no multiples of 128 and of the ranks, they get each other's numbers.
+    """
+    buffers = [buffer for ddp in trainer.ddp for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+    padded = [(buffer, buffer.numel) for buffer in buffers]
+    padded += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
+    before = [(thing, thing.numel_unpadded) for thing, _ in padded]
+    for thing, size in padded:
+        thing.numel_unpadded = size
+    try:
+        yield
+    finally:
+        for thing, size in before:
+            thing.numel_unpadded = size
 
 
 def _allocate_adam(trainer: Trainer) -> None:
     """Give torch's Adam its state: Megatron asks for its step, which only an Adam that was used has."""
-    for optimizer in _torch_adams(trainer):
+    for optimizer in torch_adams(trainer.optimizer):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if not optimizer.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+                optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
+    for part in trainer.optimizer.chained_optimizers:
+        inner = getattr(part, "optimizer", None)
+        if isinstance(inner, HybridDeviceOptimizer):
+            inner._sync_sub_optimizers_state_to_hdo()
 
 
 def _optimizer_state(trainer: Trainer, loaded: dict[Any, Any]) -> dict[Any, Any]:
@@ -208,7 +234,7 @@ def _optimizer_state(trainer: Trainer, loaded: dict[Any, Any]) -> dict[Any, Any]
 
 def _separate_steps(trainer: Trainer) -> None:
     """One step counter for each parameter: Megatron loads one tensor into all, which each of them would then advance."""
-    for optimizer in _torch_adams(trainer):
+    for optimizer in torch_adams(trainer.optimizer):
         for state in optimizer.state.values():
             state["step"] = state["step"].clone()
 

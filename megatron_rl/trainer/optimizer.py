@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import Config, OptimizerConfig
@@ -13,26 +17,61 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.precision import TRAIN
 
 
-def wrap_ddp(config: Config, chunks: list[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each model chunk: fp32 gradient buffers, reduced once a step."""
+def wrap_ddp(
+    config: Config, chunks: list[torch.nn.Module], bucket_size: int | None = None
+) -> list[DistributedDataParallel]:
+    """Megatron's DDP around each model chunk: gradient buffers (fp32, or those of precision.gradients), reduced once a step."""
+    overlap = config.parallel.overlap_param_gather
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=config.precision.gradients == "fp32",
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         # VP2O mixes gradients of experts before they are reduced, which must not begin in the backward.
-        overlap_grad_reduce=torch.cuda.is_available() and not config.vp2o.enabled,
-        overlap_param_gather=False,
+        overlap_grad_reduce=(overlap or torch.cuda.is_available()) and not config.vp2o.enabled,
+        overlap_param_gather=overlap,
+        bucket_size=bucket_size,
         check_for_nan_in_grad=False,  # the optimizer step looks at the norm and skips: see Trainer.update
     )
-    return [
+    wrapped = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if overlap:
+        for ddp, chunk in zip(wrapped, chunks, strict=True):
+            _wait_before_use(ddp, chunk)
+    return wrapped
+
+
+def _wait_before_use(ddp: DistributedDataParallel, chunk: GPTModel) -> None:
+    """Wait for a layer's gathered weights before its forward, and for the head's after that of all layers.
+
+    Megatron's own hooks wait before the forward of the module that has a weight; experts and the head use weights of modules
+    whose forward nobody calls.
+    """
+
+    def wait(parameters: list[torch.nn.Parameter], *_: object) -> None:
+        for parameter in parameters:
+            if group := ddp.param_to_bucket_group.get(parameter):
+                group.finish_param_sync()
+
+    for layer in chunk.decoder.layers:
+        layer.register_forward_pre_hook(partial(wait, list(layer.parameters())))
+    if chunk.post_process:
+        chunk.decoder.register_forward_hook(partial(wait, list(chunk.output_layer.parameters())))
+
+
+def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
+    """Finish what parallel.overlap_param_gather left to the next forward. Collective."""
+    for ddp in chunks:
+        if ddp.ddp_config.overlap_param_gather:
+            for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's Adam (decoupled weight decay) over the chunks' trainable parameters."""
-    opt, dtype = config.optimizer, TRAIN[config.precision.train].dtype
-    return get_megatron_optimizer(
+    opt, dtype, gpu = config.optimizer, TRAIN[config.precision.train].dtype, torch.cuda.is_available()
+    moments = torch.bfloat16 if opt.moments == "bf16" else torch.float32
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=opt.lr,
@@ -45,9 +84,30 @@ def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Meg
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.parallel.distributed_optimizer,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+            # The optimizer of two devices is written for the gradients of the precision-aware one.
+            use_precision_aware_optimizer=opt.precision_aware or opt.cpu_offload > 0,
+            exp_avg_dtype=moments,
+            exp_avg_sq_dtype=moments,
+            optimizer_cpu_offload=opt.cpu_offload > 0,
+            optimizer_offload_fraction=opt.cpu_offload,
+            overlap_cpu_optimizer_d2h_h2d=opt.cpu_offload > 0,
+            pin_cpu_grads=gpu,
+            pin_cpu_params=gpu,
         ),
         chunks,
     )
+    for inner in torch_adams(optimizer):
+        for group in inner.param_groups:  # by default torch's Adam keeps five temporaries of all it steps on a GPU
+            group["fused"] = True
+    return optimizer
+
+
+def torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Adam]:
+    """The inner optimizers that are torch's own: all without Transformer Engine and Apex, and those of the host."""
+    inner = [getattr(part, "optimizer", None) for part in optimizer.chained_optimizers]
+    parts = [one.sub_optimizers if isinstance(one, HybridDeviceOptimizer) else [one] for one in inner]
+    return [one for part in parts for one in part if isinstance(one, torch.optim.Adam)]
 
 
 def make_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer, updates: int) -> OptimizerParamScheduler:

@@ -1,4 +1,4 @@
-"""The trainer's verbs: score, update, export_weights, save, load. One object per process; every process calls every verb."""
+"""The trainer's verbs: score, update, export_weights, sleep, wake. One object per process; every process calls every verb."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -28,7 +29,8 @@ from megatron_rl.routing.table import RouteShape
 from megatron_rl.trainer.agreement import check_agreement
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
 from megatron_rl.trainer.objective import Scale, Sums, importance_weights
-from megatron_rl.trainer.optimizer import make_optimizer, make_scheduler, wrap_ddp
+from megatron_rl.trainer.offload import Residence
+from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
 from megatron_rl.trainer.packing import Batch, Layout, Sample, micro_batch_count, pack_all
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.predictors import Predictors
@@ -75,6 +77,7 @@ class Trainer:
         self.predictors = self._make_predictors()
         self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
         self._export_plan: list | None = None
+        self.ddp: list[DistributedDataParallel] = []
         self.optimizer: MegatronOptimizer | None = None
         self.stein: Stein | None = None
         self.trust_region: TrustRegion | None = None
@@ -85,6 +88,7 @@ class Trainer:
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
         """Whether this process's per-token results count: those of the last stage, once per tensor-parallel group."""
+        self.residence = Residence(self)
 
     def _prepare_updates(self, total: int) -> None:
         self.ddp = wrap_ddp(self.config, self.chunks)
@@ -184,6 +188,7 @@ class Trainer:
 
         Errors: UserError, before anything is changed, where engine and trainer agree less than rollout.agreement_floor.
         """
+        self.residence.require("all")
         for ddp in self.ddp:
             ddp.train()
             ddp.zero_grad_buffer()
@@ -250,6 +255,7 @@ class Trainer:
 
     def weights_pushed(self) -> None:
         """The rollout engine has just got the weights as they are: VP2O's trust region is around them. Collective."""
+        self.residence.require("weights")
         if self.trust_region:
             self.trust_region.anchor()
 
@@ -298,6 +304,7 @@ class Trainer:
         pointwise: bool,
         pruned: bool,
     ) -> list[Sums]:
+        self.residence.require("all")
         if forward_only:
             for chunk in chunks:
                 chunk.eval()
@@ -384,11 +391,35 @@ class Trainer:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full Hugging Face tensors, one at a time (a collective: every process iterates to the end)."""
+        """Full Hugging Face tensors, one at a time (a collective: every process iterates to the end).
+
+        Errors: RuntimeError while the weights are off the device.
+        """
+        self.residence.require("weights")
+        gather_parameters(self.ddp)
         if self._export_plan is None:  # an engine has predictors where it records the routes
             with_predictors = self.config.routing.source == "predicted_rollout"
             self._export_plan = self.model.export_plan(self.chunks, predictors=with_predictors)
         return self.model.export_hf_weights(self.chunks, self._export_plan)
+
+    def save_hf(self, out: Path) -> None:
+        """The weights as a Hugging Face folder. Collective. Errors: as export_weights; UserError as Model.save_hf."""
+        self.residence.require("weights")
+        gather_parameters(self.ddp)
+        self.model.save_hf(self.chunks, out)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Leave the device to the rollout engine: weights, gradient buffers, optimizer state, reference and predictors.
+
+        keep_weights: the policy's weights stay, for a push. Every pass raises RuntimeError until `wake`.
+        """
+        self.residence.leave(keep_weights=keep_weights)
+
+    def wake(self, *, weights_only: bool = False) -> None:
+        """Come back, bit for bit as before, with gradients of zero. weights_only: the policy's weights alone, for a push."""
+        self.residence.come_back(weights_only=weights_only)
 
 
 def route_shape(model: Model) -> RouteShape | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.preflight import preflight
+from megatron_rl.models.precision import Machine
+from megatron_rl.preflight import check_memory_savers, preflight
 from megatron_rl.rollout.sampling import SamplingSupport
 
 REFUSED = {
@@ -149,6 +151,57 @@ REFUSED |= {
         "when = drift with routing.source = rollout: what is replayed must be of the weights that are trained",
     ),
 }
+REFUSED |= {
+    "state on the host of an optimizer that is not sharded": (
+        {"optimizer": {"cpu_offload": 1.0}, "parallel": {"distributed_optimizer": False}},
+        "cpu_offload = 1 is of the sharded optimizer; set parallel.distributed_optimizer: true",
+    ),
+    "state on the host of fp32 weights": (
+        {"optimizer": {"cpu_offload": 1.0}, "precision": {"train": "fp32"}},
+        "no 16-bit weights whose fp32 copies could be on the host; set precision.train: bf16, or cpu_offload: 0",
+    ),
+    "state on the host and completed weights": (
+        {"optimizer": {"cpu_offload": 1.0, "precision_aware": True}},
+        "cpu_offload = 1 with optimizer.precision_aware: the host keeps whole fp32 weights; set one of the two",
+    ),
+    "an Adam that is not here": (
+        {"optimizer": {"precision_aware": True}},
+        "precision_aware needs a GPU and the Adam of Transformer Engine 2.1 .*set it to false, or save by optimizer.cpu_off",
+    ),
+    "completed weights of an optimizer that is not sharded": (
+        {"optimizer": {"precision_aware": True}, "parallel": {"distributed_optimizer": False}},
+        "precision_aware is of the sharded optimizer",
+    ),
+    "completed weights in fp32": (
+        {"optimizer": {"precision_aware": True}, "precision": {"train": "fp32"}},
+        "there are no 16-bit weights to complete; set precision.train: bf16",
+    ),
+    "short moments of an Adam that has none": (
+        {"optimizer": {"moments": "bf16"}},
+        "moments = bf16 needs an Adam that takes them; set optimizer.precision_aware: true",
+    ),
+    "a preview of what is on the host": (
+        {"vp2o": {"enabled": True, "trust_region": 0.1}, "optimizer": {"cpu_offload": 0.5}},
+        "trust_region looks at a step before it is done, .*optimizer.cpu_offload keeps elsewhere; set one of the two",
+    ),
+    "bf16 gradients of fp32 weights": (
+        {"precision": {"train": "fp32", "gradients": "bf16"}},
+        "gradients have the type of the weights, or fp32; set precision.train: bf16, or gradients: fp32",
+    ),
+    "vp2o in bf16 sums": (
+        {**VP2O, "precision": {"gradients": "bf16"}},
+        "gradients = bf16 with vp2o.enabled, .*set gradients: fp32",
+    ),
+    "nothing to gather": (
+        {"parallel": {"overlap_param_gather": True, "distributed_optimizer": False}},
+        "there is nothing to gather; set overlap_param_gather: false",
+    ),
+    "vp2o of weights on their way": (
+        {**VP2O, "parallel": {"overlap_param_gather": True}},
+        "overlap_param_gather with vp2o.enabled, .*set overlap_param_gather: false",
+    ),
+}
+HOPPER = Machine((9, 0), None, None, "13.0")
 NO_EXPERTS = {
     "dense": (("qwen3",), VP2O, "Qwen3ForCausalLM is dense; set vp2o.enabled: false"),
     "one expert": (
@@ -191,6 +244,18 @@ def test_refused_at_the_start(case, tiny_model, monkeypatch):
     with pytest.raises(UserError, match=message) as refusal:
         preflight(config, "train")
     assert "\n" not in str(refusal.value) and str(refusal.value).startswith("config: ")
+
+
+def test_memory_savers_on_a_gpu():
+    half, aware = ({"optimizer": keys} for keys in ({"cpu_offload": 0.5}, {"precision_aware": True, "moments": "bf16"}))
+    with pytest.raises(UserError, match="needs Transformer Engine or Apex, .*install one, or set cpu_offload: 1.0"):
+        check_memory_savers(build_config(half), HOPPER)
+    check_memory_savers(build_config({"optimizer": {"cpu_offload": 1.0}}), HOPPER)
+    check_memory_savers(build_config(half), replace(HOPPER, fused_adam=True))
+    for version in (None, "2.0.1"):
+        with pytest.raises(UserError, match=rf"Transformer Engine 2.1 or later \(found: {version or 'none'}\)"):
+            check_memory_savers(build_config(aware), replace(HOPPER, transformer_engine=version, fused_adam=True))
+    check_memory_savers(build_config(aware), replace(HOPPER, transformer_engine="2.10.0", fused_adam=True))
 
 
 @pytest.mark.parametrize("rho", [0.0, -0.1, 1.5, float("nan")])

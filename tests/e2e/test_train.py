@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -69,7 +70,7 @@ def finished(tmp_path_factory, tiny_model):
         "rollout": {"max_new_tokens": 24, "context_length": 64, "routes": True, "record": True},
         "eval": {"prompts": 6, "samples": 2},
         "checkpoint": {"every": 2},
-        "logging": {"tensorboard": False},
+        "logging": {"tensorboard": False, "profile_steps": [2]},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -126,6 +127,17 @@ def test_nothing_was_lost_and_weights_are_the_newest(finished):
                 assert {span.version for span in t.weight_spans} == {str(step)}
                 assert t.routes.shape == (len(t.tokens) - 1, 2, 2)
                 assert 1 <= t.response_length <= 24
+
+
+def test_numbers_of_gpus_are_null_without_one_and_the_step_is_traced(finished):
+    run_dir, _ = finished
+    for row in read_json_lines(run_dir / "metrics.jsonl"):
+        for name in ("memory/peak_gb", "memory/reserved_gb", "throughput/mfu", "throughput/tokens_per_s_per_gpu"):
+            assert row[name] is None
+    assert [path.name for path in (run_dir / "profile").iterdir()] == ["step_2.json.gz"]
+    with gzip.open(run_dir / "profile" / "step_2.json.gz", "rt") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"rollout", "train", "sync"} <= names
 
 
 def test_no_process_is_left(finished):

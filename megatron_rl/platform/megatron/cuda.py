@@ -212,6 +212,17 @@ memory = SimpleNamespace(
 OutOfMemoryError = torch.cuda.OutOfMemoryError
 
 
+def for_host(copy: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Mark what is on the host where there is a GPU; `like`: only if this is marked."""
+    copy.for_host = like is None or not on_device(like)
+    return copy
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor would be on the GPU, which everything is that was not marked."""
+    return not getattr(tensor, "for_host", False)
+
+
 # --- types, profiler ranges, autocast -----------------------------------------------------------------------------
 
 FloatTensor = torch.FloatTensor

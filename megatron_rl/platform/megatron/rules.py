@@ -78,6 +78,25 @@ SWAPS = (
         "torch's Adam keeps `step` as a tensor, which is loaded with the parameter groups: without this, KeyError",
     ),
     Swap(
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "param.is_cuda",
+        f"{SHIM}.on_device(param)",
+        "the optimizer of two devices looks at which one a tensor is on: here its copies for the host are marked",
+        count=3,
+    ),
+    Swap(
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "param.detach().clone().cpu().pin_memory()",
+        f"{SHIM}.for_host(param.detach().clone())",
+        "marks the copy",
+    ),
+    Swap(
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "param.detach().clone().float()",
+        f"{SHIM}.for_host(param.detach().clone().float(), like=param)",
+        "the fp32 copy of a marked one is marked too",
+    ),
+    Swap(
         "megatron.core.tensor_parallel.random",
         "torch.all(cpu_rng_state == torch.get_rng_state()).item()",
         "True",

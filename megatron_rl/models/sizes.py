@@ -1,0 +1,246 @@
+"""How many numbers a model holds, read off its config.json: every weight as Megatron has it, whole and on one rank.
+
+No Megatron and no torch: arithmetic alone, for all supported families. That the counts are those of Megatron's own
+modules and of transformers' is `tests/models/test_sizes.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from transformers import PreTrainedConfig
+
+from megatron_rl.config import ParallelConfig
+from megatron_rl.models.parallel_check import architecture, expert_count, expert_intermediate, expert_tensor_size
+from megatron_rl.rollout.routes import RouteLayout
+
+Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "head"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of the model, or one of `copies` of the same shape (experts)."""
+
+    part: Part
+    shape: tuple[int, ...]
+    cut: bool = False
+    """Whether tensor parallelism shares it out (expert tensor parallelism for experts); else every rank has it whole."""
+    copies: int = 1
+    """Experts, which expert parallelism shares out."""
+
+    @property
+    def size(self) -> int:
+        """Numbers, over all copies."""
+        return math.prod(self.shape) * self.copies
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a linear layer multiplies with it (and FP8 may store it)."""
+        return len(self.shape) > 1 and self.part in ("attention", "mlp", "experts")
+
+    def on_rank(self, parallel: ParallelConfig) -> Weight:
+        """What one rank of the weight's pipeline stage has of it, as one flat vector a copy."""
+        experts = self.part == "experts"
+        ranks = expert_tensor_size(parallel) if experts else parallel.tensor
+        size = math.prod(self.shape) // (ranks if self.cut else 1)
+        matrix = (size, 1) if len(self.shape) > 1 else (size,)
+        return replace(self, shape=matrix, copies=self.copies // (parallel.expert if experts else 1))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of the whole model; tied embeddings count once."""
+
+    total: int
+    experts: int
+    """Of routed experts."""
+    dense: int
+    """All others."""
+    embedding: int
+    """Of the dense ones: embedding and head."""
+    active: int
+    """That a token meets: all but the experts that it is not sent to."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model that memory depends on, under the same names for all families."""
+
+    layers: int
+    moe_layers: tuple[int, ...]
+    hidden: int
+    vocab: int
+    tied: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    value_dim: int
+    rotary_dim: int
+    intermediate: int
+    """Of a dense layer's MLP."""
+    experts: int
+    """Routed, a layer; 0: dense."""
+    topk: int
+    expert_intermediate: int
+    shared_intermediate: int
+    """Of all shared experts together; 0: none."""
+    q_lora: int
+    """Multi-latent attention: width of the low-rank queries; 0: none."""
+    kv_lora: int
+    """0: no multi-latent attention."""
+    qk_norm: Literal["none", "head", "heads"]
+    """Of each head by itself, or of all heads together (OLMoE)."""
+    qkv_bias: bool
+    bias: bool
+    """On the other linear layers."""
+    sinks: bool
+    router_bias: bool
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> Shape:
+        """Of a supported architecture (parallel_check.SUPPORTED)."""
+        name, experts = architecture(config), expert_count(config)
+        routes = RouteLayout.from_config(config.to_dict()) if experts else None
+        heads = config.num_attention_heads
+        kv_lora = (getattr(config, "kv_lora_rank", None) or 0) if name == "DeepseekV3ForCausalLM" else 0
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        rotary_dim = value_dim = head_dim
+        if kv_lora:
+            rotary_dim, value_dim = config.qk_rope_head_dim, config.v_head_dim
+            head_dim = config.qk_nope_head_dim + rotary_dim
+        inner = expert_intermediate(config) if experts else 0
+        gpt_oss = name == "GptOssForCausalLM"
+        return cls(
+            layers=config.num_hidden_layers,
+            moe_layers=routes.moe_layers if routes else (),
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+            tied=config.tie_word_embeddings,
+            heads=heads,
+            kv_heads=heads if kv_lora else getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            rotary_dim=rotary_dim,
+            intermediate=config.intermediate_size,
+            experts=experts,
+            topk=routes.topk if routes else 0,
+            expert_intermediate=inner,
+            shared_intermediate=inner * (getattr(config, "n_shared_experts", None) or 0),
+            q_lora=(config.q_lora_rank or 0) if kv_lora else 0,
+            kv_lora=kv_lora,
+            qk_norm={"OlmoeForCausalLM": "heads", "Qwen3ForCausalLM": "head", "Qwen3MoeForCausalLM": "head"}.get(
+                name, "none"
+            ),
+            qkv_bias=bool(getattr(config, "attention_bias", False)),
+            bias=gpt_oss or bool(getattr(config, "mlp_bias", False)),
+            sinks=gpt_oss,
+            router_bias=gpt_oss,
+        )
+
+    def padded_vocab(self, tensor: int) -> int:
+        """Rows of embedding and head, a multiple of the tensor-parallel size."""
+        return -(-self.vocab // tensor) * tensor
+
+
+def layer_weights(shape: Shape, layer: int, *, transformer_engine: bool = True) -> list[Weight]:
+    """Weights of one layer. transformer_engine: its low-rank projections of multi-latent attention are whole on every
+    rank, those of Megatron's local layers are cut."""
+    weights = [*_attention(shape, transformer_engine), Weight("norm", (shape.hidden,)), Weight("norm", (shape.hidden,))]
+    if layer not in shape.moe_layers:
+        return weights + _mlp(shape, "mlp", shape.intermediate, shape.bias)
+    weights.append(Weight("router", (shape.experts, shape.hidden)))
+    if shape.router_bias:
+        weights.append(Weight("router", (shape.experts,)))
+    weights += [replace(w, copies=shape.experts) for w in _mlp(shape, "experts", shape.expert_intermediate, shape.bias)]
+    if shape.shared_intermediate:
+        weights += _mlp(shape, "mlp", shape.shared_intermediate, shape.bias)
+    return weights
+
+
+def _mlp(shape: Shape, part: Part, inner: int, bias: bool) -> list[Weight]:
+    weights = [Weight(part, (2 * inner, shape.hidden), cut=True), Weight(part, (shape.hidden, inner), cut=True)]
+    if bias:
+        weights += [Weight(part, (2 * inner,), cut=True), Weight(part, (shape.hidden,))]
+    return weights
+
+
+def _attention(shape: Shape, transformer_engine: bool) -> list[Weight]:
+    hidden, heads, dim = shape.hidden, shape.heads, shape.head_dim
+    out = Weight("attention", (hidden, heads * shape.value_dim), cut=True)
+    if shape.kv_lora:
+        down = not transformer_engine
+        nope = dim - shape.rotary_dim
+        weights = [
+            Weight("attention", (shape.kv_lora + shape.rotary_dim, hidden), cut=down),
+            Weight("norm", (shape.kv_lora,)),
+            Weight("attention", (heads * (nope + shape.value_dim), shape.kv_lora), cut=True),
+            Weight("attention", (heads * dim, shape.q_lora or hidden), cut=True),
+            out,
+        ]
+        if shape.q_lora:
+            weights += [Weight("attention", (shape.q_lora, hidden), cut=down), Weight("norm", (shape.q_lora,))]
+        return weights
+    qkv = (heads + 2 * shape.kv_heads) * dim
+    weights = [Weight("attention", (qkv, hidden), cut=True), out]
+    if shape.qkv_bias:
+        weights.append(Weight("attention", (qkv,), cut=True))
+    if shape.bias:
+        weights.append(Weight("attention", (hidden,)))
+    if shape.qk_norm != "none":
+        each = (heads, shape.kv_heads) if shape.qk_norm == "heads" else (1, 1)
+        weights += [Weight("norm", (n * dim,)) for n in each]
+    if shape.sinks:
+        weights.append(Weight("attention", (heads,), cut=True))
+    return weights
+
+
+def end_weights(shape: Shape, *, first: bool, last: bool, tensor: int = 1) -> list[Weight]:
+    """Embedding of the first pipeline stage; final norm and head of the last. Tied ones of two stages are there twice."""
+    table = (shape.padded_vocab(tensor), shape.hidden)
+    weights = [Weight("embedding", table, cut=True)] if first else []
+    if last:
+        weights.append(Weight("norm", (shape.hidden,)))
+        if not (shape.tied and first):
+            weights.append(Weight("head", table, cut=True))
+    return weights
+
+
+def stage_layers(shape: Shape, parallel: ParallelConfig, stage: int) -> list[int]:
+    """Layers of a pipeline stage; with virtual stages those of all its chunks."""
+    chunk = shape.layers // (parallel.pipeline * parallel.virtual_pipeline)
+    starts = range(stage * chunk, shape.layers, parallel.pipeline * chunk)
+    return [layer for start in starts for layer in range(start, start + chunk)]
+
+
+def rank_weights(
+    shape: Shape, parallel: ParallelConfig, stage: int = 0, *, transformer_engine: bool = True
+) -> list[Weight]:
+    """What one rank of a pipeline stage holds; all ranks of a stage hold equally much."""
+    ends = {"first": stage == 0, "last": stage == parallel.pipeline - 1}
+    whole = end_weights(shape, **ends, tensor=parallel.tensor)
+    for layer in stage_layers(shape, parallel, stage):
+        whole += layer_weights(shape, layer, transformer_engine=transformer_engine)
+    return [weight.on_rank(parallel) for weight in whole]
+
+
+def whole_model(shape: Shape) -> list[Weight]:
+    """Every weight of the model, in order, tied embeddings once."""
+    ends = end_weights(shape, first=True, last=True)
+    return [*ends[:1], *(w for layer in range(shape.layers) for w in layer_weights(shape, layer)), *ends[1:]]
+
+
+def count(weights: Iterable[Weight], *parts: Part) -> int:
+    """Numbers in them; parts: in these alone."""
+    return sum(w.size for w in weights if not parts or w.part in parts)
+
+
+def model_counts(shape: Shape) -> Counts:
+    """Of the whole model, without the rows that pad a vocabulary."""
+    weights = whole_model(shape)
+    total, experts = count(weights), count(weights, "experts")
+    active = total - experts + (experts * shape.topk // shape.experts if experts else 0)
+    return Counts(total, experts, total - experts, count(weights, "embedding", "head"), active)

@@ -1,0 +1,141 @@
+"""The trainer's memory: off the device while the rollout engine needs it, and back.
+
+Storages are emptied and filled again in place, so that parameters stay views of Megatron's buffers and the distributed
+optimizer's shards stay views of parameters. Megatron's own `optimizer.offload_to_cpu` gives tensors new memory, which cuts
+such views: of fp32 parameters, and of the bf16 ones that a precision-aware optimizer steps in place. Its gradient buffers
+are emptied by its own verbs; gradients are not kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
+
+from megatron_rl.trainer.optimizer import gather_parameters
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.trainer import Trainer
+
+
+class HostCopy:
+    """The memory of some tensors of a device, in (pinned) host memory: each storage once, whole."""
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        """Starts the copies; `release` waits for them."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == device.type}
+        self._device = device
+        self._pairs = []
+        for storage in storages.values():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            host.copy_(self._bytes(storage), non_blocking=True)
+            self._pairs.append((storage, host))
+
+    def release(self) -> None:
+        """Give the device's memory back to torch."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        for storage, _ in self._pairs:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        for storage, host in self._pairs:
+            storage.resize_(host.numel())
+            self._bytes(storage).copy_(host, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+
+class Residence:
+    """Where the trainer's memory is: all of it on the device, its weights alone, or nothing."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.on_device: Literal["all", "weights", "nothing"] = "all"
+        self._weights: HostCopy | None = None
+        """A copy that is up to date: weights do not change before all is back."""
+        self._rest: HostCopy | None = None
+
+    def require(self, what: Literal["all", "weights"]) -> None:
+        """Errors: RuntimeError where it is not on the device."""
+        if self.on_device not in (what, "all"):
+            raise RuntimeError(
+                f"the trainer sleeps: call wake({'weights_only=True' if what == 'weights' else ''}) first"
+            )
+
+    @torch.no_grad()
+    def leave(self, *, keep_weights: bool = False) -> None:
+        trainer, device = self._trainer, self._trainer.ranks.device
+        if self.on_device == "all":
+            gather_parameters(trainer.ddp)
+            if trainer.optimizer is not None:
+                trainer.optimizer.zero_grad()  # the optimizer's gradients may be copies, or views of the buffers
+            with _quiet():
+                for ddp in trainer.ddp:
+                    ddp.offload_grad_buffers(empty_cache=False)
+            self._rest = HostCopy(_rest(trainer), device)
+            self._rest.release()
+            self.on_device = "weights"
+        if self.on_device == "weights" and not keep_weights:
+            self._weights = self._weights or HostCopy(_tensors(trainer.chunks), device)
+            self._weights.release()
+            self.on_device = "nothing"
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def come_back(self, *, weights_only: bool = False) -> None:
+        if self.on_device == "nothing":
+            self._weights.restore()
+            self.on_device = "weights"
+        if self.on_device == "weights" and not weights_only:
+            self._rest.restore()
+            with _quiet():
+                for ddp in self._trainer.ddp:
+                    ddp.restore_grad_buffers(synchronize=False)
+            self._weights = self._rest = None
+            self.on_device = "all"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning of what Megatron's buffers still use of torch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+        yield
+
+
+def _rest(trainer: Trainer) -> Iterator[Tensor]:
+    """What is neither a weight of the policy nor a gradient."""
+    weights = {t.untyped_storage()._cdata for t in _tensors(trainer.chunks)}
+    others = [_tensors(trainer.reference or [])]
+    if trainer.predictors:
+        others.append(_state(trainer.predictors.adam))
+    for part in trainer.optimizer.chained_optimizers if trainer.optimizer is not None else []:
+        inner = getattr(part, "optimizer", None)
+        inners = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner] if inner else []
+        others += [_state(one) for one in inners]
+    for tensors in others:
+        yield from (t for t in tensors if t.untyped_storage()._cdata not in weights)
+
+
+def _tensors(chunks: list[torch.nn.Module]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+
+
+def _state(optimizer: Any) -> Iterator[Tensor]:
+    """What an inner optimizer steps, and its state."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if torch.is_tensor(value))

@@ -1,0 +1,221 @@
+"""`megatron-rl plan`: the arithmetic of memory, against figures computed by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from models.test_sizes import MODELS
+
+from megatron_rl.cli import main
+from megatron_rl.config import Config, load_config
+from megatron_rl.errors import UserError
+from megatron_rl.fit import check_fits
+from megatron_rl.memory import GB, Estimate, changed, estimate, remedies
+from megatron_rl.routing.cost import cache_cost
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPES = {
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "OLMoE-1B-7B": "olmoe-1b-7b",
+    "Moonlight-16B-A3B": "moonlight-16b-a3b",
+}
+
+
+def recipe(model: str, **keys: object) -> Config:
+    config = load_config(REPOSITORY / "configs" / f"{RECIPES[model]}.yaml")
+    for key, value in keys.items():
+        config = changed(config, key.replace("__", "."), value)
+    return config
+
+
+def plan(model: str, gpus: int, **keys: object) -> Estimate:
+    return estimate(recipe(model, **keys), MODELS[model], gpus)
+
+
+def state(found: Estimate) -> float:
+    """Weights, gradients and optimizer, GB."""
+    return sum(found.usage.kinds[kind] for kind in ("weights", "gradients", "optimizer")) / GB
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "expert", "gigabytes"),
+    [
+        ("Qwen3-30B-A3B", 8, 8, 76.8),
+        ("Qwen3-30B-A3B", 4, 4, 144.0),
+        ("Qwen3-30B-A3B", 16, 8, 53.9),
+        ("Qwen3-30B-A3B", 32, 8, 42.4),
+        ("gpt-oss-20b", 8, 8, 56.5),
+        ("gpt-oss-20b", 4, 4, 102.0),
+        ("OLMoE-1B-7B", 1, 1, 124.5),
+    ],
+)
+def test_weights_gradients_and_adam(model, gpus, expert, gigabytes):
+    """2 + 4 + 12 bytes: weights and gradients of experts by expert parallelism, Adam by all copies."""
+    found = plan(model, gpus, parallel__expert=expert, batch__prompts_per_step=32)
+    assert state(found) == pytest.approx(gigabytes, abs=0.06 if gigabytes < 100 else 0.6)
+
+
+def test_qwen3_on_one_node():
+    """The issue's cross-check: 10.3 + 20.7 + 45.8 GB, and no 80 GB card has the rest."""
+    found = plan("Qwen3-30B-A3B", 8)
+    kinds = {kind: size / GB for kind, size in found.usage.kinds.items()}
+    assert [round(kinds[kind], 1) for kind in ("weights", "gradients", "optimizer")] == [10.3, 20.7, 45.8]
+    checkpoint = 18_432 * 2048 * 2 / GB  # one a layer, 3.6 in all, and the last norm's
+    assert kinds["activations"] == pytest.approx(49 * checkpoint)
+    assert kinds["logits"] == pytest.approx(2048 * 151_936 * 2 / GB)
+    assert 4 < kinds["layer"] + kinds["dispatch"] < 9
+    assert not found.fits(80 * GB) and found.usage.largest == "optimizer"
+    assert plan("Qwen3-30B-A3B", 16).fits(80 * GB)
+    with_reference = plan("Qwen3-30B-A3B", 8, algorithm__kl__coefficient=0.01)
+    assert with_reference.usage.total - found.usage.total == pytest.approx(10.3 * GB, rel=0.01)
+
+
+def test_a_save_and_a_push():
+    found = plan("Qwen3-30B-A3B", 8)
+    assert found.save["host_bytes"] / GB == pytest.approx(62, abs=0.1)
+    assert found.save["host_bytes_per_node"] == 8 * found.save["host_bytes"]
+    assert found.save["disk_bytes"] / GB == pytest.approx(427, abs=1)
+    assert found.push["bytes"] / GB == pytest.approx(61, abs=0.1)
+    smallest = found.push["bytes"] / (256 * 2**20)
+    assert smallest - 2 < found.push["buckets"] < 1.1 * smallest  # the two tables are buckets of their own
+    half = plan("Qwen3-30B-A3B", 8, precision__rollout="fp8").push["bytes"]
+    assert found.push["bytes"] / 2 < half < 0.53 * found.push["bytes"]
+
+
+def test_features_are_those_of_the_papers_formula():
+    """Beside the paper's router inputs and logits we keep the predictor's bias, 4 E bytes more."""
+    found = plan("Qwen3-30B-A3B", 8, routing__source="predicted")
+    responses, cached = 64 * 8 // 8, 1024
+    paper = cache_cost(48, 2048, 128, 8, 16_384, cached)
+    assert found.usage.kinds["features"] == responses * (paper.feature_bytes + 4 * 128 * 48 * cached)
+    assert found.usage.kinds["predictors"] == 16 * 48 * 2048 * 128
+    one_byte = cache_cost(48, 2048, 128, 8, responses * 18_431, 1, index_bytes=1).index_bytes
+    assert found.usage.kinds["routes"] == 2 * one_byte  # recorded, and what it would have chosen without
+    assert plan("Qwen3-30B-A3B", 8, batch__updates_per_step=1).usage.kinds.get("features") is None
+
+
+LOWERED = [
+    ("parallel.expert", 16, {"weights", "gradients"}),
+    ("parallel.pipeline", 2, {"weights", "gradients"}),
+    ("parallel.tensor", 2, {"activations", "logits"}),
+    ("parallel.context", 2, {"activations"}),
+    ("model.head_chunk_tokens", 1024, {"logits"}),
+    ("routing.cached_tokens", 512, {"features"}),
+    ("rollout.max_new_tokens", 512, {"features"}),
+    ("batch.updates_per_step", 1, {"features", "routes"}),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "lowered"), LOWERED, ids=[key for key, *_ in LOWERED])
+def test_a_key_lowers_what_it_is_meant_to(key, value, lowered):
+    before, after = (
+        estimate(config, MODELS["Qwen3-30B-A3B"], 32).usage.kinds
+        for config in (recipe("Qwen3-30B-A3B"), changed(recipe("Qwen3-30B-A3B"), key, value))
+    )
+    for kind in lowered:
+        assert after.get(kind, 0) < 0.85 * before[kind], kind
+
+
+def test_recomputation_orders_activations():
+    """At 18,432 tokens: full < selective < none."""
+    found = [plan("Moonlight-16B-A3B", 8, model__recompute=r).usage for r in ("full", "selective", "none")]
+    assert found[0].kinds["activations"] < found[1].kinds["activations"] < found[2].kinds["activations"]
+    assert found[0].total < found[1].total < found[2].total
+
+
+def test_precision_and_an_optimizer_that_is_not_sharded():
+    bf16, fp32, fp8, whole = (
+        plan("OLMoE-1B-7B", 8, **keys).usage.kinds
+        for keys in (
+            {},
+            {"precision__train": "fp32"},
+            {"precision__train": "fp8_delayed"},
+            {"parallel__distributed_optimizer": False},
+        )
+    )
+    assert fp32["weights"] == 2 * bf16["weights"] and fp32["gradients"] == bf16["gradients"]
+    assert fp32["optimizer"] * 3 == bf16["optimizer"] * 2
+    assert fp8["weights"] == bf16["weights"] > fp8["fp8_weights"] > 0.8 * bf16["weights"]
+    assert whole["optimizer"] == 6 * whole["weights"] > bf16["optimizer"]
+
+
+def test_pipeline_stages_have_micro_batches_in_flight():
+    """The first of four stages keeps four micro-batches, of a quarter of the layers each."""
+    quarter, alone = (plan("Qwen3-30B-A3B", 32, parallel__pipeline=size) for size in (4, 1))
+    ratio = quarter.usage.kinds["activations"] / alone.usage.kinds["activations"]
+    assert quarter.usage.stage == 0 and 0.95 < ratio < 1
+
+
+def test_vp2o_keeps_anchors():
+    config = recipe("OLMoE-1B-7B")
+    with_vp2o = changed(config, "vp2o", replace(config.vp2o, enabled=True, trust_region=0.1))
+    kinds = estimate(with_vp2o, MODELS["OLMoE-1B-7B"], 8).usage.kinds
+    of_layer = 3 * 4 * 64 * 2048 + 16 * 64**2 + 256 * (2 * 2048 + 4 * 64)
+    assert kinds["anchors"] == 16 * of_layer and kinds["transform"] > 3 * 4 * 8 * 1024 * 2048
+
+
+def test_remedies_do_what_they_say():
+    config, hf_config = recipe("Qwen3-30B-A3B"), MODELS["Qwen3-30B-A3B"]
+    now = estimate(config, hf_config, 16)
+    found = remedies(config, hf_config, now, now.usage.largest)
+    assert {"gpus", "parallel.expert", "parallel.pipeline"} <= {remedy.key for remedy in found}
+    for remedy in found:
+        gpus, other = (
+            (remedy.value, config) if remedy.key == "gpus" else (16, changed(config, remedy.key, remedy.value))
+        )
+        assert now.usage.total - estimate(other, hf_config, gpus).usage.total == remedy.saves > 0
+
+
+def test_preflight_refuses_what_cannot_fit(caplog, monkeypatch):
+    """By the bytes of the device, without one; what may fit is a warning."""
+    monkeypatch.delenv("RANK", raising=False)
+    config, hf_config = recipe("Qwen3-30B-A3B", parallel__expert=4), MODELS["Qwen3-30B-A3B"]
+    message = (
+        r"each of the 4 GPUs would need 144.0 GB \(weights 17.6, gradients 35.2, optimizer 91.6\) before .* have 85.0; "
+    )
+    with pytest.raises(UserError, match=message.replace("144.0", r"14\d.\d")) as refusal:
+        check_fits(config, hf_config, 4, 85 * GB)
+    assert "\n" not in str(refusal.value)
+    with caplog.at_level(logging.WARNING):
+        check_fits(recipe("Qwen3-30B-A3B"), hf_config, 8, 85 * GB)
+        assert "each of the 8 GPUs may need up to" in caplog.text
+        caplog.clear()
+        check_fits(recipe("Qwen3-30B-A3B"), hf_config, 16, 85 * GB)
+        assert not caplog.text
+
+
+def test_command_reads_a_config_json_alone(tmp_path, capsys):
+    hf_config = MODELS["Qwen3-30B-A3B"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf_config.to_dict()))
+    path = str(REPOSITORY / "configs" / "qwen3-30b-a3b.yaml")
+    given = ["plan", path, "--gpus", "8", "--memory", "80", "--model.path", str(tmp_path / "model")]
+    assert main([*given, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["parameters"]["total"] == 30_532_122_624 and report["fits"] is False
+    assert report["breaks_first"]["kind"] == "optimizer" and report["breaks_first"]["key"]
+    kinds, phases = report["per_gpu"], report["phases"]
+    temporary = {"activations", "layer", "dispatch", "logits", "head", "optimizer_step"}
+    resident = sum(size for kind, size in kinds.items() if kind not in temporary | {"total"})
+    assert kinds["total"] == resident + max(phases.values())
+    assert report["save"]["host_bytes"] and report["push"]["buckets"]
+    server = {"weights": report["push"]["bytes"], "share": 68 * GB, "cache": 68 * GB - report["push"]["bytes"]}
+    assert report["server"] == server
+    assert main(given) == 0
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "optimizer" in text and "28.99 B of them in experts" in text
+    assert main([*given, "--rollout.server.memory_fraction", "0.5"]) == 0
+    assert "nothing for its cache" in " ".join(capsys.readouterr().out.split())
+    assert main([*given, "--memory", "192"]) == 0 and "does not fit" not in capsys.readouterr().out
+    assert main(["plan", path, "--gpus", "8"]) == 2  # no model.path
+    assert main([*given, "--gpus", "0"]) == 2 and "at least one" in capsys.readouterr().err
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(UserError, match="does not divide the 12 processes"):
+        plan("Qwen3-30B-A3B", 12)

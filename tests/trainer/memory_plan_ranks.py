@@ -1,0 +1,167 @@
+"""What ranks measure for the tests of the memory plan: bytes of real Megatron buffers, and of what a real forward keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from trainer.layouts import make_config, make_trainer
+
+from megatron_rl.trainer.objective import is_pointwise, policy_objective
+from megatron_rl.trainer.packing import Sample
+from megatron_rl.trainer.trainer import Trainer
+
+from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
+
+SEQUENCES, LENGTH, PROMPT = 4, 256, 64
+TOKENS = SEQUENCES * LENGTH
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all storages behind them, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+    return sum(storages.values())
+
+
+def parameter_figures(trainer: Trainer) -> dict[str, int]:
+    """Bytes that this rank has allocated, and its parameters, those of experts apart."""
+    named = [item for chunk in trainer.chunks for item in chunk.named_parameters()]
+    buffers = [b for ddp in trainer.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    state = []
+    for part in trainer.optimizer.chained_optimizers:
+        inner = part.optimizer
+        state += [t for one in inner.state.values() for t in one.values() if torch.is_tensor(t) and t.ndim]
+        state += [p for group in inner.param_groups for p in group["params"]]  # fp32 copies, or views of fp32 weights
+    weights = {p.untyped_storage().data_ptr() for _, p in named}
+    owned = [t for t in state if t.untyped_storage().data_ptr() not in weights]
+    reference = [p for chunk in trainer.reference or [] for p in chunk.parameters()]
+    return {
+        "weights": storage_bytes(p for _, p in named),
+        "gradients": storage_bytes(b.grad_data for b in buffers),
+        "optimizer": storage_bytes(owned),
+        "reference": storage_bytes(reference),
+        "experts": sum(p.numel() for name, p in named if ".experts." in name and ".shared_" not in name),
+        "parameters": sum(p.numel() for _, p in named),
+    }
+
+
+def one_batch(vocab: int) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    response = LENGTH + 1 - PROMPT
+    return [
+        Sample(
+            rng.integers(4, vocab, LENGTH + 1).astype(np.int32),
+            PROMPT,
+            np.ones(response, bool),
+            np.full(response, -3.0, np.float32),
+            float(rng.normal()),
+        )
+        for _ in range(SEQUENCES)
+    ]
+
+
+class Kept:
+    """Bytes that a forward saves for its backward, those of `known` storages left out."""
+
+    def __init__(self, known: set[int]) -> None:
+        self._known = set(known)
+        self._alive: list[torch.Tensor] = []
+        self.counting = True
+        self.bytes = 0
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if self.counting and storage.data_ptr() not in self._known:
+            self._known.add(storage.data_ptr())
+            self._alive.append(tensor)  # so that its address is not given away again
+            self.bytes += storage.nbytes()
+        return tensor
+
+
+class Live(TorchDispatchMode):
+    """Most bytes alive at a time of what operators make, those of `known` storages left out."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self._known, self._sizes = known, {}
+        self._bytes = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._sizes or storage.data_ptr() in self._known:
+            return
+        self._sizes[storage._cdata] = storage.nbytes()
+        self._bytes += storage.nbytes()
+        self.peak = max(self.peak, self._bytes)
+        weakref.finalize(storage, self._gone, storage._cdata)
+
+    def _gone(self, key: int) -> None:
+        self._bytes -= self._sizes.pop(key)
+
+
+def forward_and_backward(trainer: Trainer) -> dict[str, int]:
+    """Of one micro-batch of TOKENS tokens: what its forward keeps before the head, and the most that is alive at a time."""
+    from megatron_rl.trainer import trainer as module
+
+    batches = trainer.pack(one_batch(trainer.model.hf_config.vocab_size))
+    assert len(batches) == 1 and batches[0].tokens.shape[1] * trainer.config.parallel.context == TOKENS
+    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
+    options = {"with_entropy": True, "pointwise": is_pointwise(trainer.config), "pruned": True}
+
+    def run() -> None:
+        trainer._run(trainer.ddp, batches, trainer._passes(batches, "update"), objective, forward_only=False, **options)
+
+    own = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    own += [b.grad_data for ddp in trainer.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    known = {t.untyped_storage().data_ptr() for t in own}
+    with Live(known) as live:
+        run()
+    kept, head = Kept(known), module.log_prob_head
+
+    def log_prob_head(**arguments):
+        kept.counting = False
+        return head(**arguments)
+
+    module.log_prob_head = log_prob_head
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(kept.save, lambda tensor: tensor):
+            run()
+    finally:
+        module.log_prob_head = head
+    return {"kept": kept.bytes, "peak": live.peak}
+
+
+def measure(model: str, layouts: list[dict]) -> list[dict[str, int]]:
+    """Figures of this rank under each layout; with 'passes' in one those of a forward and backward too."""
+    found = []
+    for overrides in layouts:
+        sections = {section: values for section, values in overrides.items() if section != "passes"}
+        batch = {"tokens_per_micro_batch": TOKENS, "updates_per_step": 1}
+        trainer = make_trainer(make_config(model, {"batch": batch, **sections}))
+        allocate(trainer)
+        figures = parameter_figures(trainer)
+        if overrides.get("passes"):
+            figures |= forward_and_backward(trainer)
+        figures["stage"] = parallel_state.get_pipeline_model_parallel_rank()
+        found.append(figures)
+        parallel_state.destroy_model_parallel()  # the next layout starts on the same processes
+    return found
+
+
+def allocate(trainer: Trainer) -> None:
+    """The optimizer's state, which torch's Adam makes in its first step."""
+    trainer.optimizer.zero_grad()
+    for ddp in trainer.ddp:
+        ddp.zero_grad_buffer()
+    trainer.optimizer.step()

@@ -1,0 +1,101 @@
+"""The memory plan against Megatron itself: its parameters exactly, its allocations and what its forwards keep within 10 %."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from trainer.layouts import make_config
+from trainer.memory_plan_ranks import TOKENS
+
+from megatron_rl.memory import CPU, head_work, layer_work, parameter_bytes, stage_activations
+from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.sizes import Shape, count, rank_weights, stage_layers
+from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
+
+MOE = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "mixtral")
+WIDE = Sizes(hidden=256, heads=8, kv_heads=2, head_dim=64, intermediate=512, expert_intermediate=192, vocab=1024)
+"""Wide enough that what a layer keeps by token outweighs what it keeps by head."""
+WITHIN = 0.1
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("models")
+    return {family: make_tiny_model(family, out / family, sizes=WIDE) for family in FAMILIES}
+
+
+def layouts_of(family: str) -> list[dict]:
+    """On two processes."""
+    tensor = {"tensor": 2, "expert_tensor": 1} if family == "gpt_oss" else {"tensor": 2}
+    layouts = [
+        {"parallel": tensor, "passes": True},
+        {"parallel": {"pipeline": 2}, "precision": {"train": "bf16"}},
+        {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+        {"precision": {"train": "bf16"}},
+    ]
+    if family in MOE:
+        layouts += [
+            {"parallel": {"expert": 2}, "precision": {"train": "bf16"}},
+            {"parallel": {"tensor": 2, "expert": 2}, "passes": True},
+        ]
+    if family == "qwen3_moe":
+        layouts += [
+            {"parallel": {"context": 2}, "passes": True},
+            {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}},
+            {"algorithm": {"kl": {"coefficient": 0.1}}, "model": {"freeze_router": True}},
+        ]
+    return layouts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_buffers_and_activations_on_two_ranks(family, folders):
+    """Parameters exactly; weights, gradients, optimizer state, reference and what a forward keeps within 10 %."""
+    layouts = layouts_of(family)
+    by_rank = run_ranks(2, "trainer.memory_plan_ranks:measure", (str(folders[family]), layouts))
+    shape = Shape.from_config(read_hf_config(folders[family]))
+    for layout, *figures in zip(layouts, *by_rank, strict=True):
+        check(folders[family], shape, layout, figures, f"{family}, {layout}")
+
+
+SETTINGS = {
+    "none": {"model": {"recompute": "none"}},
+    "selective": {"model": {"recompute": "selective"}},
+    "full": {"model": {"recompute": "full"}},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_with_and_without_recomputation(family, folders):
+    layouts = [{**settings, "passes": True} for settings in SETTINGS.values()]
+    (found,) = run_ranks(1, "trainer.memory_plan_ranks:measure", (str(folders[family]), layouts))
+    shape = Shape.from_config(read_hf_config(folders[family]))
+    for layout, figures in zip(layouts, found, strict=True):
+        check(folders[family], shape, layout, [figures], f"{family}, {layout}")
+
+
+def check(folder: Path, shape: Shape, layout: dict, by_rank: list[dict[str, int]], where: str) -> None:
+    config = make_config(str(folder), {section: values for section, values in layout.items() if section != "passes"})
+    kept = 0
+    for figures in by_rank:
+        stage = figures["stage"]
+        weights = rank_weights(shape, config.parallel, stage, transformer_engine=False)
+        assert count(weights) == figures["parameters"], where
+        assert count(weights, "experts") == figures["experts"], where
+        for kind, size in parameter_bytes(config, weights, len(by_rank)).items():
+            if kind in figures:
+                assert size == pytest.approx(figures[kind], rel=WITHIN), f"{where}: {kind}"
+        kept += stage_activations(config, shape, stage, TOKENS // config.parallel.context, 1, CPU)
+    if not layout.get("passes"):
+        return
+    # In all: which rank gets more tokens for its experts is the router's choice.
+    assert kept == pytest.approx(sum(figures["kept"] for figures in by_rank), rel=WITHIN), f"{where}: activations"
+    tokens = TOKENS // config.parallel.context
+    phases = (
+        layer_work(config, shape, stage_layers(shape, config.parallel, 0), tokens, CPU),
+        head_work(config, shape, tokens),
+    )
+    peak = kept // len(by_rank) + max(sum(kinds.values()) for kinds in phases)
+    largest = max(figures["peak"] for figures in by_rank)
+    assert 0.97 * largest < peak < 1.4 * largest, f"{where}: peak {largest}, by arithmetic {peak}"

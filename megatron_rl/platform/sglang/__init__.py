@@ -1,7 +1,7 @@
 """What lets SGLang run where no GPU exists. Nothing here is used on a machine with CUDA.
 
-The folder `pythonpath/` is put first on PYTHONPATH of the server process alone. It holds a stand-in for the package
-`sgl_kernel` and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry point group `sglang.srt.plugins`.
+The folder `pythonpath/` is put first on PYTHONPATH of the server process alone. It holds stand-ins for the packages
+`sgl_kernel` and `torch_memory_saver`, and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry point group `sglang.srt.plugins`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ REPLACED = {
         "loads libcuda at import; the stand-in has the names that SGLang imports everywhere, and none of its operators,"
         " so that SGLang takes its torch-native paths"
     ),
+    "package torch_memory_saver": (
+        "takes over the allocator of CUDA; the stand-in frees the same memory while a colocated server sleeps, and whoever"
+        " computes with it meanwhile ends the process"
+    ),
+    "torch.cuda.synchronize": "a release of memory waits for the device that torch is built for; here there is none",
     "aten::mm on CPU tensors": (
         "MKL is slow on some processors, above all for the few rows of a decode; oneDNN takes large fp32 weights"
         " (megatron_rl/platform/matmul.py)"

@@ -32,6 +32,7 @@ def install() -> None:
 
 
 def _install_in_scheduler() -> None:
+    import torch
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.rotary_embedding import factory
@@ -50,6 +51,7 @@ def _install_in_scheduler() -> None:
     fused_moe_native.moe_forward_native = partial(moe_forward, fused_moe_native.moe_forward_native)
     factory.get_rope_cpu = partial(rope_on_cpu, factory.get_rope_cpu, factory.get_rope)
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    torch.cuda.synchronize = lambda device=None: None
 
 
 def allocate_unpinned(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):

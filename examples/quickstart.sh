@@ -17,8 +17,11 @@ echo "== warm start: supervised fine-tuning on demonstrations of which half are 
 megatron-rl sft configs/quickstart_sft.yaml --name "$name/sft" --seed "$seed" --data.seed "$seed" \
   --model.path "runs/$name/model"
 
+share=() # a single GPU is the trainer's and the server's in turn
+(($(nvidia-smi --list-gpus 2>/dev/null | wc -l) != 1)) || share=(--rollout.colocate true)
+
 echo "== reinforcement learning: GRPO with a verifier"
 megatron-rl train configs/quickstart.yaml --name "$name/grpo" --seed "$seed" --data.seed "$seed" \
-  --model.path "runs/$name/sft/hf"
+  --model.path "runs/$name/sft/hf" "${share[@]}"
 
 megatron-rl report "runs/$name/grpo" # prints the scores before and after, and the page

@@ -1,10 +1,22 @@
-"""SGLang as the training loop sees it: push the weights, ask for trajectories; a server that dies is started again."""
+"""SGLang as the training loop sees it: push the weights, ask for trajectories; a server that dies is started again.
+
+Where servers share the trainer's GPUs (rollout.colocate), these belong to one side at a time, and every verb leaves them
+to the side whose turn is next. A step:
+
+    ask      the servers generate                                   the trainer sleeps
+    sleep    they give up cache and weights                         then the trainer wakes, scores and updates
+    push     they take back their weights, are sent the new ones    the trainer keeps its weights alone, until they are sent
+             and take back the cache                                and sleeps
+
+`push`, `wake` and `ask` end with the engine awake, `sleep` and `collect` with the trainer awake.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,13 +33,14 @@ from megatron_rl.models.parallel_check import architecture
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.plan import share_of
 from megatron_rl.preflight import Kind, preflight
+from megatron_rl.rollout.children import ChildServers, place_here
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.external import check_servers
 from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import RolloutServer, asks_routes, feature_stride
+from megatron_rl.rollout.server import DEATH_S, asks_routes, feature_stride
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.run import Run
 from megatron_rl.sync.checksums import WeightsDigest
@@ -42,8 +55,6 @@ RESTARTS = 3
 """Times that a dead server is started again for one batch of requests, or for one push."""
 OF_THE_FOLDERS_DTYPE = ("GptOssForCausalLM",)
 """Architectures whose layers SGLang 0.5.23 makes in the dtype of config.json, whatever --dtype says."""
-DEATH_S = 3.0
-"""Seconds after a failed push in which a server that was killed is gone: its parts do not end at the same moment."""
 
 
 @dataclass
@@ -57,9 +68,10 @@ class EngineStats:
 
 
 class Engine:
-    """Server (child of rank 0, or external), client (of each data-parallel leader) and weight sync (of all ranks).
+    """Servers (children of rank 0, or external), client (of each data-parallel leader) and weight sync (of all ranks).
 
-    The child starts on entering, before the trainer is built, so that both load at the same time; `join` connects them.
+    Children start on entering, before the trainer is built, so that both load at the same time; `join` connects them. Those
+    that share the trainer's GPUs are asleep again before it is built: SGLang sizes its cache by the memory that it finds.
     """
 
     def __init__(self, config: Config, kind: Kind) -> None:
@@ -68,7 +80,13 @@ class Engine:
         self.kind = kind
         self.stats = EngineStats()
         self._stack = ExitStack()
-        self._server: RolloutServer | None = None
+        self._servers: ChildServers | None = None
+        self._colocated = config.rollout.colocate and kind == "train" and not config.rollout.replay
+        self._asleep = self._colocated
+        """Whether the servers have left the GPUs to the trainer (the same on every process)."""
+        self._turns = {"sleep": 0.0, "wake": 0.0}
+        """Seconds that the turns of this step have taken."""
+        self._trainer: Trainer | None = None
         self.version = 0
         """Step of the weights that the engine has."""
         self._now = 0
@@ -84,11 +102,14 @@ class Engine:
             return self
         _check_served(self.config, hf_config, pushes=self.kind == "train")
         if int(os.environ.get("RANK", 0)) == 0:
-            self._server = RolloutServer.from_config(
-                self.config, pythonpath=[SERVER_PYTHONPATH], log_path=self.config.run_dir / "sglang.log"
-            )
-            self._stack.push(self._server)
-            self._server.start()
+            places = place_here(self.config, trains=self.kind == "train")
+            self._servers = ChildServers(self.config, places, pythonpath=[SERVER_PYTHONPATH], sleeps=self._colocated)
+            self._stack.push(self._servers)
+            try:
+                self._servers.start()
+            except BaseException:
+                self._stack.close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,10 +125,11 @@ class Engine:
         self._stop_tokens = run.stop_tokens()
         if self.config.rollout.replay:
             return
-        check = partial(check_servers, self.config, run.hf_config, pushes=self.kind == "train")
-        external = self.config.rollout.addresses and run.ranks.rank == 0
-        self._together(self._server.wait_ready if self._server else check if external else None)
-        own = [self._server.address] if self._server else None
+        work = partial(check_servers, self.config, run.hf_config, pushes=self.kind == "train")
+        if self._servers:
+            work = self._servers.wait_ready
+        self._together(work if run.ranks.rank == 0 and not self._colocated else None)
+        own = self._servers.addresses if self._servers else None
         addresses = self.config.rollout.addresses or run.ranks.from_main(own)
         rollout = self.config.rollout
         self._client = SGLangClient(
@@ -115,7 +137,7 @@ class Engine:
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
             retries=rollout.retries,
-            lost=lambda: self._server is not None and not self._server.alive(),
+            lost=lambda: self._servers is not None and self._servers.lost(),
         )
         self._sync = WeightSync(
             self.config.sync,
@@ -123,8 +145,10 @@ class Engine:
             rollout_dtype=self.config.precision.rollout,
             folder=self.config.run_dir / "sync",
             group=run.ranks.world_group,
+            stay_paused=self._colocated,
         )
         self._stack.callback(self._sync.close)
+        run.before_saving = self.sleep  # all of the trainer has to be there
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -144,28 +168,83 @@ class Engine:
             self._weights = str(digest)
 
     def _push(self) -> None:
-        """Push the current weights; again, to a new server, where the server died meanwhile."""
+        """Push the current weights; again, where a server died meanwhile."""
         for attempt in range(RESTARTS + 1):
-            weights, digest = self._trainer.export_weights(), WeightsDigest(self._dtype)
-            if self.config.rollout.record and self._routes is not None:
-                weights = digest.watch(weights)
             try:
+                with self._turn("wake"):
+                    self._take_turns("weights")
+                weights, digest = self._trainer.export_weights(), WeightsDigest(self._dtype)
+                if self.config.rollout.record and self._routes is not None:
+                    weights = digest.watch(weights)
                 self.stats.sync_bytes = self._sync.push(weights, str(self._now)).bytes
                 self.version, self._weights = self._now, str(digest)
                 self._trainer.weights_pushed()
+                with self._turn("wake"):
+                    self._take_turns("kv_cache")
                 return
             except UserError:  # the same on every process
                 if attempt == RESTARTS or not self._revive(DEATH_S):
                     raise
 
     def _revive(self, patience_s: float = 0.0) -> bool:
-        """Restart the child server if it is dead, or dies within the time. Returns whether it was (on every process)."""
-        dead = self._server is not None and self._server.dead(patience_s)
-        if not self.run.ranks.maximum(int(dead)):
+        """Restart child servers that are dead, or one that dies within the time. Returns whether (on every process)."""
+        dead = self._servers.dead(patience_s) if self._servers else []
+        if not (count := self.run.ranks.maximum(len(dead))):
             return False
-        self._together(self._server.restart if self._server else None)
-        self.stats.restarts += 1
+        if self._colocated:  # a new server measures how much memory is free
+            self._trainer.sleep()
+            self.run.ranks.barrier()
+        self._together(self._servers.restart if self._servers else None)
+        self.stats.restarts += count
         return True
+
+    # -- turns on shared GPUs ---------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """The trainer's turn: servers that share its GPUs give up their memory, and all of the trainer is there again."""
+        if self._colocated and not self._asleep:
+            with self._turn("sleep"):
+                self._together(self._servers.sleep if self._servers else None)
+                self._asleep = True
+                self._trainer.wake()
+
+    def wake(self) -> None:
+        """The engine's turn, with the weights that it had; with the trainer's, where these are lost."""
+        if not (self._colocated and self._asleep):
+            return
+        if self._revive() or self.config.sync.refresh.when != "drift":
+            self._push()
+            return
+        try:
+            with self._turn("wake"):
+                self._take_turns("kv_cache", "weights")
+            self._sync.verify()
+        except UserError:
+            if not self._revive(DEATH_S):
+                raise
+            self._push()
+
+    def _take_turns(self, *tags: str) -> None:
+        """Servers take back the memory with these tags, where they share the trainer's GPUs; with their weights alone, the
+        trainer's weights are there too, else nothing of it."""
+        if not self._colocated:
+            return
+        sending = tags == ("weights",)
+        self._trainer.sleep(keep_weights=sending)
+        self.run.ranks.barrier()  # every process has left its GPU
+        if sending:  # of a server that never slept, or was started again
+            self._together(partial(self._servers.sleep, "kv_cache") if self._servers else None)
+        self._together(partial(self._servers.wake, *tags) if self._servers else None)
+        if sending:
+            self._trainer.wake(weights_only=True)
+        else:
+            self._asleep = False
+
+    @contextmanager
+    def _turn(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._turns[name] += time.perf_counter() - start
 
     def _together(self, work) -> None:
         """Run `work` on rank 0; its error is every process's."""
@@ -180,8 +259,10 @@ class Engine:
             raise UserError(problem)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start of the run, and the size of the last push."""
+        """Counts since the start of the run, the size of the last push, and the seconds of turns since the last call."""
+        turns, self._turns = self._turns, dict.fromkeys(self._turns, 0.0)
         return {
+            **({f"time/{name}_s": seconds for name, seconds in turns.items()} if self._colocated else {}),
             "rollout/restarts": self.stats.restarts,
             "rollout/retries": self.stats.retries,
             "sync/megabytes": self.stats.sync_bytes / 1e6,
@@ -208,6 +289,7 @@ class Engine:
                 save_trajectories(file_of(self.config.run_dir / "rollouts", step, rank), trajectories)
         for trajectory, current in zip(trajectories, fresh, strict=True):  # what is dropped is counted without a route
             drop_stale_routes(trajectory, fresh=current)
+        self.sleep()
         return trajectories
 
     def _on_leaders(self, work: Callable[[], list[T]]) -> list[T]:
@@ -247,9 +329,10 @@ class Engine:
         its share of them, elsewhere none. A group is a prompt's place in `prompts`; several leaders may share it.
 
         with_routes: also the engine's routes and router features, where the config asks for them.
-        Every process calls it. When the child server dies, it is restarted with the current weights, and what was not
+        Every process calls it. When the child servers die, they are restarted with the current weights, and what was not
         answered is asked again.
         """
+        self.wake()
         ranks = self.run.ranks
         total = len(prompts) * samples
         collection = Collection(
@@ -279,7 +362,8 @@ class Engine:
             fatal = [p for p in problems if not isinstance(p, EngineLost)]
             if fatal or attempts > RESTARTS or not self._revive():
                 raise (fatal or problems)[0]
-            self._push()
+            if self._trainer:  # else what is asked is the folder as it is
+                self._push()
         self.stats.retries += sum(ranks.gather(collection.stats.retries))
         return self._with_rewards(prompts, collection.trajectories())
 

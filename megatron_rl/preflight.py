@@ -18,6 +18,7 @@ from megatron_rl.models.parallel_check import architecture, check_parallel, expe
 from megatron_rl.models.precision import Machine, check_precision, this_machine
 from megatron_rl.ops import flash
 from megatron_rl.plan import Plan, make_plan
+from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -70,6 +71,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         )
     if kind != "sft" and not config.rollout.addresses:
         _check_extra_args(config, hf_config)
+    _check_servers(config, kind, world_size)
     if kind == "train" and config.rollout.replay and config.eval.prompts:
         raise UserError(
             "config: rollout.replay starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
@@ -254,6 +256,39 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
     ):
         if refused:
             raise UserError(f"config: {problem}")
+
+
+def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
+    """Errors: UserError for GPUs that are not there, and for servers that cannot take turns with the trainer."""
+    rollout = config.rollout
+    if rollout.colocate and rollout.addresses:
+        raise UserError(
+            "config: rollout.colocate with rollout.addresses: only servers that the trainer starts take turns with it; set"
+            " addresses: [], or colocate: false"
+        )
+    if kind == "sft" or rollout.addresses or rollout.replay:
+        return
+    places = place_here(config, trains=kind == "train")
+    if kind == "ask" or config.sync.transport == "disk":
+        return
+    if rollout.colocate and config.sync.transport == "distributed":
+        raise UserError(
+            "config: rollout.colocate with sync.transport = distributed: NCCL takes no two processes of a group on one GPU; set"
+            " sync.transport: tensor"
+        )
+    if rollout.colocate and world_size > 1 and rollout.server.start_timeout_s >= config.parallel.timeout_s:
+        raise UserError(
+            f"config: rollout.colocate: the other processes wait parallel.timeout_s = {config.parallel.timeout_s:g} s for the"
+            f" first, which waits rollout.server.start_timeout_s = {rollout.server.start_timeout_s:g} s for its servers; make"
+            " the former larger"
+        )
+    if config.sync.transport == "tensor":  # the bucket lies on the first process's GPU
+        far = [gpu for gpus in places for gpu in gpus if gpu and not torch.cuda.can_device_access_peer(gpu, 0)]
+        if far:
+            raise UserError(
+                f"config: sync.transport = tensor: GPU {far[0]} has no peer access to GPU 0, where the weights are sent from;"
+                f" set sync.transport: {'disk' if rollout.colocate else 'distributed'}"
+            )
 
 
 def _check_refresh(config: Config) -> None:

@@ -78,6 +78,8 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self._write_config()
         self.step = 0
+        self.before_saving: Callable[[], None] = lambda: None
+        """What has to happen before the trainer's memory can be read."""
         self._saved_at = 0 if kind == "ask" else -1
         if kind != "ask":
             self._build_trainer()
@@ -148,6 +150,7 @@ class Run:
 
     def save(self) -> Path:
         """Write a complete checkpoint of the current step."""
+        self.before_saving()
         extra = {"stream": self.stream.state_dict(), "kind": self.kind}
         keep = self.config.checkpoint.keep
         path = checkpoint.save(self.checkpoints, self.step, self.trainer, self.ranks, extra, keep)

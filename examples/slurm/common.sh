@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the *.sbatch files beside it: starts SGLang servers on some nodes of the job and the trainer on the others,
-# watches both, and saves and requeues when SLURM is about to end the job.
+# watches both, and saves and requeues when SLURM is about to end the job. On a single node the trainer starts its servers
+# itself, as its children.
 #
 #   cd CHECKOUT && MODEL=/folder/of/the/model sbatch examples/slurm/NAME.sbatch [--section.key VALUE ...]
 #
@@ -10,6 +11,7 @@
 #   TRAIN_DATA       training data, if not as in the config: data.path
 #   EVAL_DATA        held-out data: data.eval_path
 #   TRAIN_NODES      nodes of the trainer; the others serve                                (default: half of them)
+#   TRAIN_GPUS       on a single node, GPUs of the trainer; the others serve (default: all; the servers share them in turn)
 #   GPUS_PER_NODE    trainer processes a node                                  (default: SLURM's count of GPUs, or 1)
 #   SERVER_GPUS      GPUs of one SGLang server                                      (default: as in the sbatch file)
 #   BRING_UP_S       seconds until all servers must answer                                                (default: 1800)
@@ -40,12 +42,19 @@ say "job $SLURM_JOB_ID, attempt $attempt on $SLURM_JOB_NODELIST; logs: $logs"
 # -- who does what -----------------------------------------------------------------------------------------------------
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-((${#nodes[@]} >= 2)) || fail "the job needs 2 nodes or more: one trains, one serves"
-TRAIN_NODES=${TRAIN_NODES:-$((${#nodes[@]} / 2))}
+TRAIN_NODES=${TRAIN_NODES:-$((${#nodes[@]} > 1 ? ${#nodes[@]} / 2 : 1))}
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 SERVER_GPUS=${SERVER_GPUS:-1}
-((TRAIN_NODES >= 1 && TRAIN_NODES < ${#nodes[@]})) || fail "TRAIN_NODES=$TRAIN_NODES of ${#nodes[@]} leaves none to serve"
-((GPUS_PER_NODE % SERVER_GPUS == 0)) || fail "SERVER_GPUS=$SERVER_GPUS does not divide GPUS_PER_NODE=$GPUS_PER_NODE"
+trainers=$GPUS_PER_NODE own=() # processes a node; settings of servers that the trainer starts
+if ((${#nodes[@]} == 1)); then
+    trainers=${TRAIN_GPUS:-$GPUS_PER_NODE}
+    ((trainers >= 1 && trainers <= GPUS_PER_NODE)) || fail "TRAIN_GPUS=$trainers of the node's $GPUS_PER_NODE"
+    ((trainers < GPUS_PER_NODE)) || own=(--rollout.colocate true)
+    own+=(--sync.transport tensor)
+else
+    ((TRAIN_NODES >= 1 && TRAIN_NODES < ${#nodes[@]})) || fail "TRAIN_NODES=$TRAIN_NODES of ${#nodes[@]} leaves none to serve"
+    ((GPUS_PER_NODE % SERVER_GPUS == 0)) || fail "SERVER_GPUS=$SERVER_GPUS does not divide GPUS_PER_NODE=$GPUS_PER_NODE"
+fi
 train_nodes=("${nodes[@]:0:TRAIN_NODES}")
 server_nodes=("${nodes[@]:TRAIN_NODES}")
 servers_per_node=$((GPUS_PER_NODE / SERVER_GPUS))
@@ -67,7 +76,7 @@ ulimit -n "$(ulimit -Hn)" # one socket a request, hundreds of requests
 settings=(--model.path "$MODEL" --runs_dir "$RUN_ROOT/runs" --rollout.server.tensor "$SERVER_GPUS")
 [[ -z ${TRAIN_DATA:-} ]] || settings+=(--data.path "$TRAIN_DATA")
 [[ -z ${EVAL_DATA:-} ]] || settings+=(--data.eval_path "$EVAL_DATA")
-settings+=("$@")
+settings+=("${own[@]}" "$@")
 
 # --overlap: both steps hold the whole job's resources; --kill-on-bad-exit: one lost rank ends its step.
 step=(srun --overlap --exact --kill-on-bad-exit=1 --mem=0 --unbuffered)
@@ -134,12 +143,8 @@ requeue() {
     exit 0
 }
 
-run_job() { # the sbatch file's own arguments
-    local name status deadline file addresses=()
-    name=$(sed -n 's/^name: *//p' "$CONFIG")
-    for ((i = 0; i < $#; i++)); do
-        [[ ${*:i+1:1} != --name ]] || name=${*:i+2:1}
-    done
+start_servers() { # waits until all answer; their addresses go into `addresses`
+    local deadline file i
     start_step "$logs/server-%t.log" "$(join "${server_nodes[@]}")" "$servers_per_node" \
         bash "$root/examples/slurm/task.sh" serve "$logs" "$CONFIG" "${settings[@]}"
     server_pid=$!
@@ -160,14 +165,22 @@ run_job() { # the sbatch file's own arguments
         addresses+=("$(<"$file")")
     done
     say "servers are ready: ${addresses[*]}"
+}
 
-    start_step "$logs/trainer-%t.log" "$(join "${train_nodes[@]}")" "$GPUS_PER_NODE" \
+run_job() { # the sbatch file's own arguments
+    local name status addresses=()
+    name=$(sed -n 's/^name: *//p' "$CONFIG")
+    for ((i = 0; i < $#; i++)); do
+        [[ ${*:i+1:1} != --name ]] || name=${*:i+2:1}
+    done
+    ((!servers)) || start_servers
+    start_step "$logs/trainer-%t.log" "$(join "${train_nodes[@]}")" "$trainers" \
         bash "$root/examples/slurm/task.sh" train "$logs" "$CONFIG" "${settings[@]}" \
         --rollout.addresses "[$(join "${addresses[@]}")]"
     train_pid=$!
-    say "trainer: $((TRAIN_NODES * GPUS_PER_NODE)) processes on $(join "${train_nodes[@]}"), $logs/trainer-0.log"
+    say "trainer: $((TRAIN_NODES * trainers)) processes on $(join "${train_nodes[@]}"), $logs/trainer-0.log"
 
-    while alive "$train_pid" && alive "$server_pid"; do
+    while alive "$train_pid" && { ((!servers)) || alive "$server_pid"; }; do
         pause 2
     done
     if alive "$train_pid"; then # it cannot go on without servers, but may just be ending

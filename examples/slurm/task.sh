@@ -33,6 +33,7 @@ case $role in
     train)
         # One task for each process, and no torchrun in between: signals and exit codes arrive as they are.
         export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+        export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / ${SLURM_STEP_NUM_NODES:-1}))
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
         exec .venv/bin/megatron-rl train "$@"
         ;;

@@ -28,6 +28,8 @@ _OWN_KEYS = {
     "--context-length": "rollout.context_length",
     **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "rollout.server.tensor"),
     **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "rollout.server.expert"),
+    "--base-gpu-id": "rollout.server.count, or rollout.colocate",
+    "--enable-memory-saver": "rollout.colocate",
 }
 """Flags that have a key of their own, which the rest of a run reads."""
 

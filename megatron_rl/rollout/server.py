@@ -35,6 +35,10 @@ MODELS_PACKAGE = "megatron_rl_models"
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
+MEMORY = ("kv_cache", "weights")
+"""Tags of what a server that sleeps gives up. CUDA graphs keep their own buffers: no address changes, so they stay valid."""
+DEATH_S = 3.0
+"""Seconds after a call that failed in which a server that was killed is gone: its parts do not end at the same moment."""
 
 
 def find_python(configured: str | None = None) -> Path:
@@ -131,6 +135,9 @@ class RolloutServer:
         pruning: bool = False,
         kept_sets: bool = False,
         fp32_lm_head: bool = False,
+        devices: Sequence[str] = (),
+        sleeps: bool = False,
+        keeps_weights: bool = False,
     ):
         """model: Hugging Face folder; dtype: bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one
         bf16); routes: capture the experts of every token; pythonpath:
@@ -138,7 +145,8 @@ class RolloutServer:
         router, zero until it is pushed; feature_stride: s > 0 sends the router features of every s-th response token
         along, in all replies (`FeatureLayout`); pruning: requests may prune the vocabulary's tail (`SamplingSupport`), for
         which pythonpath must hold the plugin; kept_sets: they may ask for the tokens that a truncation keeps;
-        fp32_lm_head: logits in fp32.
+        fp32_lm_head: logits in fp32; devices: GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process
+        sees; sleeps: it can be told to `sleep`; keeps_weights: its weights are in host memory meanwhile, and not lost.
 
         Errors: UserError for a feature_stride without predictor.
         """
@@ -151,6 +159,9 @@ class RolloutServer:
         self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
         self.predictor, self.feature_stride = predictor, feature_stride
         self.pruning, self.kept_sets, self.fp32_lm_head = pruning, kept_sets, fp32_lm_head
+        self.devices, self.sleeps, self.keeps_weights = list(devices), sleeps, keeps_weights
+        self.asleep: set[str] = set()
+        """Tags of the memory that it has given up."""
         self._reserved = reserve_port()  # also between the two lives of a restarted server
         self.port = self._reserved.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
@@ -160,7 +171,13 @@ class RolloutServer:
 
     @classmethod
     def from_config(
-        cls, config: Config, *, pythonpath: Sequence[str | Path], log_path: str | Path = "sglang.log"
+        cls,
+        config: Config,
+        *,
+        pythonpath: Sequence[str | Path],
+        log_path: str | Path = "sglang.log",
+        devices: Sequence[str] = (),
+        sleeps: bool = False,
     ) -> RolloutServer:
         """The server that a training run with this config wants."""
         return cls(
@@ -177,6 +194,10 @@ class RolloutServer:
             log_path=log_path,
             seed=config.seed,
             pythonpath=pythonpath,
+            devices=devices,
+            sleeps=sleeps,
+            # Between two refreshes it sleeps and wakes with what it has; else every wake is followed by a push.
+            keeps_weights=sleeps and config.sync.refresh.when == "drift",
         )
 
     def __enter__(self) -> RolloutServer:
@@ -228,6 +249,10 @@ class RolloutServer:
             command.append("--enable-fp32-lm-head")
         for choice in chosen:
             command += [choice.flag, choice.value]
+        if self.sleeps:
+            command.append("--enable-memory-saver")
+        if self.keeps_weights:
+            command.append("--enable-weights-cpu-backup")
         overrides: dict[str, object] = {}
         if self.dtype == "fp8" and machine.gpu is not None:
             overrides["quantization_config"] = quantization_config()
@@ -264,6 +289,8 @@ class RolloutServer:
         environment.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
         # A dead worker has to be known at once, not after a dump of the others, during which requests hang.
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+        if self.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         paths = self.pythonpath + [str(MODELS_PYTHONPATH)] * self.predictor
         if self.predictor:
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS_PACKAGE
@@ -278,6 +305,7 @@ class RolloutServer:
         if not (self.model / "config.json").is_file():
             raise UserError(f"model '{self.model}' has no config.json: rollout needs a Hugging Face folder")
         command = self.command()
+        self.asleep = set()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "a") as log:
             self._log_start = log.tell()
@@ -326,6 +354,40 @@ class RolloutServer:
                 return False
             time.sleep(0.05)
         return True
+
+    def sleep(self, *tags: str) -> None:
+        """Give up memory (MEMORY, or these tags of it); requests wait in the server until `wake`.
+
+        The prefix cache goes with the cache, weights that are not kept are lost. One that is dead, or dies of it, has given
+        up everything. Errors: UserError when it refuses, or takes longer than a start may.
+        """
+        if tags := set(tags or MEMORY) - self.asleep:
+            # Nothing may run while the cache is away, and SGLang gives it up only when nothing does.
+            self._control(("/pause_generation", {"mode": "retract"}), ("/release_memory_occupation", {"tags": [*tags]}))
+            self.asleep |= tags
+
+    def wake(self, *tags: str) -> None:
+        """Take memory back (all that was given up, or these tags of it); with the last of it, waiting requests go on."""
+        tags = self.asleep & set(tags or MEMORY)
+        calls = [("/resume_memory_occupation", {"tags": [*tags]})] if tags else []
+        if not self.asleep - tags:
+            calls.append(("/continue_generation", {}))
+        self._control(*calls, must_live=True)
+        self.asleep -= tags
+
+    def _control(self, *calls: tuple[str, dict], must_live: bool = False) -> None:
+        """POSTs in turn. Errors: UserError for a refusal; for one that is dead only where it must live."""
+        for path, body in calls:
+            request = urllib.request.Request(
+                self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=self.config.start_timeout_s):
+                    pass
+            except OSError as error:  # urllib's own errors are among them
+                if must_live or not self.dead(DEATH_S):
+                    raise UserError(f"SGLang at {self.address}{path}: {error} [log: {self.log_path}]") from None
+                return
 
     def stop(self) -> None:
         """End the whole process tree: SIGTERM, then SIGKILL. Returns when it is gone; harmless when called again."""

@@ -55,6 +55,9 @@ def main() -> int:
     grace, command = float(sys.argv[1]), sys.argv[2:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # A scheduler's notice to the owner that its time ends reaches all processes of a job step, and would end a server. What
+    # is ignored here stays so below.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

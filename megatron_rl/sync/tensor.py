@@ -1,4 +1,8 @@
-"""Shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies out of it."""
+"""Shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies out of it.
+
+The bucket lies on the GPU of the trainer's first process. SGLang's ranks on other GPUs read it over NVLink or PCIe, for
+which these need peer access (megatron_rl/preflight.py asks); they need not see the bucket's GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,14 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
 from megatron_rl.sync.transport import Transport
+
+DEVICE_ARGUMENT = 6
+"""Place of the device among the arguments of torch's rebuild_cuda_tensor; SGLang counts on it too (utils/patch_torch.py)."""
 
 
 class TensorTransport(Transport):
@@ -30,7 +38,7 @@ class TensorTransport(Transport):
             [
                 {
                     # One payload per rank: each opens a CUDA handle of its own.
-                    "serialized_named_tensors": [dump(bucket) for _ in range(self.tensor_parallel)],
+                    "serialized_named_tensors": [dump(bucket, rank) for rank in range(self.tensor_parallel)],
                     "load_format": "flattened_bucket",
                     "flush_cache": version is not None,
                     "weight_version": version,
@@ -39,15 +47,26 @@ class TensorTransport(Transport):
             ],
         )
 
-    def _dump_cpu(self, bucket: Bucket) -> str:
+    def _dump_cpu(self, bucket: Bucket, rank: int) -> str:
         entries = [entry | {"dtype": str(entry["dtype"]).removeprefix("torch.")} for entry in _metadata(bucket)]
         return base64.b64encode(memory.dump_call("map_bucket", (self._path, bucket.used, entries))).decode()
 
-    def _dump_cuda(self, bucket: Bucket) -> str:
+    def _dump_cuda(self, bucket: Bucket, rank: int) -> str:
         torch.cuda.synchronize()  # the bucket is filled before another process reads it
         metadata = [SimpleNamespace(**entry) for entry in _metadata(bucket)]
-        arguments = ({"flattened_tensor": bucket.data, "metadata": metadata},)
+        arguments = ({"flattened_tensor": _OpenedAt(bucket.data, rank), "metadata": metadata},)
         return base64.b64encode(memory.dump_call("own_copy", arguments, ForkingPickler)).decode()
+
+
+class _OpenedAt:
+    """Pickles as a CUDA tensor that another process maps into one of its own devices, not into that of its number here."""
+
+    def __init__(self, tensor: Tensor, device: int) -> None:
+        self._tensor, self._device = tensor, device
+
+    def __reduce__(self):
+        function, arguments = reductions.reduce_tensor(self._tensor)
+        return function, (*arguments[:DEVICE_ARGUMENT], self._device, *arguments[DEVICE_ARGUMENT + 1 :])
 
 
 def _metadata(bucket: Bucket) -> list[dict]:

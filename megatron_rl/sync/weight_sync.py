@@ -60,8 +60,10 @@ class WeightSync:
         rollout_dtype: Literal["bf16", "fp32", "fp8"],
         folder: Path | str | None = None,
         group: dist.ProcessGroup | None = None,
+        stay_paused: bool = False,
     ):
         """folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all).
+        stay_paused: after a push somebody else tells the servers to go on.
 
         fp8: matrices go out in block FP8 with their scales; without a GPU rounded to it, to an engine that serves bf16.
         """
@@ -69,6 +71,7 @@ class WeightSync:
             raise UserError("config: sync.transport = disk needs a folder that trainer and servers share")
         self.config, self.addresses, self.group = config, list(addresses), group
         self.folder = Path(folder) if folder is not None else None
+        self._stay_paused = stay_paused
         simulate = not torch.cuda.is_available()
         self.rollout_dtype = ROLLOUT_DTYPES[rollout_dtype]
         self._as_served: Callable[[Iterator], Iterator] = iter
@@ -84,6 +87,7 @@ class WeightSync:
         self._parameters: list[dict[str, EngineParameter]] = []
         self._slot_of: Callable[[str], Slot | None] = lambda name: None
         self._buffer: Tensor | None = None
+        self._expected: ExpectedChecksums | None = None
 
     # --- every rank -------------------------------------------------------------------------------------------------
 
@@ -108,6 +112,10 @@ class WeightSync:
                 pass
             return self._together(None)
         return self._together(lambda: self._push(named_tensors, str(version)))
+
+    def verify(self) -> None:
+        """Compare checksums with the last push. Errors (on every rank): WeightSyncError that names server and tensors."""
+        self._together(self._verify)
 
     def close(self) -> None:
         """Give up the connection. A later push connects again."""
@@ -230,9 +238,13 @@ class WeightSync:
                 self._transport = None
             raise
         finally:
-            if self._engines is not None:
+            if self._engines is not None and not self._stay_paused:
                 self._engines.attempt("/continue_generation", {})
         self.version = version
+        if self._stay_paused:  # the GPU is the engines' now
+            self._buffer = None
+            if torch.cuda.is_available():
+                torch.cuda.ipc_collect()
         return SyncStats(seconds=time.perf_counter() - started, **stats)
 
     def _open(self) -> None:
@@ -260,13 +272,17 @@ class WeightSync:
         if not sent["buckets"]:
             raise WeightSyncError("weight sync: there is no tensor to push")
         self._transport.finish(version)
+        self._expected = expected
+        self._verify(version)
+        return sent
+
+    def _verify(self, version: str | None = None) -> None:
         for address, ranks in zip(self.addresses, self._checksums(), strict=True):
-            if wrong := expected.mismatches(ranks):
+            if wrong := self._expected.mismatches(ranks):
                 raise WeightSyncError(
-                    f"weight sync: checksums differ after the push of version {version} to {address}: "
+                    f"weight sync: checksums differ after the push of version {version or self.version} to {address}: "
                     + "; ".join(wrong)
                 )
-        return sent
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """The engine's own dtype of a tensor: it may keep single ones (routing biases) in fp32."""

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
-from megatron_rl.preflight import check_memory_savers, preflight
+from megatron_rl.preflight import _check_servers, check_memory_savers, preflight
 from megatron_rl.rollout.sampling import SamplingSupport
 
 REFUSED = {
@@ -39,6 +39,18 @@ REFUSED = {
     "experts of a server": (
         {"rollout": {"server": {"tensor": 4, "expert": 6}}},
         "rollout.server.expert = 6 does not divide rollout.server.tensor = 4; take 2",
+    ),
+    "GPUs by a flag": (
+        {"rollout": {"server": {"extra_args": ["--base-gpu-id", "4"]}}},
+        "extra_args has --base-gpu-id, which is rollout.server.count, or rollout.colocate; set that key",
+    ),
+    "turns with strangers": (
+        {"rollout": {"colocate": True, "addresses": ["http://10.0.0.1:30000"]}},
+        r"colocate with rollout.addresses.*set addresses: \[\], or colocate: false",
+    ),
+    "two on one GPU": (
+        {"rollout": {"colocate": True}},
+        "colocate with sync.transport = distributed: NCCL takes no two processes.*set sync.transport: tensor",
     ),
     "no bound": ({"correction": {"mode": "truncate"}}, "'truncate' needs high; set correction.high: 2.0"),
     "neither bound": ({"correction": {"mode": "clip"}}, "'clip' needs low, high or both; set"),
@@ -307,3 +319,26 @@ def test_agreement_floor_outside_its_interval(floor):
     with pytest.raises(UserError, match=r"'rollout.agreement_floor' = .*(greater than 0|less than 1)"):
         build_config({"rollout": {"agreement_floor": floor}})
     assert build_config({"rollout": {"agreement_floor": None}}).rollout.agreement_floor is None
+
+
+def test_a_colocated_server_starts_within_the_trainers_patience(tiny_model, monkeypatch):
+    """The other processes wait for the first, which waits for its servers."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    keys = {"rollout": {"colocate": True}, "sync": {"transport": "tensor"}, "parallel": {"timeout_s": 300}}
+    config = build_config(keys | {"model": {"path": str(tiny_model("qwen3_moe"))}, "batch": {"prompts_per_step": 4}})
+    with pytest.raises(UserError, match=r"timeout_s = 300 s .*start_timeout_s = 300 s .*make the former larger"):
+        preflight(config, "train")
+    preflight(config, "ask")
+
+
+def test_weights_reach_gpus_with_peer_access_alone(monkeypatch):
+    """The bucket is on the first GPU; of four that the servers have, one cannot read it."""
+    config = build_config({"rollout": {"colocate": True, "server": {"tensor": 2}}, "sync": {"transport": "tensor"}})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda device, peer: True)
+    _check_servers(config, "train", 4)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda device, peer: device != 3)
+    with pytest.raises(UserError, match=r"GPU 3 has no peer access to GPU 0.*set sync.transport: disk"):
+        _check_servers(config, "train", 4)

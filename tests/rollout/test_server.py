@@ -90,6 +90,15 @@ def test_supervisor_ignores_signals_and_passes_the_status_on():
     assert supervisor.wait(20) == 7
 
 
+def test_a_notice_to_the_owner_ends_no_server():
+    """SIGUSR1 of a scheduler, which all processes of a job step get."""
+    supervisor = supervised(["sh", "-c", "sleep 1.5; exit 7"])
+    assert wait_for(lambda: len(tree(supervisor.pid)) >= 2, 20)
+    for pid in (supervisor.pid, *tree(supervisor.pid)):
+        os.kill(pid, signal.SIGUSR1)
+    assert supervisor.wait(20) == 7
+
+
 def test_a_missing_environment_names_the_remedy(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"rollout\.server\.python = '/nowhere/python'"):
         find_python("/nowhere/python")

@@ -58,6 +58,8 @@ def test_keys_on_the_scripts_command_lines_exist():
         "data.path",
         "data.eval_path",
         "rollout.addresses",
+        "rollout.colocate",
+        "sync.transport",
     }
     assert used <= set(key_paths())
 
@@ -140,3 +142,90 @@ def test_server_and_trainer_have_the_same_nccl_setting(tmp_path, given):
         for role in ("serve", "train")
     ]
     assert said == [f"{given or 0}\n"] * 2
+
+
+SRUN = """#!/usr/bin/env bash
+# Notes what would run where, and how the process at the head of the step would see it.
+printf '%s\\n' "$*" >>"$LOGGED"
+while [[ $1 == --* ]]; do
+    [[ $1 != --ntasks=* ]] || export SLURM_NTASKS=${1#*=}
+    [[ $1 != --nodes=* ]] || export SLURM_STEP_NUM_NODES=${1#*=}
+    shift
+done
+SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=node0 GLOO_SOCKET_IFNAME=lo "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[[ $2 != hostnames ]] || printf 'node%s\\n' $(seq 0 $((NODES - 1)))
+[[ $2 != node ]] || echo "NodeName=$3 NodeAddr=127.0.0.1 State=UP"
+"""
+TRAINER = """#!/usr/bin/env bash
+echo "rank $RANK of $WORLD_SIZE, $LOCAL_WORLD_SIZE here: $*"
+"""
+
+
+def submit(tmp_path: Path, *arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess, list[str], str]:
+    """Run a script with stand-ins for SLURM's commands and for the trainer: what it says, its steps, the trainer's log."""
+    checkout, model = tmp_path / "checkout", tmp_path / "model"
+    for file, text in (("bin/srun", SRUN), ("bin/scontrol", SCONTROL), ("checkout/.venv/bin/megatron-rl", TRAINER)):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    for name in ("examples", "configs"):
+        (checkout / name).symlink_to(REPOSITORY / name)
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "LOGGED": str(tmp_path / "steps"),
+        "MODEL": str(model),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "job",
+        "SLURM_JOB_NODELIST": "all",
+        "SLURM_CPUS_ON_NODE": "32",
+        "SLURM_SUBMIT_DIR": str(checkout),
+        "SLURM_GPUS_ON_NODE": "8",
+        "NODES": "1",
+    }
+    script = next(s for s in SCRIPTS if s.stem == "olmoe-1b-7b")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    done = subprocess.run(
+        ["bash", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | environment | variables,
+    )
+    steps, log = tmp_path / "steps", checkout / "logs" / "job-1" / "attempt-0" / "trainer-%t.log"
+    said = re.search(r"rank .*", done.stdout)  # the stand-in of srun writes to no log
+    assert not log.exists()
+    return done, steps.read_text().splitlines() if steps.exists() else [], said[0] if said else ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "processes", "settings"),
+    [
+        ({}, 8, "--rollout.server.tensor 1 --rollout.colocate true --sync.transport tensor --steps 3"),
+        ({"TRAIN_GPUS": "4", "SERVER_GPUS": "2"}, 4, "--rollout.server.tensor 2 --sync.transport tensor --steps 3"),
+    ],
+)
+def test_on_one_node_the_trainer_starts_its_servers(tmp_path, variables, processes, settings):
+    done, steps, said = submit(tmp_path, "--steps", "3", **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(steps) == 1 and f"--nodes=1 --ntasks={processes} --ntasks-per-node={processes}" in steps[0]
+    assert said.startswith(f"rank 0 of {processes}, {processes} here: train ")
+    assert f"{settings} --rollout.addresses []" in said, "an argument of the user's comes after the script's own"
+
+
+def test_more_gpus_than_the_node_has_are_refused(tmp_path):
+    done, steps, _ = submit(tmp_path, TRAIN_GPUS="9")
+    assert done.returncode == 1 and not steps
+    assert "TRAIN_GPUS=9 of the node's 8" in done.stderr
+
+
+@pytest.mark.parametrize(("nodes", "training"), [(2, 1), (3, 1), (4, 2), (8, 4)])
+def test_half_of_several_nodes_train(tmp_path, nodes, training):
+    done, steps, _ = submit(tmp_path, NODES=str(nodes))
+    assert done.returncode == 1 and "server 0 ended before it was ready" in done.stderr, "there is no SGLang here"
+    assert f"--nodes={nodes - training} " in steps[0] and " serve " in steps[0]
+    assert "rollout.colocate" not in steps[0]

@@ -1,7 +1,8 @@
 """What lets SGLang run where no GPU exists. Nothing here is used on a machine with CUDA.
 
 The folder `pythonpath/` is put first on PYTHONPATH of the server process alone. It holds stand-ins for the packages
-`sgl_kernel` and `torch_memory_saver`, and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry point group `sglang.srt.plugins`.
+`sgl_kernel` and `torch_memory_saver`, and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry point
+group `sglang.srt.plugins`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,49 @@
+"""A bucket on a GPU, as the servers get it: without a GPU its CUDA handle is a stand-in, the rest is as it is sent."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import pickle
+from types import SimpleNamespace
+
+import torch
+from torch.multiprocessing import reductions
+
+from megatron_rl.sync.buckets import fill_buckets
+from megatron_rl.sync.tensor import DEVICE_ARGUMENT, TensorTransport
+
+
+def rebuilt(*arguments):
+    """In the place of torch's rebuild_cuda_tensor."""
+    return arguments
+
+
+def test_each_rank_maps_the_bucket_into_its_own_gpu(monkeypatch):
+    """Whatever number the trainer's GPU has there: a server sees its own GPUs alone."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[DEVICE_ARGUMENT] == "storage_device"
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuilt, tuple(names)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    sent = []
+    engines = SimpleNamespace(addresses=["a", "b"], call=lambda path, bodies: sent.append((path, bodies)))
+    transport = TensorTransport(engines, 2)
+    buffer = torch.empty(64, dtype=torch.uint8)
+    [(bucket, _)] = fill_buckets(
+        [[("w", torch.ones(4))]],
+        capacity=64,
+        dtype_of=lambda name: torch.float32,
+        buffer_of=lambda nbytes: buffer,
+        seen=lambda name, tensor: None,
+    )
+    monkeypatch.setattr(transport, "_dump_cpu", transport._dump_cuda)
+    transport.send(bucket, "1")
+    [(path, bodies)] = sent
+    assert path == "/update_weights_from_tensor" and len(bodies) == 2
+    for body in bodies:
+        payloads = [pickle.loads(base64.b64decode(text)) for text in body["serialized_named_tensors"]]
+        for rank, payload in enumerate(payloads):
+            expected = [*names[:DEVICE_ARGUMENT], rank, *names[DEVICE_ARGUMENT + 1 :]]
+            assert list(payload["flattened_tensor"]) == expected
+            assert [entry.name for entry in payload["metadata"]] == ["w"]
+        assert len(payloads) == 2

@@ -89,6 +89,19 @@ def test_a_run_as_one_page(tmp_path):
     assert re.findall(r">([^<>]+)</td>", row) == ["score", "0.250", "0.750", "+0.500", "0 → 20"]
 
 
+def test_numbers_of_gpus_have_charts_where_there_are_any(tmp_path):
+    numbers = {"memory/peak_gb": 61.5, "memory/reserved_gb": 70.0, "throughput/mfu": 0.31, "time/sleep_s": 2.0}
+    config = Config(name="gpu", steps=2)
+    with RunLogger(tmp_path, config) as logger:
+        for step in (1, 2):
+            logger.log_step(step, {"time/step_s": 3.0, "time/train_s": 1.0, **numbers})
+    charts = Page(write_report(tmp_path)).charts
+    assert [s["points"][0] for s in charts["GPU memory"]["series"]] == [[1, 61.5], [1, 70.0]]
+    assert charts["GPU utilization"]["series"][0]["points"] == [[1, 0.31], [2, 0.31]]
+    assert [s["label"] for s in charts["Where a step's time goes"]["series"]] == ["sleep", "train"]
+    assert not {"GPU memory", "GPU utilization"} & set(Page(write_report(make_run(tmp_path / "cpu", 2))).charts)
+
+
 def test_the_page_needs_nothing_from_outside_and_rollouts_stay_text(tmp_path):
     path = write_report(make_run(tmp_path / "run", 3, total=3))
     text, page = path.read_text(encoding="utf-8"), Page(path)

@@ -17,6 +17,7 @@ from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
 from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer
 
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 
@@ -91,6 +92,13 @@ def new_bytes(old: dict[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for key, storage in device_storages().items() if key not in old)
 
 
+def host_gradients(trainer: Trainer) -> dict[int, torch.UntypedStorage]:
+    """What an optimizer of two devices keeps in host memory, where there is a device."""
+    inner = [part.optimizer for part in trainer.optimizer.chained_optimizers]
+    kept = [g for one in inner if isinstance(one, HybridDeviceOptimizer) for g in one.cpu_copy_map_grad.values()]
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in kept}
+
+
 def places(trainer: Trainer) -> list[tuple[int, int]]:
     """Where parameters and gradients are in Megatron's buffers, as far as they are views of them."""
     found = []
@@ -116,6 +124,7 @@ def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[st
     old = device_storages()
     trainer = make_trainer(config)
     one_update(trainer, samples)
+    old |= host_gradients(trainer)
     sizes = {"awake": new_bytes(old)}
     before, at = state_of(trainer), places(trainer)
     old |= {t.untyped_storage()._cdata: t.untyped_storage() for t in before.values()}

@@ -232,10 +232,11 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
         found["routes"] += table(len(moe_layers)) * ((source not in FROM_ENGINE) + (source == "predicted"))
         cached = min(config.routing.cached_tokens, config.rollout.max_new_tokens) * tokens.responses
         cached //= share * config.parallel.context
-        of_token = 4 * shape.experts  # logits
-        if source in PREDICTING:  # router input and the predictor's bias
-            of_token += TRAIN[config.precision.train].dtype.itemsize * shape.hidden + 4 * shape.experts
-        found["features"] = of_token * cached * len(moe_layers)
+        found["features"] = 4 * shape.experts * cached  # logits
+        if source in PREDICTING:  # the predictor's bias, and router inputs where an update learns: in all but the first
+            inputs = TRAIN[config.precision.train].dtype.itemsize * shape.hidden * cached
+            found["features"] += 4 * shape.experts * cached + inputs - inputs // config.batch.updates_per_step
+        found["features"] *= len(moe_layers)
     return found
 
 

@@ -29,14 +29,15 @@ def sft(config: Config) -> None:
                     for prompt, text in zip(prompts, texts, strict=True)
                 ]
                 [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
-                batches = trainer.pack([samples[i] for i in shares[run.ranks.data_rank]])
+                mine = [samples[i] for i in shares[run.ranks.data_rank]]
+                batches = trainer.pack(mine)
                 metrics = trainer.update(batches, sft_objective, pointwise=True)
             run.step += 1
             with clock("checkpoint"):
                 if run.due(config.checkpoint.every):
                     run.save()
             times = clock.times()
-            sequences = [(len(s.tokens) - 1, len(s.tokens) - s.prompt_length) for s in run.share(samples)]
+            sequences = [(len(s.tokens) - 1, len(s.tokens) - s.prompt_length) for s in mine]
             gpus = hardware_metrics(run, sequences, times, sum(len(s.tokens) for s in samples))
             run.logger.log_step(run.step, update_metrics([metrics]) | gpus | times)
         run.save_hf()

@@ -88,11 +88,15 @@ def test_a_save_and_a_push():
 
 
 def test_features_are_those_of_the_papers_formula():
-    """Beside the paper's router inputs and logits we keep the predictor's bias, 4 E bytes more."""
-    found = plan("Qwen3-30B-A3B", 8, routing__source="predicted")
+    """Beside the paper's router inputs and logits we keep the predictor's bias, 4 E bytes more; of the first update's
+    responses, from which no predictor learns, no router inputs."""
+    updates = 4
+    found = plan("Qwen3-30B-A3B", 8, routing__source="predicted", batch__updates_per_step=updates)
     responses, cached = 64 * 8 // 8, 1024
     paper = cache_cost(48, 2048, 128, 8, 16_384, cached)
-    assert found.usage.kinds["features"] == responses * (paper.feature_bytes + 4 * 128 * 48 * cached)
+    assert found.usage.kinds["features"] == responses * (
+        paper.feature_bytes + 4 * 128 * 48 * cached - 2 * 2048 * 48 * cached // updates
+    )
     assert found.usage.kinds["predictors"] == 16 * 48 * 2048 * 128
     one_byte = cache_cost(48, 2048, 128, 8, responses * 18_431, 1, index_bytes=1).index_bytes
     assert found.usage.kinds["routes"] == 2 * one_byte  # recorded, and what it would have chosen without

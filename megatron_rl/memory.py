@@ -136,7 +136,7 @@ def stage_usage(config: Config, shape: Shape, plan: Plan, stage: int, kernels: K
         | _vp2o_bytes(config, shape, moe_layers)
         | {"push": _push_buffer(config, shape), "reserve": RESERVE}
     )
-    return Usage(stage, resident, _phases(config, shape, stage, weights, tokens, kernels))
+    return Usage(stage, resident, _phases(config, shape, stage, weights, tokens, plan.world_size, kernels))
 
 
 def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[str, int]:
@@ -233,8 +233,13 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
         cached = min(config.routing.cached_tokens, config.rollout.max_new_tokens) * tokens.responses
         cached //= share * config.parallel.context
         of_token = 4 * shape.experts  # logits
-        if source in PREDICTING:  # router input and the predictor's bias
-            of_token += TRAIN[config.precision.train].dtype.itemsize * shape.hidden + 4 * shape.experts
+        updates = config.batch.updates_per_step
+        if (
+            source in PREDICTING
+        ):  # the predictor's bias, and router inputs of the updates that learn from them: all but the first
+            of_token += 4 * shape.experts
+            width = TRAIN[config.precision.train].dtype.itemsize
+            of_token += width * shape.hidden * (updates - 1) // updates
         found["features"] = of_token * cached * len(moe_layers)
     return found
 
@@ -267,14 +272,20 @@ def _push_buffer(config: Config, shape: Shape) -> int:
 
 
 def _phases(
-    config: Config, shape: Shape, stage: int, weights: list[Weight], tokens: _StepTokens, kernels: Kernels
+    config: Config,
+    shape: Shape,
+    stage: int,
+    weights: list[Weight],
+    tokens: _StepTokens,
+    gpus: int,
+    kernels: Kernels,
 ) -> dict[str, dict[str, int]]:
     """Temporaries of the phases of a step, on a pipeline stage."""
     activations = stage_activations(config, shape, stage, tokens.micro_batch, tokens.micro_batches, kernels)
     layers = stage_layers(shape, config.parallel, stage)
     phases = {
         "layer": {"activations": activations, **layer_work(config, shape, layers, tokens.micro_batch, kernels)},
-        "optimizer": {"optimizer_step": 0},
+        "optimizer": {"optimizer_step": _step_work(config, weights, gpus)},
     }
     if stage == config.parallel.pipeline - 1:
         phases["head"] = {"activations": activations, **head_work(config, shape, tokens.micro_batch)}
@@ -283,6 +294,12 @@ def _phases(
         outputs = count(of_experts) // 3 // moe_layers  # fc1 is two thirds of an expert
         phases["transform"] = {"transform": STEIN_BUFFERS * 4 * outputs + 3 * 2**24}
     return phases
+
+
+def _step_work(config: Config, weights: list[Weight], gpus: int) -> int:
+    """Temporaries of the optimizer's step: bf16 gradients of its share in fp32, unless it takes them as they are."""
+    as_they_are = config.optimizer.precision_aware or config.optimizer.cpu_offload
+    return 0 if config.precision.gradients == "fp32" or as_they_are else 4 * sharded(config, weights, gpus)
 
 
 def stage_activations(
@@ -385,12 +402,13 @@ def head_work(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
     width = TRAIN[config.precision.train].dtype.itemsize
     rows = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     chunk = min(config.model.head_chunk_tokens, tokens)
-    logits = width * chunk * rows
+    logits = (4 if config.precision.fp32_lm_head else width) * chunk * rows
     table = rows * shape.hidden
     product = width * table if width < 4 else 0  # of one chunk, before it is added
     summed = (4 if tokens > chunk else width) * table
     # Forward: logits and a product. Backward: the sum times a number, and that in the weights' type.
-    peak = summed + max(logits + product, summed + product)
+    rounded = width * chunk * rows if config.precision.fp32_lm_head and width < 4 else 0  # gradients of fp32 logits
+    peak = summed + max(logits + rounded + product, summed + product)
     hidden = 2 * width * tokens * shape.hidden
     return {"logits": logits, "head": peak - logits + hidden}
 

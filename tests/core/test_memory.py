@@ -88,11 +88,12 @@ def test_a_save_and_a_push():
 
 
 def test_features_are_those_of_the_papers_formula():
-    """Beside the paper's router inputs and logits we keep the predictor's bias, 4 E bytes more."""
+    """Beside the paper's router inputs and logits we keep the predictor's bias, 4 E bytes more; and inputs, 2 d bytes, only of
+    the updates that learn from them, one of two."""
     found = plan("Qwen3-30B-A3B", 8, routing__source="predicted")
     responses, cached = 64 * 8 // 8, 1024
     paper = cache_cost(48, 2048, 128, 8, 16_384, cached)
-    assert found.usage.kinds["features"] == responses * (paper.feature_bytes + 4 * 128 * 48 * cached)
+    assert found.usage.kinds["features"] == responses * (paper.feature_bytes + (4 * 128 - 2048) * 48 * cached)
     assert found.usage.kinds["predictors"] == 16 * 48 * 2048 * 128
     one_byte = cache_cost(48, 2048, 128, 8, responses * 18_431, 1, index_bytes=1).index_bytes
     assert found.usage.kinds["routes"] == 2 * one_byte  # recorded, and what it would have chosen without
@@ -142,6 +143,30 @@ def test_precision_and_an_optimizer_that_is_not_sharded():
     assert fp32["optimizer"] * 3 == bf16["optimizer"] * 2
     assert fp8["weights"] == bf16["weights"] > fp8["fp8_weights"] > 0.8 * bf16["weights"]
     assert whole["optimizer"] == 6 * whole["weights"] > bf16["optimizer"]
+
+
+def test_savers_of_the_optimizer_and_gradients():
+    """12 bytes a parameter become 0, 10 or 6; gradients 4 or 2, which a plain Adam makes fp32 again for its step."""
+    plain, offloaded, aware, narrow, gradients, both = (
+        plan("Qwen3-30B-A3B", 8, **keys).usage
+        for keys in (
+            {},
+            {"optimizer__cpu_offload": 1.0},
+            {"optimizer__precision_aware": True},
+            {"optimizer__precision_aware": True, "optimizer__moments": "bf16"},
+            {"precision__gradients": "bf16"},
+            {"precision__gradients": "bf16", "optimizer__precision_aware": True},
+        )
+    )
+    sizes = [usage.kinds.get("optimizer", 0) * 12 / plain.kinds["optimizer"] for usage in (offloaded, aware, narrow)]
+    assert sizes == pytest.approx([0, 10, 6])
+    assert gradients.kinds["gradients"] * 2 == plain.kinds["gradients"]
+    assert gradients.kinds["optimizer_step"] * 3 == plain.kinds["optimizer"] and "optimizer_step" not in both.kinds
+
+
+def test_an_fp32_head_takes_more():
+    bf16, fp32 = (plan("gpt-oss-20b", 8, precision__fp32_lm_head=on).usage.kinds for on in (False, True))
+    assert fp32["logits"] == 2 * bf16["logits"]
 
 
 def test_pipeline_stages_have_micro_batches_in_flight():

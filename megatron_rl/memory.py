@@ -2,8 +2,8 @@
 
 Exact: weights, gradients, optimizer state, reference, predictors. Counted from what the code keeps for the backward:
 activations and logits (`tests/trainer/test_memory_plan.py` measures them). Upper bounds: temporaries of a layer, and all
-that grows with the tokens of a step, as every response may be as long as rollout.context_length allows. Assumed: RESERVE
-and IMBALANCE.
+that grows with the tokens of a step, as every response may be as long as rollout.context_length allows. Assumed: RESERVE,
+ASLEEP and IMBALANCE.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from megatron_rl.trainer.objective import score_before
 GB = 10**9
 RESERVE = 3 * GB
 """CUDA's context, NCCL's buffers, workspaces of cuBLAS and attention, fragments of the allocator: an assumption."""
+ASLEEP = 2 * GB
+"""What a colocated engine keeps while the trainer trains, CUDA's context and graphs: an assumption."""
 IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
@@ -134,7 +136,7 @@ def stage_usage(config: Config, shape: Shape, plan: Plan, stage: int, kernels: K
         | {"predictors": _predictor_bytes(config, shape, moe_layers)}
         | _batch_bytes(config, shape, moe_layers, tokens)
         | _vp2o_bytes(config, shape, moe_layers)
-        | {"push": _push_buffer(config, shape), "reserve": RESERVE}
+        | {"push": _push_buffers(config, shape), "server": ASLEEP * config.rollout.colocate, "reserve": RESERVE}
     )
     return Usage(stage, resident, _phases(config, shape, stage, weights, tokens, plan.world_size, kernels))
 
@@ -260,12 +262,12 @@ def _vp2o_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> dict[str
     return {"anchors": each * len(moe_layers)}
 
 
-def _push_buffer(config: Config, shape: Shape) -> int:
-    """On rank 0: a bucket, or the largest tensor where that is larger."""
+def _push_buffers(config: Config, shape: Shape) -> int:
+    """On rank 0, two in turn: a bucket, or the largest tensor where that is larger."""
     if config.sync.transport == "disk":
         return 0
     width = ROLLOUT_DTYPES[config.precision.rollout].itemsize
-    return max(int(config.sync.bucket_mb * 2**20), width * shape.vocab * shape.hidden)
+    return 2 * max(int(config.sync.bucket_mb * 2**20), width * shape.vocab * shape.hidden)
 
 
 # -- the passes --------------------------------------------------------------------------------------------------------
@@ -446,11 +448,17 @@ def push_cost(config: Config, shape: Shape) -> dict[str, int]:
     return {"bytes": total, "buckets": buckets}
 
 
-def server_use(config: Config, shape: Shape, memory: int) -> dict[str, int]:
-    """On one GPU of a server that the trainer starts: its weights, and what its share of the memory leaves for the cache."""
-    weights = push_cost(config, shape)["bytes"] // config.rollout.server.tensor
+def server_use(config: Config, shape: Shape, weights: int, memory: int) -> dict[str, int | bool]:
+    """On one GPU of a server that the trainer starts: its weights, its share of the memory and what of it is for the cache.
+
+    weights: the trainer's on a GPU, which are there too while they are pushed to a colocated engine.
+    """
+    served = push_cost(config, shape)["bytes"] // config.rollout.server.tensor
     share = int(config.rollout.server.memory_fraction * memory)
-    return {"weights": weights, "share": share, "cache": max(0, share - weights)}
+    beside = RESERVE if config.rollout.colocate else 0
+    pushing = beside and served + weights + _push_buffers(config, shape)
+    fits = share > served and max(share, pushing) + beside <= memory
+    return {"weights": served, "share": share, "cache": max(0, share - served), "fits": fits}
 
 
 # -- what helps --------------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import pytest
 from models.test_sizes import MODELS
 
 from megatron_rl.cli import main
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config, ServerConfig, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.fit import check_fits
-from megatron_rl.memory import GB, Estimate, changed, estimate, remedies
+from megatron_rl.memory import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
+from megatron_rl.models.sizes import Shape
 from megatron_rl.routing.cost import cache_cost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -184,6 +185,22 @@ def test_vp2o_keeps_anchors():
     assert kinds["anchors"] == 16 * of_layer and kinds["transform"] > 3 * 4 * 8 * 1024 * 2048
 
 
+def test_an_engine_on_the_same_gpus():
+    """Asleep it keeps ASLEEP; awake it has its share, or its weights beside the trainer's while they are pushed."""
+    config = changed(recipe("Qwen3-30B-A3B"), "rollout.server", ServerConfig(tensor=2, memory_fraction=0.8))
+    apart, shared = (
+        estimate(changed(config, "rollout.colocate", c), MODELS["Qwen3-30B-A3B"], 16) for c in (False, True)
+    )
+    assert shared.usage.total - apart.usage.total == ASLEEP
+    shape = Shape.from_config(MODELS["Qwen3-30B-A3B"])
+    weights, config = shared.usage.kinds["weights"], changed(config, "rollout.colocate", True)
+    found = server_use(config, shape, weights, 80 * GB)
+    assert found["weights"] * 2 == shared.push["bytes"] and found["share"] == 64 * GB and found["fits"]
+    assert not server_use(changed(config, "rollout.server.memory_fraction", 0.97), shape, weights, 80 * GB)["fits"]
+    assert not server_use(config, shape, weights, 38 * GB)["fits"]  # 30.5 of its weights in a share of 30.4
+    assert not server_use(config, shape, weights, 45 * GB)["fits"]  # 30.5 + 10.3 + 1.2 of buckets, and the reserve
+
+
 def test_remedies_do_what_they_say():
     config, hf_config = recipe("Qwen3-30B-A3B"), MODELS["Qwen3-30B-A3B"]
     now = estimate(config, hf_config, 16)
@@ -229,7 +246,12 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
     resident = sum(size for kind, size in kinds.items() if kind not in temporary | {"total"})
     assert kinds["total"] == resident + max(phases.values())
     assert report["save"]["host_bytes"] and report["push"]["buckets"]
-    server = {"weights": report["push"]["bytes"], "share": 68 * GB, "cache": 68 * GB - report["push"]["bytes"]}
+    server = {
+        "weights": report["push"]["bytes"],
+        "share": 68 * GB,
+        "cache": 68 * GB - report["push"]["bytes"],
+        "fits": True,
+    }
     assert report["server"] == server
     assert main(given) == 0
     text = capsys.readouterr().out

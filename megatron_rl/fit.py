@@ -29,7 +29,8 @@ MEANING = {
     "routes": "experts of every token of a step",
     "features": "router inputs and logits of cached tokens",
     "anchors": "VP2O's prototypes and probes",
-    "push": "bucket of the weights on their way to the engine",
+    "push": "buckets of the weights on their way to the engine",
+    "server": "an engine that shares the GPU, asleep: assumed",
     "reserve": "CUDA, NCCL, workspaces, fragments: assumed",
     "activations": "what forwards keep for their backwards",
     "layer": "one layer's backward: what is recomputed, gradients",
@@ -55,7 +56,7 @@ def plan_command(config: Config, gpus: int, memory_gb: float, *, as_json: bool =
 
 def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory: int) -> dict[str, Any]:
     """What `--json` prints; all sizes in bytes. per_gpu: of the pipeline stage that needs most. Its total is what is resident
-    and the largest of `phases`, which follow one another and share their memory. fits: the trainer, on GPUs of its own.
+    and the largest of `phases`, which follow one another and share their memory. fits: while it trains.
     server: one GPU of an engine of rollout.server, of that memory."""
     usage = found.usage
     helps = remedies(config, hf_config, found, usage.largest)
@@ -71,7 +72,7 @@ def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory
         "host_optimizer": found.host,
         "save": found.save,
         "push": found.push,
-        "server": server_use(config, Shape.from_config(hf_config), memory),
+        "server": server_use(config, Shape.from_config(hf_config), usage.resident["weights"], memory),
         "fits": found.fits(memory),
         "breaks_first": {
             "kind": usage.largest,
@@ -141,9 +142,8 @@ def _print_tables(report: dict[str, Any]) -> None:
         f" node, {gigabytes(save['disk_bytes'])} GB on disk; a push: {gigabytes(push['bytes'])} GB in {push['buckets']} buckets"
     )
     server = report["server"]
-    cache = (
-        f"{gigabytes(server['cache'])} GB for its cache" if server["cache"] else "[bold red]nothing for its cache[/]"
-    )
+    cache = f"{gigabytes(server['cache'])} GB for its cache" if server["cache"] else "nothing for its cache"
+    cache += "" if server["fits"] else " [bold red]and does not fit[/]"
     console.print(
         f"a GPU of an engine: {gigabytes(server['weights'])} GB of weights, so that rollout.server.memory_fraction ="
         f" {gigabytes(server['share'])} GB leaves {cache}"

@@ -2,8 +2,8 @@
 
 Exact: weights, gradients, optimizer state, reference, predictors. Counted from what the code keeps for the backward:
 activations and logits (`tests/trainer/test_memory_plan.py` measures them). Upper bounds: temporaries of a layer, and all
-that grows with the tokens of a step, as every response may be as long as rollout.context_length allows. Assumed: RESERVE
-and IMBALANCE.
+that grows with the tokens of a step, as every response may be as long as rollout.context_length allows. Assumed: RESERVE,
+ASLEEP and IMBALANCE.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from megatron_rl.trainer.objective import score_before
 GB = 10**9
 RESERVE = 3 * GB
 """CUDA's context, NCCL's buffers, workspaces of cuBLAS and attention, fragments of the allocator: an assumption."""
+ASLEEP = 2 * GB
+"""What a colocated engine keeps while the trainer trains, CUDA's context and graphs: an assumption."""
 IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
@@ -134,9 +136,9 @@ def stage_usage(config: Config, shape: Shape, plan: Plan, stage: int, kernels: K
         | {"predictors": _predictor_bytes(config, shape, moe_layers)}
         | _batch_bytes(config, shape, moe_layers, tokens)
         | _vp2o_bytes(config, shape, moe_layers)
-        | {"push": _push_buffer(config, shape), "reserve": RESERVE}
+        | {"push": _push_buffers(config, shape), "server": ASLEEP * config.rollout.colocate, "reserve": RESERVE}
     )
-    return Usage(stage, resident, _phases(config, shape, stage, weights, tokens, kernels))
+    return Usage(stage, resident, _phases(config, shape, stage, weights, tokens, plan.world_size, kernels))
 
 
 def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[str, int]:
@@ -256,26 +258,32 @@ def _vp2o_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> dict[str
     return {"anchors": each * len(moe_layers)}
 
 
-def _push_buffer(config: Config, shape: Shape) -> int:
-    """On rank 0: a bucket, or the largest tensor where that is larger."""
+def _push_buffers(config: Config, shape: Shape) -> int:
+    """On rank 0, two in turn: a bucket, or the largest tensor where that is larger."""
     if config.sync.transport == "disk":
         return 0
     width = ROLLOUT_DTYPES[config.precision.rollout].itemsize
-    return max(int(config.sync.bucket_mb * 2**20), width * shape.vocab * shape.hidden)
+    return 2 * max(int(config.sync.bucket_mb * 2**20), width * shape.vocab * shape.hidden)
 
 
 # -- the passes --------------------------------------------------------------------------------------------------------
 
 
 def _phases(
-    config: Config, shape: Shape, stage: int, weights: list[Weight], tokens: _StepTokens, kernels: Kernels
+    config: Config,
+    shape: Shape,
+    stage: int,
+    weights: list[Weight],
+    tokens: _StepTokens,
+    gpus: int,
+    kernels: Kernels,
 ) -> dict[str, dict[str, int]]:
     """Temporaries of the phases of a step, on a pipeline stage."""
     activations = stage_activations(config, shape, stage, tokens.micro_batch, tokens.micro_batches, kernels)
     layers = stage_layers(shape, config.parallel, stage)
     phases = {
         "layer": {"activations": activations, **layer_work(config, shape, layers, tokens.micro_batch, kernels)},
-        "optimizer": {"optimizer_step": 0},
+        "optimizer": {"optimizer_step": _step_work(config, weights, gpus)},
     }
     if stage == config.parallel.pipeline - 1:
         phases["head"] = {"activations": activations, **head_work(config, shape, tokens.micro_batch)}
@@ -284,6 +292,12 @@ def _phases(
         outputs = count(of_experts) // 3 // moe_layers  # fc1 is two thirds of an expert
         phases["transform"] = {"transform": STEIN_BUFFERS * 4 * outputs + 3 * 2**24}
     return phases
+
+
+def _step_work(config: Config, weights: list[Weight], gpus: int) -> int:
+    """Temporaries of the optimizer's step: bf16 gradients of its share in fp32, unless it takes them as they are."""
+    as_they_are = config.optimizer.precision_aware or config.optimizer.cpu_offload
+    return 0 if config.precision.gradients == "fp32" or as_they_are else 4 * sharded(config, weights, gpus)
 
 
 def stage_activations(
@@ -386,12 +400,13 @@ def head_work(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
     width = TRAIN[config.precision.train].dtype.itemsize
     rows = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     chunk = min(config.model.head_chunk_tokens, tokens)
-    logits = width * chunk * rows
+    logits = (4 if config.precision.fp32_lm_head else width) * chunk * rows
     table = rows * shape.hidden
     product = width * table if width < 4 else 0  # of one chunk, before it is added
     summed = (4 if tokens > chunk else width) * table
     # Forward: logits and a product. Backward: the sum times a number, and that in the weights' type.
-    peak = summed + max(logits + product, summed + product)
+    rounded = width * chunk * rows if config.precision.fp32_lm_head and width < 4 else 0  # gradients of fp32 logits
+    peak = summed + max(logits + rounded + product, summed + product)
     hidden = 2 * width * tokens * shape.hidden
     return {"logits": logits, "head": peak - logits + hidden}
 
@@ -429,11 +444,17 @@ def push_cost(config: Config, shape: Shape) -> dict[str, int]:
     return {"bytes": total, "buckets": buckets}
 
 
-def server_use(config: Config, shape: Shape, memory: int) -> dict[str, int]:
-    """On one GPU of a server that the trainer starts: its weights, and what its share of the memory leaves for the cache."""
-    weights = push_cost(config, shape)["bytes"] // config.rollout.server.tensor
+def server_use(config: Config, shape: Shape, weights: int, memory: int) -> dict[str, int | bool]:
+    """On one GPU of a server that the trainer starts: its weights, its share of the memory and what of it is for the cache.
+
+    weights: the trainer's on a GPU, which are there too while they are pushed to a colocated engine.
+    """
+    served = push_cost(config, shape)["bytes"] // config.rollout.server.tensor
     share = int(config.rollout.server.memory_fraction * memory)
-    return {"weights": weights, "share": share, "cache": max(0, share - weights)}
+    beside = RESERVE if config.rollout.colocate else 0
+    pushing = beside and served + weights + _push_buffers(config, shape)
+    fits = share > served and max(share, pushing) + beside <= memory
+    return {"weights": served, "share": share, "cache": max(0, share - served), "fits": fits}
 
 
 # -- what helps --------------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import pytest
 from models.test_sizes import MODELS
 
 from megatron_rl.cli import main
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config, ServerConfig, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.fit import check_fits
-from megatron_rl.memory import GB, Estimate, changed, estimate, remedies
+from megatron_rl.memory import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
+from megatron_rl.models.sizes import Shape
 from megatron_rl.routing.cost import cache_cost
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -148,6 +149,30 @@ def test_precision_and_an_optimizer_that_is_not_sharded():
     assert whole["optimizer"] == 6 * whole["weights"] > bf16["optimizer"]
 
 
+def test_savers_of_the_optimizer_and_gradients():
+    """12 bytes a parameter become 0, 10 or 6; gradients 4 or 2, which a plain Adam makes fp32 again for its step."""
+    plain, offloaded, aware, narrow, gradients, both = (
+        plan("Qwen3-30B-A3B", 8, **keys).usage
+        for keys in (
+            {},
+            {"optimizer__cpu_offload": 1.0},
+            {"optimizer__precision_aware": True},
+            {"optimizer__precision_aware": True, "optimizer__moments": "bf16"},
+            {"precision__gradients": "bf16"},
+            {"precision__gradients": "bf16", "optimizer__precision_aware": True},
+        )
+    )
+    sizes = [usage.kinds.get("optimizer", 0) * 12 / plain.kinds["optimizer"] for usage in (offloaded, aware, narrow)]
+    assert sizes == pytest.approx([0, 10, 6])
+    assert gradients.kinds["gradients"] * 2 == plain.kinds["gradients"]
+    assert gradients.kinds["optimizer_step"] * 3 == plain.kinds["optimizer"] and "optimizer_step" not in both.kinds
+
+
+def test_an_fp32_head_takes_more():
+    bf16, fp32 = (plan("gpt-oss-20b", 8, precision__fp32_lm_head=on).usage.kinds for on in (False, True))
+    assert fp32["logits"] == 2 * bf16["logits"]
+
+
 def test_pipeline_stages_have_micro_batches_in_flight():
     """The first of four stages keeps four micro-batches, of a quarter of the layers each."""
     quarter, alone = (plan("Qwen3-30B-A3B", 32, parallel__pipeline=size) for size in (4, 1))
@@ -161,6 +186,22 @@ def test_vp2o_keeps_anchors():
     kinds = estimate(with_vp2o, MODELS["OLMoE-1B-7B"], 8).usage.kinds
     of_layer = 3 * 4 * 64 * 2048 + 16 * 64**2 + 256 * (2 * 2048 + 4 * 64)
     assert kinds["anchors"] == 16 * of_layer and kinds["transform"] > 3 * 4 * 8 * 1024 * 2048
+
+
+def test_an_engine_on_the_same_gpus():
+    """Asleep it keeps ASLEEP; awake it has its share, or its weights beside the trainer's while they are pushed."""
+    config = changed(recipe("Qwen3-30B-A3B"), "rollout.server", ServerConfig(tensor=2, memory_fraction=0.8))
+    apart, shared = (
+        estimate(changed(config, "rollout.colocate", c), MODELS["Qwen3-30B-A3B"], 16) for c in (False, True)
+    )
+    assert shared.usage.total - apart.usage.total == ASLEEP
+    shape = Shape.from_config(MODELS["Qwen3-30B-A3B"])
+    weights, config = shared.usage.kinds["weights"], changed(config, "rollout.colocate", True)
+    found = server_use(config, shape, weights, 80 * GB)
+    assert found["weights"] * 2 == shared.push["bytes"] and found["share"] == 64 * GB and found["fits"]
+    assert not server_use(changed(config, "rollout.server.memory_fraction", 0.97), shape, weights, 80 * GB)["fits"]
+    assert not server_use(config, shape, weights, 38 * GB)["fits"]  # 30.5 of its weights in a share of 30.4
+    assert not server_use(config, shape, weights, 45 * GB)["fits"]  # 30.5 + 10.3 + 1.2 of buckets, and the reserve
 
 
 def test_remedies_do_what_they_say():
@@ -208,7 +249,12 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
     resident = sum(size for kind, size in kinds.items() if kind not in temporary | {"total"})
     assert kinds["total"] == resident + max(phases.values())
     assert report["save"]["host_bytes"] and report["push"]["buckets"]
-    server = {"weights": report["push"]["bytes"], "share": 68 * GB, "cache": 68 * GB - report["push"]["bytes"]}
+    server = {
+        "weights": report["push"]["bytes"],
+        "share": 68 * GB,
+        "cache": 68 * GB - report["push"]["bytes"],
+        "fits": True,
+    }
     assert report["server"] == server
     assert main(given) == 0
     text = capsys.readouterr().out

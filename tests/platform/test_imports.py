@@ -29,4 +29,4 @@ print(len(names))
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     modules = [p for p in (REPOSITORY / "megatron_rl").rglob("*.py") if "pythonpath" not in p.parts]
-    assert int(done.stdout) >= len(modules) - 2  # without megatron_rl itself and platform's __main__
+    assert int(done.stdout.split()[-1]) >= len(modules) - 2  # without megatron_rl itself and platform's __main__

@@ -26,8 +26,8 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
     the trainer ask.
 
     Returns what the platform stands in for, nothing where it is inactive. The first call decides for the process.
-    Errors: UserError where there is a GPU and a Transformer Engine that cannot be imported; RuntimeError when Megatron
-    was imported before.
+    Errors: UserError where there is a GPU and a Transformer Engine or an Apex that cannot work; RuntimeError when
+    Megatron was imported before.
     """
     active = sys.modules.get("megatron_rl.platform.megatron.loader")
     if active is not None and (finder := active.installed()):
@@ -65,7 +65,9 @@ def missing_parts(gpu: bool | None = None) -> frozenset[Missing]:
 
         return EVERYTHING
     if not has_transformer_engine():
-        return frozenset({"Transformer Engine"} if _imports("apex.optimizers") else {"Transformer Engine", "fused Adam"})
+        return frozenset(
+            {"Transformer Engine"} if _imports("apex.optimizers") else {"Transformer Engine", "fused Adam"}
+        )
     return frozenset()
 
 
@@ -87,10 +89,18 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def _imports(module: str) -> bool:
-    """As Megatron asks: what cannot be imported is absent."""
+def has_apex() -> bool:
+    """Whether NVIDIA Apex is installed, from which Megatron takes its Adam where Transformer Engine is not.
+
+    Errors: UserError where it is installed without that Adam's kernels.
+    """
     try:
-        importlib.import_module(module)
-    except ImportError:
+        importlib.import_module("apex.optimizers")
+    except ImportError:  # what cannot be imported is absent to Megatron too
         return False
+    if importlib.util.find_spec("amp_C") is None:
+        raise UserError(
+            "NVIDIA Apex is installed without its CUDA extensions, and Megatron would take its Adam, which needs them: build it"
+            " with APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it (Transformer Engine's Adam needs neither)"
+        )
     return True

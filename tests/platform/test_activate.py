@@ -57,14 +57,14 @@ print("same")
     [
         ({}, {"Transformer Engine", "fused Adam"}),
         ({"apex/__init__.py": "", "apex/views.py": ""}, {"Transformer Engine", "fused Adam"}),  # PyPI's, a web toolkit
-        ({"apex/__init__.py": "", "apex/optimizers.py": ""}, {"Transformer Engine"}),
+        ({"apex/__init__.py": "", "apex/optimizers.py": "", "amp_C.py": ""}, {"Transformer Engine"}),
         (WITH_TE, set()),
         (WITH_TE | {"apex/__init__.py": "", "apex/optimizers.py": ""}, set()),
     ],
 )
 def test_with_a_gpu_the_missing_packages_decide(tmp_path, files, missing):
-    source = "from megatron_rl.platform import activate\nprint(sorted(activate()), 'megatron_rl.platform.matmul' in sys.modules)"
-    assert run(put(tmp_path, files) + source) == f"{sorted(missing)} False"
+    ask = "from megatron_rl.platform import activate\nprint(sorted(activate()), 'megatron_rl.platform.matmul' in sys.modules)"
+    assert run(put(tmp_path, files) + ask) == f"{sorted(missing)} False"
 
 
 def test_with_a_gpu_and_no_packages_two_modules_are_rewritten_and_resuming_works():
@@ -99,11 +99,12 @@ def test_with_a_gpu_and_no_packages_two_modules_are_rewritten_and_resuming_works
     assert rewritten == "['megatron.bridge.peft.lora_layers', 'megatron.core.optimizer.distrib_optimizer']"
 
 
-def test_a_transformer_engine_that_cannot_be_imported_is_one_line(tmp_path):
-    files = {"transformer_engine/__init__.py": "", "transformer_engine/pytorch.py": "raise OSError('libcudart.so.11:\\nno')"}
-    out = run(
-        put(tmp_path, files)
-        + """
+def test_a_package_that_cannot_work_is_one_line(tmp_path):
+    files = {
+        "transformer_engine/__init__.py": "",
+        "transformer_engine/pytorch.py": "raise OSError('libcudart.so.11:\\nno')",
+    }
+    ask = """
 from megatron_rl.errors import UserError
 from megatron_rl.platform import activate
 try:
@@ -111,7 +112,9 @@ try:
 except UserError as error:
     print(error)
 """
-    )
+    out = run(put(tmp_path / "apex", {"apex/__init__.py": "", "apex/optimizers.py": ""}) + ask)
+    assert "NVIDIA Apex is installed without its CUDA extensions" in out and "\n" not in out
+    out = run(put(tmp_path / "te", files) + ask)
     assert "cannot be imported (OSError: libcudart.so.11: no): tools/setup.sh --gpu --force" in out and "\n" not in out
 
 

@@ -130,8 +130,9 @@ def program(folder: Path, name: str, text: str) -> None:
 def source_package(folder: Path, name: str, text: str) -> None:
     """A source distribution, version 1, that only installs where setuptools, `iniconfig` and CUDA_HOME are at hand."""
     top = f"{name}-1"
+    needs = '[build-system]\nrequires = ["setuptools", "absent-package"]\nbuild-backend = "setuptools.build_meta"\n'
     files = {
-        "pyproject.toml": '[build-system]\nrequires = ["setuptools", "absent-package"]\nbuild-backend = "setuptools.build_meta"\n',
+        "pyproject.toml": needs,
         "setup.py": text,
         "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
     }
@@ -168,9 +169,13 @@ def test_a_gpu_machine_gets_transformer_engine_and_others_do_not(gpu_checkout, t
     assert plain.returncode == 0, plain.stderr
     assert not has(root, ".venv", "pluggy") and not has(root, ".venv", "transformer_engine")
 
-    program(tmp_path / "driver", "nvidia-smi", "#!/bin/sh\ncase $1 in --list-gpus) echo 'GPU 0: X' ;; *) echo 9.0 ;; esac\n")
+    program(
+        tmp_path / "driver", "nvidia-smi", "#!/bin/sh\ncase $1 in --list-gpus) echo 'GPU 0: X' ;; *) echo 9.0 ;; esac\n"
+    )
     found = setup(root, "--trainer-only", PATH=f"{tmp_path / 'driver'}:{os.environ['PATH']}")
-    assert found.returncode == 0 and "compiling transformer-engine-torch==1 in 3 processes" in found.stderr, found.stderr
+    assert found.returncode == 0 and "compiling transformer-engine-torch==1 in 3 processes" in found.stderr, (
+        found.stderr
+    )
     assert has(root, ".venv", "pluggy") and has(root, ".venv", "transformer_engine")
     python = [root / ".venv" / "bin" / "python", "-c", "import transformer_engine as te; print(*te.built, sep='\\n')"]
     built = subprocess.run(python, capture_output=True, text=True, timeout=60).stdout.splitlines()

@@ -233,10 +233,10 @@ class CpuRewriter(Rewriter):
                 return self._replace(node, ast.Constant(None), "record_stream", ".record_stream()")
         if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr", "setattr", "isinstance"):
             return self.generic_visit(node)
-        if ast.unparse(function) in ("safe_import", "safe_import_from", "importlib.import_module"):
-            if isinstance(first, ast.Constant) and first.value.split(".")[0] in GPU_PACKAGES:
-                absent = ast.Constant(f"{SHIM}absent.{first.value}")
-                node.args[0] = self._replace(first, absent, "GPU package", first.value.split(".")[0])
+        imports = ast.unparse(function) in ("safe_import", "safe_import_from", "importlib.import_module")
+        if imports and isinstance(first, ast.Constant) and first.value.split(".")[0] in GPU_PACKAGES:
+            absent = ast.Constant(f"{SHIM}absent.{first.value}")
+            node.args[0] = self._replace(first, absent, "GPU package", first.value.split(".")[0])
         node.args = [self._device_name(argument) for argument in node.args]
         for keyword in node.keywords:
             if keyword.arg == "pin_memory" and not isinstance(keyword.value, ast.Attribute | ast.Name):

@@ -64,11 +64,9 @@ def missing_parts(gpu: bool | None = None) -> frozenset[Missing]:
         from megatron_rl.platform.megatron.rules import EVERYTHING
 
         return EVERYTHING
-    if not has_transformer_engine():
-        return frozenset(
-            {"Transformer Engine"} if _imports("apex.optimizers") else {"Transformer Engine", "fused Adam"}
-        )
-    return frozenset()
+    if has_transformer_engine():
+        return frozenset()
+    return frozenset({"Transformer Engine"} if has_apex() else {"Transformer Engine", "fused Adam"})
 
 
 def has_transformer_engine() -> bool:

@@ -170,9 +170,12 @@ def _torch() -> Finding:
 def _megatron_without_gpu() -> Finding:
     import torch
 
-    if torch.cuda.is_available():
-        return Finding("CPU platform", "ok", "inactive", "there is a GPU, so Megatron and SGLang run as they are")
     from megatron_rl import platform as cpu_platform
+
+    if torch.cuda.is_available():
+        missing = ", ".join(sorted(cpu_platform.missing_parts()))
+        note = f"Megatron and SGLang run as they are on a GPU{', but for missing packages' if missing else ''}"
+        return Finding("CPU platform", "ok", f"fills in for: {missing}" if missing else "inactive", note)
 
     return Finding(
         "CPU platform",

@@ -29,7 +29,10 @@ def packages(tmp_path, monkeypatch):
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         importlib.invalidate_caches()
 
-    return make
+    yield make
+    made = {path.name for path in tmp_path.iterdir()}
+    for name in [name for name in sys.modules if name.split(".")[0] in made]:
+        del sys.modules[name]
 
 
 BROKEN = "raise RuntimeError('must not be imported')"

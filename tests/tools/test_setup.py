@@ -56,6 +56,11 @@ def test_nvcc_comes_with_its_parts_and_is_of_the_cuda_headers_release(lists):
     assert {wanted[part].rsplit(".", 1)[0] for part in parts} == {"13.0"}
 
 
+def test_the_containers_toolkit_is_of_torchs_cuda_release():
+    image = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.", (REPOSITORY / "tools/container/Dockerfile").read_text(), re.M)
+    assert image[1] == pins("gpu.txt")["nvidia-cuda-nvcc"].rsplit(".", 1)[0]
+
+
 def test_what_a_gpu_machine_gets_besides_is_in_no_other_list():
     gpu, trainer = pins("gpu.txt"), pins("trainer.txt")
     assert not set(gpu) & (set(trainer) | set(pins("test.txt")))

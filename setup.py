@@ -21,9 +21,13 @@ CXX_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uni
 
 
 def find_nvcc() -> str | None:
-    """nvcc of CUDA_HOME or PATH whose major version is torch's; None where there is none, or torch is for the CPU."""
+    """nvcc whose major version is torch's: this environment's own, else of CUDA_HOME, else of PATH.
+
+    None where there is none, or torch is for the CPU.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    own = [nvcc for folder in nvidia_folders("bin") if (nvcc := shutil.which("nvcc", path=folder))]
+    nvcc = own[0] if own else shutil.which("nvcc", path=f"{home}/bin" if home else None)
     if nvcc is None or torch.version.cuda is None:
         return None
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
@@ -35,7 +39,7 @@ def find_nvcc() -> str | None:
 
 
 def nvidia_folders(kind: str) -> list[str]:
-    """`include` or `lib` of CUDA's packages in site-packages: the toolkit beside nvcc may hold the compiler alone."""
+    """`include`, `lib` or `bin` of CUDA's packages in site-packages: the toolkit beside nvcc may hold the compiler alone."""
     return [str(p) for p in sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob(f"*/{kind}")) if p.is_dir()]
 
 

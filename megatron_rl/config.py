@@ -37,6 +37,8 @@ class ModelConfig:
     """Activation recomputation (Megatron's recompute_granularity; full recomputes every layer)."""
     flash_attention: Literal["torch", "FA3", "FA4"] = "torch"
     """The attention kernel on GPUs: torch's own (FlashAttention 2), or FlashAttention 3 or 4 where it is installed."""
+    kernels: Literal["compiled", "any"] = "compiled"
+    """On GPUs: compiled refuses to start where our CUDA kernels cannot run; any takes plain torch there, which is slower."""
     head_chunk_tokens: Positive = 2048
     """Tokens whose logits exist at a time: the head's memory is this times the vocabulary."""
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"

@@ -30,14 +30,15 @@ class Finding:
 
     part: str
     state: State
-    """ok; missing: works without it, at a cost; warning: something looks wrong; error: the trainer cannot run."""
+    """ok; missing: works without it, at a cost; warning: something looks wrong; error: `megatron-rl train` with the defaults
+    of the config could not start here."""
     found: str
     note: str = ""
     """What its absence costs, or what to do."""
 
 
 def doctor(as_json: bool = False) -> int:
-    """Print the findings. Returns the exit status: 1 if an error keeps megatron_rl from running here, else 0."""
+    """Print the findings. Returns the exit status: 1 if an error keeps a run from starting here, else 0."""
     findings = examine()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -47,7 +48,7 @@ def doctor(as_json: bool = False) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings; a check that itself fails becomes a warning."""
+    """All findings; a check that itself fails becomes a warning, and an error where it is of what every run needs."""
     engine = _start_engine_probe()
     checks = [
         _python,
@@ -71,7 +72,8 @@ def examine() -> list[Finding]:
             findings.append(check())
         except Exception as error:  # a broken package must not keep the others from being seen
             name = getattr(check, "__name__", "check").strip("_").replace("_", " ")
-            findings.append(Finding(name, "warning", f"{type(error).__name__}: {error}"[:200]))
+            state = "error" if check in (_torch, _extension) else "warning"
+            findings.append(Finding(name, state, f"{type(error).__name__}: {error}"[:200]))
     return findings
 
 
@@ -168,9 +170,12 @@ def _torch() -> Finding:
 def _megatron_without_gpu() -> Finding:
     import torch
 
-    if torch.cuda.is_available():
-        return Finding("CPU platform", "ok", "inactive", "there is a GPU, so Megatron and SGLang run as they are")
     from megatron_rl import platform as cpu_platform
+
+    if torch.cuda.is_available():
+        missing = ", ".join(sorted(cpu_platform.missing_parts()))
+        note = f"Megatron and SGLang run as they are on a GPU{', but for missing packages' if missing else ''}"
+        return Finding("CPU platform", "ok", f"fills in for: {missing}" if missing else "inactive", note)
 
     return Finding(
         "CPU platform",
@@ -182,14 +187,26 @@ def _megatron_without_gpu() -> Finding:
 
 
 def _transformer_engine() -> Finding:
-    version = version_of("transformer-engine") or version_of("transformer_engine")
-    if version:
-        return Finding("Transformer Engine", "ok", version)
+    import torch
+
+    from megatron_rl.platform import has_transformer_engine
+
+    name = "Transformer Engine"
+    version = version_of("transformer-engine")
+    if not torch.cuda.is_available():
+        found = f"{version}, left alone" if version else "not installed"
+        return Finding(name, "missing", found, "it computes on a GPU alone: local layers, and FP8 is simulated")
+    try:
+        if has_transformer_engine():
+            return Finding(name, "ok", version or "found")
+    except UserError as error:
+        return Finding(name, "error", version or "broken", str(error))
     return Finding(
-        "Transformer Engine",
+        name,
         "missing",
         "not installed",
-        "Megatron's local layers are used: no FP8 training, no fused norms and linear layers",
+        "Megatron's local layers are used: no FP8 training, no fused norms, router and Adam, one matrix product an expert;"
+        " tools/setup.sh --gpu builds it",
     )
 
 
@@ -221,11 +238,9 @@ def _apex() -> Finding:
     folder = _folder_of("apex")
     name = "NVIDIA Apex"
     if folder is None:
+        cost = "torch's optimizer instead of the fused one (unless Transformer Engine is there), and gradients are not"
         return Finding(
-            name,
-            "missing",
-            "not installed",
-            "torch's optimizer instead of the fused one, and no fused gradient accumulation",
+            name, "missing", "not installed", f"{cost} accumulated within the products; docs/gpu.md builds it"
         )
     if not (folder / "normalization").is_dir():
         return Finding(
@@ -236,13 +251,17 @@ def _apex() -> Finding:
             " then build NVIDIA's from its source",
         )
     if not _has_module("amp_C"):
-        return Finding(
-            name,
-            "warning",
-            f"{version_of('apex')}, without its CUDA extensions",
-            "built in Python alone: its fused kernels are missing; build it with its CUDA options",
-        )
+        note = "its fused kernels are missing; build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or uninstall it"
+        state = "error" if _adam_is_apex() else "warning"
+        return Finding(name, state, f"{version_of('apex')}, without its CUDA extensions", note)
     return Finding(name, "ok", version_of("apex") or "found")
+
+
+def _adam_is_apex() -> bool:
+    """Whether Megatron takes Apex's Adam where Apex is: on a GPU without Transformer Engine."""
+    import torch
+
+    return torch.cuda.is_available() and not _has_module("transformer_engine")
 
 
 def _deepep() -> Finding:
@@ -261,12 +280,17 @@ def _extension() -> Finding:
     except UserError as error:
         return Finding(part, "error", "not built", str(error)[:300])
     isa = torch.backends.cpu.get_cpu_capability()
-    if extensions.masked_log_softmax.cuda and extensions.sink_attention.cuda:
+    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    otherwise = "model.kernels: any takes plain torch: the same numbers, slower and with more memory"
+    if gpu and gpu < extensions.CAPABILITY:
+        note = f"the CUDA part runs on GPUs of compute capability 8.0 and later, this one has {gpu[0]}.{gpu[1]}: {otherwise}"
+        return Finding(part, "error", f"CPU ({isa})", note)
+    if extensions.have_cuda():
         return Finding(part, "ok", f"CPU ({isa}) and CUDA")
-    note = "on a GPU log-probs and attention run in plain torch: the same numbers, slower and with more memory;"
-    note += " with nvcc of torch's CUDA version in PATH or CUDA_HOME, tools/setup.sh --force builds them"
-    state = "warning" if torch.cuda.is_available() else "ok"
-    return Finding(part, state, f"CPU ({isa}) alone", note)
+    note = (
+        f"no run starts on a GPU like this: tools/setup.sh --gpu installs nvcc and builds the CUDA part; or {otherwise}"
+    )
+    return Finding(part, "error" if gpu else "ok", f"CPU ({isa}) alone", note)
 
 
 def _wandb() -> Finding:
@@ -325,14 +349,14 @@ def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Finding:
     if python is None:
         return Finding(
             "SGLang",
-            "missing",
+            "error",
             "no .venv-rollout beside the package or in the current folder",
             "no rollouts on this machine: run tools/setup.sh, set rollout.server.python, or list running"
-            " servers in rollout.addresses",
+            " servers in rollout.addresses; SFT needs none",
         )
     if process is None:
         return Finding(
-            "SGLang", "warning", str(python), "this Python does not start: tools/setup.sh --force makes it anew"
+            "SGLang", "error", str(python), "this Python does not start: tools/setup.sh --force makes it anew"
         )
     try:
         output, _ = process.communicate(timeout=ENGINE_TIMEOUT_S)
@@ -343,14 +367,14 @@ def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Finding:
     lines = output.strip().splitlines()
     if process.returncode or not lines:
         return Finding(
-            "SGLang", "warning", str(python), f"its Python ended with status {process.returncode} on importing it"
+            "SGLang", "error", str(python), f"its Python ended with status {process.returncode} on importing it"
         )
     found = json.loads(lines[-1])
     text = f"sglang {found['sglang']}, torch {found['torch']}, transformers {found['transformers']} at {python}"
     if found["problem"]:
         return Finding(
             "SGLang",
-            "warning",
+            "error",
             text,
             f"it cannot be imported ({found['problem'][:200]}), so no rollouts on"
             " this machine: tools/setup.sh --force makes it anew",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from typing import Literal
@@ -15,8 +16,9 @@ from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.fit import check_fits
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
-from megatron_rl.models.precision import Machine, check_precision, this_machine
-from megatron_rl.ops import flash
+from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
+from megatron_rl.ops import extensions, flash
+from megatron_rl.ops.sink_attention import flash_takes
 from megatron_rl.plan import Plan, make_plan
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
@@ -39,7 +41,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     hf_config = read_hf_config(config.model.path)
-    check_precision(config.precision, this_machine(), trains=kind != "ask", rolls_out=kind != "sft")
+    machine = this_machine()
+    check_precision(config.precision, machine, trains=kind != "ask", rolls_out=kind != "sft")
     check_parallel(hf_config, config.parallel, world_size)
     plan = make_plan(config.batch, config.parallel, world_size)
     if kind == "train" and config.batch.samples_per_prompt < 2:
@@ -86,10 +89,12 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_refresh(config)
     if kind != "ask":
         _check_vp2o(config, hf_config, kind)
-        check_memory_savers(config, this_machine())
+        _check_packages(config, machine)
+        _check_kernels(config, hf_config, machine)
+        check_memory_savers(config, machine)
         if torch.cuda.is_available():
             check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1])
-    if kind == "train" and this_machine().gpu and shares_expandable_memory(config, os.environ):
+    if kind == "train" and machine.gpu and shares_expandable_memory(config, os.environ):
         raise UserError(
             "config: sync.transport = tensor shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks for"
             " expandable_segments, which torch shares with no other process; take it out, or set sync.transport: distributed"
@@ -312,6 +317,49 @@ def _check_refresh(config: Config) -> None:
             " corrects for it; set correction.bypass: true (the loss's ratio starts from the engine's log-probs), or"
             " correction.mode: truncate with high: 2.0"
         )
+
+
+def _check_packages(config: Config, machine: Machine) -> None:
+    """Errors: UserError for a part of Megatron whose package is not here; it would fail in the first forward pass."""
+    if config.model.moe_router_fusion and not (machine.gpu and machine.transformer_engine):
+        raise UserError(
+            "config: model.moe_router_fusion needs a GPU and Transformer Engine; set it to false, or install it"
+            " (tools/setup.sh --gpu)"
+        )
+    if config.model.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise UserError("config: model.moe_dispatcher = flex needs the package deep_ep; take alltoall, or install it")
+
+
+def _check_kernels(config: Config, hf_config: PreTrainedConfig, machine: Machine) -> None:
+    """Errors: UserError where a GPU would compute in plain torch what compiled kernels are for, and nothing said so."""
+    if machine.gpu is None or config.model.kernels == "any":
+        return
+    otherwise = "; model.kernels: any computes without, slower and with more memory"
+    if machine.gpu < extensions.CAPABILITY:
+        raise UserError(
+            f"config: model.kernels = compiled: they run on compute capability {dotted(extensions.CAPABILITY)} and later,"
+            f" this GPU has {dotted(machine.gpu)}{otherwise}"
+        )
+    if not extensions.have_cuda():
+        raise UserError(
+            "megatron_rl's kernels were built without nvcc, for the CPU alone: tools/setup.sh --gpu installs it and builds"
+            f" them{otherwise}"
+        )
+    width, value_width = _head_widths(hf_config)
+    dtype = TRAIN[config.precision.train].dtype
+    if dtype == torch.bfloat16 and not flash_takes(dtype, width, value_width, machine.gpu):
+        raise UserError(
+            f"model folder {config.model.path}: no flash attention takes heads of {width} (keys) and {value_width} (values)"
+            " numbers: multiples of 8 up to 256, values no wider than keys; model.kernels: any computes them tile by tile"
+        )
+
+
+def _head_widths(hf_config: PreTrainedConfig) -> tuple[int, int]:
+    """Of queries and keys, and of values."""
+    if getattr(hf_config, "kv_lora_rank", None):
+        return hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim, hf_config.v_head_dim
+    width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return width, width
 
 
 def activate_flash(config: Config) -> None:

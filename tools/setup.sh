@@ -5,13 +5,16 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: tools/setup.sh [--trainer-only] [--force] [--help]
+usage: tools/setup.sh [--trainer-only] [--gpu | --no-gpu] [--force] [--help]
 
 Makes .venv (trainer) and .venv-rollout (SGLang) in the checkout with uv, from requirements/*.txt, and installs
 megatron_rl into .venv. About 12 GB on disk and as much in uv's cache (shared by hard links where it is on the same
 file system). Nothing else is written outside the checkout.
 
   --trainer-only  leave out .venv-rollout (for machines whose SGLang servers run elsewhere)
+  --gpu           requirements/gpu.txt too: nvcc, and Transformer Engine, which is compiled here (the default where
+                  nvidia-smi finds a GPU; later calls remember it)
+  --no-gpu        leave them out, also where there is a GPU
   --force         make the environments anew
 END
 }
@@ -23,10 +26,11 @@ fail() {
 }
 
 environments=(trainer rollout)
-force=0
+force=0 gpu=
 for argument in "$@"; do
     case $argument in
         --trainer-only) environments=(trainer) ;;
+        --gpu | --no-gpu) gpu=$argument ;;
         --force) force=1 ;;
         -h | --help) usage && exit 0 ;;
         *) usage >&2 && fail "unknown option '$argument'" ;;
@@ -44,6 +48,20 @@ declare -A folder=([trainer]=.venv [rollout]=.venv-rollout)
 declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [rollout]="requirements/rollout.txt")
 # What the trainer's environment depends on besides its lists: the package's own build.
 declare -A build=([trainer]="setup.py pyproject.toml csrc" [rollout]="")
+# An environment made for GPUs stays one when a machine without any, say a login node, calls this. Where none was found
+# nothing is remembered: a driver that is installed later is noticed.
+choice=.venv/.setup-gpu
+if [[ -z $gpu && -f $choice ]]; then
+    gpu=$(<"$choice")
+elif [[ -z $gpu ]] && timeout 30 nvidia-smi --list-gpus 2>/dev/null | grep -q .; then
+    gpu=--gpu
+fi
+if [[ $gpu == --gpu ]]; then
+    lists[trainer]+=" requirements/gpu.txt"
+    build[trainer]+=" requirements/gpu.imports"
+fi
+# The part of it that is source alone, which `uv pip sync` would compile without torch at hand.
+source_build=transformer-engine-torch
 
 inputs_hash() {
     local path files=()
@@ -55,9 +73,26 @@ inputs_hash() {
     sha256sum "$root/tools/setup.sh" "${files[@]}" | sha256sum | cut -d' ' -f1
 }
 
+# Release of the nvcc that would build the kernels; empty where there is none. The environment's own, which is pinned, comes first.
+nvcc_release() {
+    local nvcc home=${CUDA_HOME:-${CUDA_PATH-}}
+    for nvcc in .venv/lib/python3.12/site-packages/nvidia/*/bin/nvcc "${home:+$home/bin/}nvcc"; do
+        if command -v "$nvcc" >/dev/null; then
+            "$nvcc" --version 2>/dev/null | grep -o 'release .*' || true
+            return
+        fi
+    done
+}
+
+# The stamp's second line is the nvcc of the build. Another one has the kernels built again; that a shell finds none has not.
 is_ready() {
-    local stamp=${folder[$1]}/.setup-stamp
-    [[ -x ${folder[$1]}/bin/python && -f $stamp && $(<"$stamp") == "$(inputs_hash "$1")" ]]
+    local stamp=${folder[$1]}/.setup-stamp lines nvcc
+    [[ -x ${folder[$1]}/bin/python && -f $stamp ]] || return 1
+    mapfile -t lines <"$stamp"
+    [[ ${lines[0]} == "$(inputs_hash "$1")" ]] || return 1
+    [[ $1 == rollout ]] && return 0
+    nvcc=$(nvcc_release)
+    [[ -z $nvcc || $nvcc == "${lines[1]-}" ]]
 }
 
 is_python_312() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; }
@@ -109,23 +144,74 @@ make_environment() {
     say "$venv: installing $(cat "${arguments[@]}" | wc -l) packages"
     # The lists are complete, so `sync` takes them as they are, without looking at dependencies: megatron-bridge names
     # some that only install beside a GPU. Packages that are not in a list are removed.
-    "$uv" pip sync --quiet --python "$venv/bin/python" "${arguments[@]}" ||
+    grep --no-filename -v "^$source_build==" "${arguments[@]}" | "$uv" pip sync --quiet --python "$venv/bin/python" - ||
         fail "$venv: the packages could not be installed; is there a network, and space on the disk ($(free_space))?"
+    complete_toolkits "$venv"
     if [[ $1 == trainer ]]; then
+        build_transformer_engine "$venv" "${arguments[@]}"
         "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable "$root" ||
             fail "$venv: megatron_rl could not be built: see the messages above; it takes g++ and Python's headers" \
                 "(apt-get install g++ python3.12-dev), and docs/troubleshooting.md has more"
     fi
 }
 
+# The packages of CUDA's compiler and libraries lie as in a toolkit, but for names that linkers look for.
+complete_toolkits() {
+    local toolkit library
+    for toolkit in "$1"/lib/python3.12/site-packages/nvidia/*/; do
+        [[ -x $toolkit/bin/nvcc ]] || continue
+        ln -sfn lib "$toolkit/lib64"
+        for library in "$toolkit"/lib/libcudart.so.*; do
+            ln -sf "${library##*/}" "$toolkit/lib/libcudart.so"
+        done
+        mkdir -p "$toolkit/lib/stubs" # the driver's own library need not be where something is compiled
+        g++ -shared -Wl,-soname,libcuda.so.1 -o "$toolkit/lib/stubs/libcuda.so" -x c++ /dev/null
+    done
+}
+
+# Against the torch and the CUDA packages of the environment. What was compiled is kept apart for each torch, since uv's
+# own cache would take it for any.
+build_transformer_engine() {
+    local venv=$1 pin packages toolkit nvcc includes libraries jobs=${MAX_JOBS-}
+    pin=$(grep --no-filename "^$source_build==" "${@:2}") || return 0
+    packages=$root/$venv/lib/python3.12/site-packages
+    toolkit=${CUDA_HOME:-/usr/local/cuda}
+    for nvcc in "$packages"/nvidia/*/bin/nvcc; do
+        [[ -x $nvcc ]] && toolkit=${nvcc%/bin/nvcc}
+    done
+    includes=$(printf '%s:' "$packages"/nvidia/*/include)$toolkit/include
+    libraries=$(printf '%s:' "$packages"/nvidia/*/lib)$toolkit/lib64
+    if [[ -z $jobs ]]; then # by cores, and by memory in GB
+        jobs=$(awk -v cores="$(nproc)" '/MemAvailable/ { n = int($2 / 4e6); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo)
+    fi
+    say "$venv: compiling $pin in $jobs processes, which takes minutes"
+    CUDA_HOME=$toolkit CPATH=$includes LIBRARY_PATH=$libraries MAX_JOBS=$jobs NVTE_BUILD_MAX_JOBS=$jobs \
+        NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-$(gpu_architectures)} NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
+        "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation \
+        --cache-dir "$root/.tools/cache-$(grep -h '^torch==' "${@:2}")" "$pin" ||
+        fail "$venv: $pin could not be compiled: see the messages above; it takes g++, Python's headers and 4 GB of memory" \
+            "a process (MAX_JOBS=1 takes the least). tools/setup.sh --no-gpu leaves it out: no FP8 training, local layers"
+}
+
+# Of the GPUs that are here, as in 90 or 80;90.
+gpu_architectures() {
+    local found
+    found=$(timeout 30 nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u | paste -sd ';') || true
+    printf '%s\n' "${found:-80;90}"
+}
+
 # Imports what a run imports: shows that the environment works, and leaves compiled modules on the disk: without them, as wherever
 # PYTHONDONTWRITEBYTECODE is set, every process of a run compiles thousands of files at its start.
 finish_environment() {
-    local venv=${folder[$1]} modules
-    modules=$(paste -sd, "requirements/$1.imports")
+    local venv=${folder[$1]} modules files=("requirements/$1.imports")
+    [[ $1 == trainer && $gpu == --gpu ]] && files+=(requirements/gpu.imports)
+    modules=$(cat "${files[@]}" | paste -sd,)
     env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$venv/bin/python" -W ignore -c "import $modules" >/dev/null ||
         fail "$venv: was installed but cannot be imported: see the message above"
-    inputs_hash "$1" >"$venv/.setup-stamp"
+    if [[ $1 == trainer && -n $gpu ]]; then
+        echo "$gpu" >"$choice"
+    fi
+    { inputs_hash "$1" && nvcc_release; } >"$venv/.setup-stamp"
 }
 
 free_space() { df --output=avail -BG . | tail -n 1 | tr -d ' '; }

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, WeightConversionTask
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
-from megatron.bridge.utils.fusions import can_enable_gradient_accumulation_fusion
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig, PrecisionConfig
@@ -235,7 +235,8 @@ def _set_kernels(config: GPTModelProvider, regime: Regime, recompute: str) -> No
     config.attention_softmax_in_fp32 = True
     config.transformer_impl = "transformer_engine" if HAVE_TE and gpu else "local"
     config.use_cpu_initialization = not gpu
-    config.gradient_accumulation_fusion = gpu and can_enable_gradient_accumulation_fusion()
+    # Transformer Engine's layers need no more than themselves for it, but Megatron's own output layer wants Apex's kernel.
+    config.gradient_accumulation_fusion = gpu and layers._grad_accum_fusion_available
     config.bias_activation_fusion = config.bias_dropout_fusion = gpu
     config.masked_softmax_fusion = config.persist_layer_norm = config.apply_rope_fusion = False
     config.cross_entropy_loss_fusion = False  # log-probs are computed by our own head

@@ -136,7 +136,7 @@ def rollout_regimes(machine: Machine) -> dict[str, Answer]:
     elif machine.gpu is None:
         fp8 = Answer("fp8", "simulated", "weights are rounded to FP8 when they are pushed, products are bf16")
     elif machine.gpu < ROLLOUT_CAPABILITY:
-        fp8 = Answer("fp8", "cannot", f"needs {_card(ROLLOUT_CAPABILITY)}, this one has {_dotted(machine.gpu)}")
+        fp8 = Answer("fp8", "cannot", f"needs {_card(ROLLOUT_CAPABILITY)}, this one has {dotted(machine.gpu)}")
     else:
         fp8 = Answer("fp8", "runs")
     return answers | {"fp8": _with_nearest(fp8, (), answers)}
@@ -170,8 +170,8 @@ def _trainer(name: str, regime: Regime, machine: Machine) -> Answer:
             name, "cannot", f"needs Transformer Engine{oldest} (found: {machine.transformer_engine or 'none'})"
         )
     if not regime.capability <= machine.gpu < regime.below:
-        limit = f" and below {_dotted(regime.below)}" if machine.gpu >= regime.below else ""
-        return Answer(name, "cannot", f"needs {_card(regime.capability)}{limit}, this one has {_dotted(machine.gpu)}")
+        limit = f" and below {dotted(regime.below)}" if machine.gpu >= regime.below else ""
+        return Answer(name, "cannot", f"needs {_card(regime.capability)}{limit}, this one has {dotted(machine.gpu)}")
     if Version(machine.cuda or "0") < Version(regime.cuda):
         return Answer(name, "cannot", f"needs torch with CUDA {regime.cuda} or later (found: {machine.cuda or 'none'})")
     return Answer(name, "runs")
@@ -186,10 +186,10 @@ def _with_nearest(answer: Answer, near: tuple[str, ...], answers: dict[str, Answ
 
 
 def _card(capability: Capability) -> str:
-    return f"a GPU of compute capability {_dotted(capability)} ({_CARDS[capability]})"
+    return f"a GPU of compute capability {dotted(capability)} ({_CARDS[capability]})"
 
 
-def _dotted(capability: Capability) -> str:
+def dotted(capability: Capability) -> str:
     return ".".join(map(str, capability))
 
 

@@ -10,4 +10,12 @@ except ImportError as error:
         f"megatron_rl's kernels are not built for this Python and torch ({error}): tools/setup.sh --force builds them"
     ) from None
 
-__all__ = ["masked_log_softmax", "sink_attention"]
+__all__ = ["CAPABILITY", "have_cuda", "masked_log_softmax", "sink_attention"]
+
+CAPABILITY = (8, 0)
+"""Least compute capability of a GPU that the CUDA part runs on: the oldest that setup.py compiles for."""
+
+
+def have_cuda() -> bool:
+    """Whether the CUDA part is built: nvcc was there when the package was installed."""
+    return masked_log_softmax.cuda and sink_attention.cuda

@@ -143,19 +143,18 @@ def _check_borders(q, k, sequences: PackedSequences, key_sequences: PackedSequen
         _require(not bool(more.any()), f"sequence {int(more.byte().argmax())} has more queries than keys")
 
 
-def _flash_serves(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether torch's flash attention on CUDA takes them."""
-    if not (q.is_cuda and compiled.cuda and q.dtype == torch.bfloat16):
-        return False
-    width = q.shape[2]
-    return width % 8 == 0 and v.shape[2] <= width <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+def flash_takes(dtype: torch.dtype, width: int, value_width: int, capability: tuple[int, int]) -> bool:
+    """Whether torch's flash attention computes heads of these widths on a GPU of this compute capability."""
+    widths = width % 8 == 0 and value_width <= width <= 256
+    return dtype == torch.bfloat16 and widths and capability >= (8, 0)
 
 
 def _kernels(q: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, key_sequences: PackedSequences):
     """(forward, backward, the borders as they take them)"""
-    if _flash_serves(q, v):
+    if q.is_cuda and flash_takes(q.dtype, q.shape[2], v.shape[2], torch.cuda.get_device_capability(q.device)):
+        kernels = compiled if compiled.cuda else plain
         lengths = sequences.max_length, key_sequences.max_length
-        return compiled.flash_forward, compiled.flash_backward, (sequences.on_device, key_sequences.on_device, *lengths)
+        return kernels.flash_forward, kernels.flash_backward, (sequences.on_device, key_sequences.on_device, *lengths)
     kernels = plain if q.dtype == torch.float64 or q.is_cuda else compiled
     return kernels.forward, kernels.backward, (sequences.borders, key_sequences.borders)
 

@@ -1,7 +1,8 @@
-"""sink_attention in plain torch: its definition, and the tiled computation for what the compiled kernels do not serve.
+"""sink_attention in plain torch: its definition, and what runs where the compiled kernels do not.
 
-That is fp64, and on CUDA also fp32 and whatever a flash attention does not take. `forward` and `backward` have the
-signatures of csrc's.
+`forward` and `backward` compute tile by tile: fp64, and on CUDA also fp32 and whatever a flash attention does not take.
+`flash_forward` and `flash_backward` put the sink around torch's flash attention, where csrc's CUDA part is not built. All
+have the signatures of csrc's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 _BLOCK = 256
 """Sequences longer than this are cut into blocks of so many queries."""
@@ -74,6 +76,71 @@ def backward(grad, q, k, v, sinks, out, lse, cu_q, cu_k, window: int, scale: flo
         grad_k[tile.keys] += (grad_scores.transpose(-1, -2) @ queries).sum(1).transpose(0, 1)
     grad_sinks = None if sinks is None else -(torch.exp(sinks.to(work)[:, None] - lse) * delta).sum(1)
     return *(x.to(q.dtype) for x in (grad_q, grad_k, grad_v)), grad_sinks
+
+
+def apply_sink(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """In place, from plain attention to attention with sinks: O' = O exp(L - L'), L' = log(exp(L) + exp(sink)).
+
+    out [T, H, D]; lse [H, >= T], fp32, columns behind T stay as they are; sinks [H].
+    """
+    plain = lse[:, : out.shape[0]]
+    sinks = sinks[:, None]
+    # exp(L - L') = 1 / (1 + exp(sink - L)); without a sink it is 1, also in a row without keys
+    share = torch.where(sinks == -math.inf, 1.0, torch.sigmoid(plain - sinks))
+    out.mul_(share.t().unsqueeze(-1))
+    plain.copy_(torch.where(sinks == -math.inf, plain, torch.logaddexp(plain, sinks)))
+
+
+def sink_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """[H] fp32: -sum over tokens of exp(sink - L') (O' . dO'). Arguments as `apply_sink` leaves them."""
+    delta = (grad.to(lse.dtype) * out).sum(-1).t()
+    weights = torch.exp(sinks[:, None] - lse[:, : out.shape[0]])
+    return -torch.where(sinks[:, None] == -math.inf, 0.0, weights * delta).sum(1)
+
+
+def flash_forward(q, k, v, sinks, cu_q, cu_k, max_q: int, max_k: int, window: int, scale: float):
+    """(out, lse, and two tensors that the backward wants): csrc/sink_attention/binding.cpp in torch.
+
+    cu_q, cu_k: int32 borders on the device.
+    """
+    if len(q) == 0:
+        none = q.new_empty(0, dtype=torch.float32)
+        return q.new_empty(0, q.shape[1], v.shape[2]), none.view(q.shape[1], 0), none, none
+    out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q, k, _pad(v, q), cu_q, cu_k, *_lengths(max_q, max_k), 0.0, True, False, scale=scale, **_window(window)
+    )
+    if sinks is not None:
+        out = out.contiguous()
+        apply_sink(out, lse, sinks)
+    return out[..., : v.shape[2]].contiguous(), lse, rng_state, unused
+
+
+def flash_backward(grad, q, k, v, sinks, out, lse, cu_q, cu_k, max_q, max_k, window, scale, rng_state, unused):
+    """(grad_q, grad_k, grad_v, grad_sinks or None): flash attention's own backward of (dO', O', L')."""
+    if len(q) == 0:
+        return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v), None if sinks is None else 0 * sinks
+    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+        *(_pad(grad, q), q, k, _pad(v, q), _pad(out, q), lse, cu_q, cu_k, *_lengths(max_q, max_k), 0.0, True),
+        *(rng_state, unused),
+        scale=scale,
+        **_window(window),
+    )
+    grad_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
+    return grad_q, grad_k, grad_v[..., : v.shape[2]].contiguous(), grad_sinks
+
+
+def _pad(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The kernels want q's width."""
+    return F.pad(x, (0, q.shape[2] - x.shape[2])) if x.shape[2] < q.shape[2] else x
+
+
+def _lengths(max_q: int, max_k: int) -> tuple[int, int]:
+    """At a longest length of 1 FlashAttention 2 takes a path for decoding, in which each sequence has exactly one query."""
+    return max(max_q, 2), max_k
+
+
+def _window(window: int) -> dict[str, int | None]:
+    return {"window_size_left": window - 1 if window else None, "window_size_right": 0 if window else None}
 
 
 @dataclass(frozen=True)

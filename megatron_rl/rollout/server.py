@@ -58,6 +58,19 @@ def find_python(configured: str | None = None) -> Path:
     )
 
 
+def compilers(python: Path) -> dict[str, str]:
+    """Environment variables by which a server on a GPU finds what its kernels are compiled with when they are first used.
+
+    Those are ninja and, unless CUDA_HOME says otherwise, nvcc, both of SGLang's own environment: nvcc is of the same
+    release as its CUDA headers there, and nothing else puts that environment on PATH.
+    """
+    found = {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    nvcc = next(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/nvcc"), None)
+    if nvcc is not None and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
+        found["CUDA_HOME"] = str(nvcc.parents[1])
+    return found
+
+
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:
     """A socket on a free port of the host (`getsockname()[1]`), which nobody else is given while it is open.
 
@@ -298,6 +311,8 @@ class RolloutServer:
         if machine.gpu is None:
             paths.insert(0, str(cpu_platform.PYTHONPATH))
             environment |= cpu_platform.environment(self.config.threads or os.cpu_count() or 1)
+        else:
+            environment |= compilers(find_python(self.config.python))
         return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
     def start(self) -> None:

@@ -29,7 +29,10 @@ def packages(tmp_path, monkeypatch):
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         importlib.invalidate_caches()
 
-    return make
+    yield make
+    made = {path.name for path in tmp_path.iterdir()}
+    for name in [name for name in sys.modules if name.split(".")[0] in made]:
+        del sys.modules[name]
 
 
 BROKEN = "raise RuntimeError('must not be imported')"
@@ -52,10 +55,57 @@ def test_nvidia_apex_with_and_without_its_extensions(packages, extra, state):
     assert finding.state == state and "0.1" in finding.found
 
 
-def test_installed_parts_are_named_with_their_versions(packages):
-    packages({"deep_ep/__init__.py": BROKEN}, transformer_engine="2.9.0", deep_ep="1.2")
-    assert doctor._transformer_engine().found == "2.9.0"
+def test_without_transformer_engine_apex_needs_its_extensions_on_a_gpu(packages, monkeypatch):
+    """Its Adam is then Megatron's, and refuses to work."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    packages({"apex/__init__.py": BROKEN, "apex/normalization/__init__.py": ""}, apex="0.1")
+    assert doctor._apex().state == "error"
+    packages({"transformer_engine/__init__.py": ""})
+    assert doctor._apex().state == "warning"
+
+
+def test_installed_parts_are_named_with_their_versions(packages, monkeypatch):
+    packages({"deep_ep/__init__.py": BROKEN}, deep_ep="1.2")
     assert doctor._deepep() == doctor.Finding("DeepEP", "ok", "1.2")
+    files = {"transformer_engine/__init__.py": "", "transformer_engine/pytorch.py": ""}
+    packages(files, transformer_engine="2.9.0")
+    found = doctor._transformer_engine()
+    assert found.state == "missing" and found.found == "2.9.0, left alone", "there is no GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert doctor._transformer_engine() == doctor.Finding("Transformer Engine", "ok", "2.9.0")
+
+
+def test_transformer_engine_on_a_gpu_is_a_cost_where_absent_and_an_error_where_broken(packages, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    absent = doctor._transformer_engine()
+    assert absent.state == "missing" and "tools/setup.sh --gpu" in absent.note
+    packages({"transformer_engine/__init__.py": BROKEN}, transformer_engine="2.9.0")
+    broken = doctor._transformer_engine()
+    assert broken.state == "error" and "must not be imported" in broken.note and "--gpu --force" in broken.note
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "state", "words"),
+    [
+        (None, False, "ok", "alone"),
+        (None, True, "ok", "and CUDA"),
+        ((9, 0), True, "ok", "and CUDA"),
+        ((9, 0), False, "error", "tools/setup.sh --gpu installs nvcc"),
+        ((7, 5), True, "error", "this one has 7.5"),
+    ],
+)
+def test_kernels_that_a_run_would_be_refused_for_are_an_error(capability, built, state, words, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: built)
+    finding = doctor._extension()
+    assert finding.state == state and words in finding.found + finding.note
+
+
+def test_no_engine_is_an_error_as_the_default_config_starts_one():
+    finding = doctor._sglang((None, None))
+    assert finding.state == "error" and "rollout.addresses" in finding.note
+    assert doctor._sglang((Path("python"), None)).state == "error"
 
 
 def test_a_missing_package_is_an_error_only_if_nothing_runs_without_it():
@@ -77,18 +127,18 @@ def test_a_check_that_fails_becomes_a_warning(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "state", "words"),
     [
-        ("import sys; sys.exit(3)", "ended with status 3"),
-        ('print(\'{"sglang": "1", "torch": null, "transformers": null, "problem": "ImportError: x"}\')', "x"),
-        ("import time; time.sleep(600)", "took longer"),
+        ("import sys; sys.exit(3)", "error", "ended with status 3"),
+        ('print(\'{"sglang": "1", "torch": null, "transformers": null, "problem": "ImportError: x"}\')', "error", "x"),
+        ("import time; time.sleep(600)", "warning", "took longer"),
     ],
 )
-def test_a_broken_engine_environment_is_described(monkeypatch, code, words):
+def test_a_broken_engine_environment_is_described(monkeypatch, code, state, words):
     monkeypatch.setattr(doctor, "ENGINE_TIMEOUT_S", 3.0)
     process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
     finding = doctor._sglang((Path("python"), process))
-    assert finding.state == "warning" and words in finding.found + finding.note
+    assert finding.state == state and words in finding.found + finding.note
     assert process.poll() is not None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -342,3 +343,59 @@ def test_weights_reach_gpus_with_peer_access_alone(monkeypatch):
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda device, peer: device != 3)
     with pytest.raises(UserError, match=r"GPU 3 has no peer access to GPU 0.*set sync.transport: disk"):
         _check_servers(config, "train", 4)
+
+
+GPU = {
+    "the CPU part alone": (
+        (9, 0),
+        False,
+        {},
+        "built without nvcc, for the CPU alone: tools/setup.sh --gpu .*kernels: any",
+    ),
+    "an old GPU": ((7, 5), True, {}, "compute capability 8.0 and later, this GPU has 7.5; model.kernels: any"),
+    "no flash attention for these heads": ((9, 0), True, {"head_dim": 20}, "takes heads of 20 .*kernels: any"),
+}
+
+
+@pytest.mark.parametrize("case", GPU)
+def test_a_gpu_computes_in_plain_torch_only_where_it_was_asked_to(case, tiny_model, tmp_path, monkeypatch):
+    capability, built, changes, message = GPU[case]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    machine = Machine(capability, None, "0.47.0", "13.0")
+    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: built)
+    folder = shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(settings))
+    for kind in ("train", "sft"):
+        with pytest.raises(UserError, match=message) as refusal:
+            preflight(build_config({"model": {"path": str(folder)}}), kind)
+        assert "\n" not in str(refusal.value)
+    preflight(build_config({"model": {"path": str(folder), "kernels": "any"}}), "train")
+    preflight(build_config({"model": {"path": str(folder)}}), "ask")  # builds no model here
+    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: Machine(None, None, "0.47.0", "13.0"))
+    preflight(build_config({"model": {"path": str(folder)}}), "train")
+
+
+def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: Machine((9, 0), None, "0.47.0", "13.0"))
+    monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: True)
+    for family in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
+        preflight(build_config({"model": {"path": str(tiny_model(family))}}), "train")
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "message"),
+    [
+        ({"moe_router_fusion": True}, Machine(None, "2.20.2", None, "13.0"), "needs a GPU and Transformer Engine"),
+        ({"moe_router_fusion": True}, Machine((9, 0), None, None, "13.0"), "set it to false, or install it"),
+        ({"moe_dispatcher": "flex"}, Machine((9, 0), "2.20.2", None, "13.0"), "the package deep_ep; take alltoall"),
+    ],
+)
+def test_a_part_whose_package_is_missing_is_refused(changes, machine, message, tiny_model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: machine)
+    config = build_config({"model": {"path": str(tiny_model("qwen3_moe")), "kernels": "any", **changes}})
+    with pytest.raises(UserError, match=message):
+        preflight(config, "train")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.ops import extensions
 
@@ -53,3 +56,24 @@ def test_no_kernel_spills(name):
             variants = [v for v in report if v[1] == architecture and f"{len(kernel)}{kernel}" in v[0]]
             assert variants, f"{kernel} is not built for {architecture}: build again"
     assert not {variant: count for variant, count in report.items() if count}
+
+
+def test_the_environments_own_nvcc_comes_first(tmp_path, monkeypatch):
+    """It is pinned; one of CUDA_HOME or PATH may be of any release."""
+    cuda = torch.version.cuda.split(".")[0]
+
+    def nvcc(folder: Path, release: str) -> str:
+        folder.mkdir(parents=True)
+        (folder / "nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}'\n")
+        (folder / "nvcc").chmod(0o755)
+        return str(folder / "nvcc")
+
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path / "packages")})
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    find_nvcc = runpy.run_path(str(REPOSITORY / "setup.py"))["find_nvcc"]
+    assert find_nvcc() is None
+    toolkit = nvcc(tmp_path / "toolkit" / "bin", f"{cuda}.0")
+    assert find_nvcc() == toolkit
+    own = nvcc(tmp_path / "packages" / "nvidia" / f"cu{cuda}" / "bin", f"{cuda}.0")
+    assert find_nvcc() == own

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -177,6 +178,20 @@ def test_megatrons_own_fp8_settings_on_a_gpu(name, monkeypatch):
         assert config.fp8 == ("hybrid" if name in ("fp8_delayed", "fp8_tensorwise") else "e4m3")
     assert TRAIN["mxfp8"].multiple == 32 and TRAIN["fp8_delayed"].multiple == 16 and TRAIN["bf16"].multiple == 1
     assert Layout(tensor=2, context=2, multiple=16).total_multiple == 64
+
+
+@pytest.mark.parametrize("apex", [False, True])
+def test_gradients_accumulate_in_a_fused_kernel_where_apex_has_it(apex, monkeypatch):
+    """With Transformer Engine alone Megatron's own output layer would refuse to be built."""
+    from megatron.core.tensor_parallel import layers
+
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
+    config = SimpleNamespace()
+    _set_kernels(config, TRAIN["bf16"], "none")
+    assert config.gradient_accumulation_fusion is apex
 
 
 def test_save_hf_names_the_trained_dtype(folders, tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.ops import sink_attention_torch
-from megatron_rl.ops.sink_attention import PackedSequences, sink_attention, sink_attention_reference
+from megatron_rl.ops.sink_attention import PackedSequences, flash_takes, sink_attention, sink_attention_reference
 
 # Largest difference from fp64, relative to the largest entry.
 OUT_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2.5e-6, torch.bfloat16: 6e-3}
@@ -246,3 +249,132 @@ def test_bad_arguments_are_named(name):
     arguments = {"q": q, "k": k, "v": v, "sinks": sinks, "cu_seqlens": cu} | change
     with pytest.raises(ValueError, match=message):
         sink_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "capability", "takes"),
+    [
+        (torch.bfloat16, (128, 128), (9, 0), True),
+        (torch.bfloat16, (192, 128), (8, 0), True),
+        (torch.bfloat16, (64, 64), (12, 0), True),
+        (torch.bfloat16, (256, 256), (8, 9), True),
+        (torch.bfloat16, (264, 264), (9, 0), False),
+        (torch.bfloat16, (100, 100), (9, 0), False),
+        (torch.bfloat16, (64, 128), (9, 0), False),
+        (torch.bfloat16, (128, 128), (7, 5), False),
+        (torch.float32, (128, 128), (9, 0), False),
+    ],
+)
+@pytest.mark.parametrize("built", [True, False])
+def test_bf16_on_a_gpu_takes_flash_attention_also_without_our_kernels(
+    dtype, widths, capability, takes, built, monkeypatch
+):
+    assert flash_takes(dtype, *widths, capability) is takes
+    kernels = SimpleNamespace(cuda=built, flash_forward="f", flash_backward="b")
+    monkeypatch.setattr(sys.modules["megatron_rl.ops.sink_attention"], "compiled", kernels)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    sequences = PackedSequences.of(torch.tensor([0, 5, 9]), torch.device("cpu"))
+    q, v = (SimpleNamespace(is_cuda=True, dtype=dtype, device="cuda", shape=(9, 2, width)) for width in widths)
+    forward, backward, borders = sys.modules["megatron_rl.ops.sink_attention"]._kernels(q, v, sequences, sequences)
+    if takes:
+        theirs = kernels if built else sink_attention_torch
+        assert (forward, backward) == (theirs.flash_forward, theirs.flash_backward)
+        assert borders == (sequences.on_device, sequences.on_device, 5, 5)
+    else:
+        assert forward is sink_attention_torch.forward and borders == (sequences.borders, sequences.borders)
+
+
+def test_the_sink_around_torchs_flash_attention_in_plain_torch():
+    """The composition, with torch's flash attention for the CPU in place of that for CUDA."""
+    tokens, heads, width, scale = 150, 3, 16, 0.3
+    q, k, v, grad = torch.randn(4, 1, heads, tokens, width).unbind()
+    sinks = torch.randn(heads) * 3
+    sinks[1] = -torch.inf
+    aten, as_tokens = torch.ops.aten, lambda x: x[0].transpose(0, 1).contiguous()
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    o, lse = as_tokens(out), lse[0].contiguous()
+    plain = o[:, 1].clone()
+    sink_attention_torch.apply_sink(o, lse, sinks)
+    assert torch.equal(o[:, 1], plain), "a sink of -inf changes nothing"
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads = backward(grad, q, k, v, o.transpose(0, 1)[None], lse[None], 0.0, True, scale=scale)
+    grad_sinks = sink_attention_torch.sink_gradient(as_tokens(grad), o, lse, sinks)
+    found = [o, *(as_tokens(x) for x in grads), grad_sinks]
+
+    leaves = [as_tokens(x).double().requires_grad_() for x in (q, k, v)] + [sinks.double().requires_grad_()]
+    expected = sink_attention_reference(*leaves, cu_seqlens=torch.tensor([0, tokens]), scale=scale)
+    right = [expected, *torch.autograd.grad(expected, leaves, as_tokens(grad).double())]
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=5e-6, rtol=1e-5)
+
+
+def test_rows_without_keys_and_padded_log_sums():
+    """What a flash attention may return: -inf where a query sees no key, columns behind the last token."""
+    out, lse = torch.randn(3, 2, 8), torch.randn(2, 5)
+    out[1, 0], lse[0, 1], lse[1, 1] = 0.0, -torch.inf, -torch.inf
+    sinks, padding = torch.tensor([0.5, -torch.inf]), lse[:, 3:].clone()
+    sink_attention_torch.apply_sink(out, lse, sinks)
+    grad = sink_attention_torch.sink_gradient(torch.randn(3, 2, 8), out, lse, sinks)
+    assert lse[0, 1] == 0.5 and lse[1, 1] == -torch.inf and torch.equal(lse[:, 3:], padding)
+    assert out.isfinite().all() and grad.isfinite().all() and grad[1] == 0
+
+
+@pytest.fixture
+def flash_on_the_cpu():
+    """Operators of torch that exist on CUDA alone get a CPU kernel: our tiles, which the tests above compare with fp64."""
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+                window_size_left=None, window_size_right=None, **unused):  # fmt: skip
+        assert is_causal and not dropout_p and v.shape[2] == q.shape[2] and max_q >= 2 and not any(unused.values())
+        assert (window_size_left is None) == (window_size_right is None) and not window_size_right
+        window = 0 if window_size_left is None else window_size_left + 1
+        out, lse = sink_attention_torch.forward(q, k, v, None, cu_q.long(), cu_k.long(), window, scale)
+        return out, torch.nn.functional.pad(lse, (0, 2)), q.new_empty(0), q.new_empty(0), q.new_empty(0)
+
+    def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *,
+                 scale=None, window_size_left=None, window_size_right=None):  # fmt: skip
+        assert grad.shape == out.shape == (*q.shape[:2], v.shape[2])
+        window = 0 if window_size_left is None else window_size_left + 1
+        lse = lse[:, : len(q)].contiguous()
+        return sink_attention_torch.backward(grad, q, k, v, None, out, lse, cu_q.long(), cu_k.long(), window, scale)[:3]
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield
+
+
+@pytest.mark.parametrize("with_sinks", [True, False])
+@pytest.mark.parametrize(
+    ("window", "value_width", "key_lengths"), [(0, 16, None), (4, 16, None), (0, 8, None), (3, 16, (20, 3, 7))]
+)
+def test_flash_attention_is_called_as_torch_declares_it(with_sinks, window, value_width, key_lengths, flash_on_the_cpu):
+    lengths = (17, 1, 5)
+    shape = {"width": 16, "value_width": value_width, "key_lengths": key_lengths}
+    (q, k, v, sinks), cu, cu_k = problem(lengths, sinks=with_sinks, **shape)
+    q, k, v = (x.detach() for x in (q, k, v))
+    sinks = None if sinks is None else sinks.detach()
+    borders = (cu, cu if cu_k is None else cu_k, max(lengths), max(key_lengths or lengths))
+    options = (*borders, window, 0.25)
+    out, lse, *more = sink_attention_torch.flash_forward(q, k, v, sinks, *options)
+    direction = torch.randn_like(out)
+    found = [out, *sink_attention_torch.flash_backward(direction, q, k, v, sinks, out, lse, *options, *more)]
+    leaves = [x.double().requires_grad_() for x in (q, k, v)] + (
+        [sinks.double().requires_grad_()] if with_sinks else []
+    )
+    expected = sink_attention_reference(
+        *leaves, *([] if with_sinks else [None]), cu_seqlens=cu, cu_seqlens_k=cu_k, window=window or None, scale=0.25
+    )
+    right = [expected, *torch.autograd.grad(expected, leaves, direction.double())]
+    assert (found[-1] is None) == (not with_sinks)
+    for ours, theirs in zip(found, right, strict=False):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_flash_attention_without_tokens():
+    q, v = torch.randn(0, 2, 16), torch.randn(0, 2, 8)
+    sinks, cu = torch.randn(2), torch.zeros(1, dtype=torch.int32)
+    out, lse, *more = sink_attention_torch.flash_forward(q, q, v, sinks, cu, cu, 0, 0, 0, 1.0)
+    grads = sink_attention_torch.flash_backward(out, q, q, v, sinks, out, lse, cu, cu, 0, 0, 0, 1.0, *more)
+    assert out.shape == (0, 2, 8) and lse.shape == (2, 0)
+    assert [g.shape for g in grads] == [q.shape, q.shape, v.shape, (2,)] and not grads[3].any()

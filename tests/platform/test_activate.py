@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,27 +22,121 @@ def run(source: str, *, timeout: float = 240) -> str:
     return done.stdout.strip()
 
 
-def test_nothing_changes_where_cuda_is_available():
-    assert (
-        run(
-            """
-            import logging, sys, warnings
-            import torch
-            torch.cuda.is_available = lambda: True
-            def state():
-                loggers = logging.root.manager.loggerDict
-                filters = {n: list(l.filters) for n, l in loggers.items() if hasattr(l, "filters")}
-                return list(sys.meta_path), list(warnings.filters), vars(torch.cuda).copy(), filters
-            before = state()
-            from megatron_rl.platform import activate
-            assert activate() is False
-            assert state() == before
-            assert "megatron_rl.platform.megatron" not in sys.modules
-            print("same")
-            """
-        )
-        == "same"
+WITH_TE = {"transformer_engine/__init__.py": "", "transformer_engine/pytorch.py": ""}
+"""Enough for the question whether it can be imported."""
+
+
+def put(folder: Path, files: dict[str, str]) -> str:
+    """Write modules; the lines that put them on the path and let torch say that it has a GPU."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return f"import sys; sys.path.insert(0, {str(folder)!r})\nimport torch\ntorch.cuda.is_available = lambda: True\n"
+
+
+def test_nothing_changes_with_a_gpu_and_transformer_engine(tmp_path):
+    state = """
+import logging, sys, warnings
+import transformer_engine.pytorch
+def state():
+    loggers = logging.root.manager.loggerDict
+    filters = {n: list(l.filters) for n, l in loggers.items() if hasattr(l, "filters")}
+    return list(sys.meta_path), list(warnings.filters), vars(torch.cuda).copy(), filters
+before = state()
+from megatron_rl.platform import activate
+assert activate() == frozenset()
+assert state() == before
+assert "megatron_rl.platform.megatron" not in sys.modules
+print("same")
+"""
+    assert run(put(tmp_path, WITH_TE) + state) == "same"
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ({}, {"Transformer Engine", "fused Adam"}),
+        ({"apex/__init__.py": "", "apex/views.py": ""}, {"Transformer Engine", "fused Adam"}),  # PyPI's, a web toolkit
+        ({"apex/__init__.py": "", "apex/optimizers.py": "", "amp_C.py": ""}, {"Transformer Engine"}),
+        (WITH_TE, set()),
+        (WITH_TE | {"apex/__init__.py": "", "apex/optimizers.py": ""}, set()),
+    ],
+)
+def test_with_a_gpu_the_missing_packages_decide(tmp_path, files, missing):
+    ask = "from megatron_rl.platform import activate\nprint(sorted(activate()), 'megatron_rl.platform.matmul' in sys.modules)"
+    assert run(put(tmp_path, files) + ask) == f"{sorted(missing)} False"
+
+
+def test_with_a_gpu_and_no_packages_two_modules_are_rewritten_and_resuming_works():
+    """torch's Adam has `step` among its state, which Megatron's loader leaves out: a KeyError on any device."""
+    out = run(
+        """
+        import logging, warnings
+        logging.disable()
+        warnings.simplefilter("ignore")
+        import torch
+        torch.cuda.is_available = lambda: True
+        from megatron_rl.platform import activate
+        from types import SimpleNamespace as Object
+        activate()
+        import megatron.bridge.peft.lora_layers, sys
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        parameter = torch.nn.Parameter(torch.ones(3))
+        adam = torch.optim.Adam([parameter])
+        adam.state[parameter] = {"step": torch.tensor(7.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+        config = Object(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False)
+        owner = Object(optimizer=adam, model_param_group_index_map={parameter: (0, 0)}, config=config)
+        loaded = {"param": torch.full((3,), 2.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.full((3,), 4.0)}
+        with torch.no_grad():
+            DistributedOptimizer._set_main_param_and_optimizer_states(owner, parameter, loaded)
+        print(parameter.tolist(), {name: x.tolist() for name, x in adam.state[parameter].items()})
+        print(sorted(n for n, m in sys.modules.items() if "Rewriting" in type(getattr(m, "__loader__", 0)).__name__))
+        """
     )
+    state, rewritten = out.splitlines()
+    assert state == "[2.0, 2.0, 2.0] {'step': 7.0, 'exp_avg': [1.0, 1.0, 1.0], 'exp_avg_sq': [4.0, 4.0, 4.0]}"
+    assert rewritten == "['megatron.bridge.peft.lora_layers', 'megatron.core.optimizer.distrib_optimizer']"
+
+
+def test_a_package_that_cannot_work_is_one_line(tmp_path):
+    files = {
+        "transformer_engine/__init__.py": "",
+        "transformer_engine/pytorch.py": "raise OSError('libcudart.so.11:\\nno')",
+    }
+    ask = """
+from megatron_rl.errors import UserError
+from megatron_rl.platform import activate
+try:
+    activate()
+except UserError as error:
+    print(error)
+"""
+    out = run(put(tmp_path / "apex", {"apex/__init__.py": "", "apex/optimizers.py": ""}) + ask)
+    assert "NVIDIA Apex is installed without its CUDA extensions" in out and "\n" not in out
+    out = run(put(tmp_path / "te", files) + ask)
+    assert "cannot be imported (OSError: libcudart.so.11: no): tools/setup.sh --gpu --force" in out and "\n" not in out
+
+
+def test_without_a_gpu_packages_for_one_are_left_alone(tmp_path):
+    """An environment with Transformer Engine and Apex serves machines without a GPU too: a cluster's login node."""
+    broken = "raise RuntimeError('must not be imported')"
+    names = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
+    put(tmp_path, {f"{name}/__init__.py": broken for name in names})
+    out = run(
+        f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from megatron_rl.platform import activate
+        activate()
+        from megatron.bridge.utils.fusions import can_enable_gradient_accumulation_fusion
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+        from megatron.core.optimizer import Adam
+        from megatron.core.utils import get_te_version
+        print(can_enable_gradient_accumulation_fusion(), HAVE_TE, Adam.__module__, get_te_version())
+        """
+    )
+    assert out == "False False torch.optim.adamw 0.0.0"
 
 
 def test_too_late_is_an_error():
@@ -68,7 +163,7 @@ def test_core_and_bridge_import_quietly_and_work():
         real = torch.cuda.current_device, torch.cuda.Stream, torch.Tensor.cuda
         from megatron_rl.platform import activate
         assert activate() and activate()
-        assert sum(type(f).__name__ == "CpuFinder" for f in sys.meta_path) == 1
+        assert sum(type(f).__module__.startswith("megatron_rl.") for f in sys.meta_path) == 1
         from megatron.core.extensions import transformer_engine
         from megatron.core.optimizer import optimizer
         from megatron.core.transformer.moe import moe_utils
@@ -97,21 +192,22 @@ def test_the_cache_serves_follows_the_source_and_survives_damage(tmp_path, monke
     source = tmp_path / "module.py"
     source.write_text("import torch\nwhere = torch.cuda.current_device()\n")
     compiled = []
+    missing = loader.rules.EVERYTHING
 
-    class Loader(loader.CpuLoader):
+    class Loader(loader.RewritingLoader):
         def source_to_code(self, data, path, **options):
             compiled.append(data)
             return super().source_to_code(data, path, **options)
 
     def load() -> str:
         space = {loader.rules.SHIM: loader.cuda}
-        exec(Loader("megatron.module", str(source)).get_code("megatron.module"), space)
+        exec(Loader("megatron.module", str(source), missing).get_code("megatron.module"), space)
         return str(space["where"])
 
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert [load(), load()] == ["cpu", "cpu"]
     assert len(compiled) == 1
-    (cached,) = [p for p in loader.cache_paths(str(source)) if p.exists()]
+    (cached,) = [p for p in loader.cache_paths(str(source), missing) if p.exists()]
     for damage in (b"", cached.read_bytes()[:100], cached.read_bytes()[:16] + b"\xff" * 50):
         cached.write_bytes(damage)
         compiled.clear()
@@ -121,12 +217,19 @@ def test_the_cache_serves_follows_the_source_and_survives_damage(tmp_path, monke
     assert load() == "elsewhere"
 
 
+def test_the_cache_tells_apart_what_is_missing():
+    from megatron_rl.platform.megatron import loader
+
+    kinds = [frozenset(), frozenset({"fused Adam"}), frozenset({"Transformer Engine"}), loader.rules.EVERYTHING]
+    assert len({loader.cache_paths("/a/module.py", missing)[0] for missing in kinds}) == len(kinds)
+
+
 def test_where_the_packages_cannot_be_written_the_cache_is_the_users(tmp_path, monkeypatch):
     from megatron_rl.platform.megatron import loader
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "__pycache__").write_text("in the way")
-    beside, user = loader.cache_paths(str(tmp_path / "module.py"))
+    beside, user = loader.cache_paths(str(tmp_path / "module.py"), loader.rules.EVERYTHING)
     loader._store(b"code", [beside, user])
     assert not beside.exists()
     assert user.read_bytes() == b"code"

@@ -19,7 +19,7 @@ from megatron_rl.engine import Engine, _check_served
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import Machine
-from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, find_python, reason_of_death, reserve_port
+from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, compilers, find_python, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
 
@@ -137,6 +137,19 @@ def test_quantized_weights_are_served_but_not_pushed_to(tmp_path):
     _check_served(config, read_hf_config(folder), pushes=False)
     with pytest.raises(UserError, match=r"as mxfp4.*megatron-rl convert"):
         _check_served(config, read_hf_config(folder), pushes=True)
+
+
+def test_on_a_gpu_a_server_compiles_with_its_own_environments_tools(tmp_path, monkeypatch):
+    """SGLang's samplers are compiled when they are first used, by ninja and nvcc, which need be nowhere else."""
+    python, cuda = tmp_path / "bin" / "python", tmp_path / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
+    assert compilers(python)["PATH"].split(":")[0] == str(tmp_path / "bin")
+    (cuda / "bin").mkdir(parents=True)
+    (cuda / "bin" / "nvcc").write_text("")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert compilers(python)["CUDA_HOME"] == str(cuda)
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    assert "CUDA_HOME" not in compilers(python)
 
 
 def test_fp8_weights_are_served_on_a_gpu_alone(tmp_path, monkeypatch):

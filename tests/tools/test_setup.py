@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
 import re
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-@pytest.mark.parametrize("name", ["trainer.txt", "test.txt", "rollout.txt"])
+@pytest.mark.parametrize("name", ["trainer.txt", "test.txt", "rollout.txt", "gpu.txt"])
 def test_lists_hold_sorted_exact_versions_alone(name):
     assert list(pins(name)) == sorted(pins(name))
 
@@ -44,6 +46,25 @@ def test_trainer_lists_are_complete_and_are_what_is_installed():
 
 def test_both_environments_share_torch():
     assert pins("trainer.txt")["torch"] == pins("rollout.txt")["torch"]
+
+
+@pytest.mark.parametrize("lists", [("trainer.txt", "gpu.txt"), ("rollout.txt",)])
+def test_nvcc_comes_with_its_parts_and_is_of_the_cuda_headers_release(lists):
+    """CUDA's headers refuse a compiler of another minor release; cicc and crt/ are packages of their own."""
+    wanted = {name: version for path in lists for name, version in pins(path).items()}
+    parts = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
+    assert {wanted[part].rsplit(".", 1)[0] for part in parts} == {"13.0"}
+
+
+def test_the_containers_toolkit_is_of_torchs_cuda_release():
+    image = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.", (REPOSITORY / "tools/container/Dockerfile").read_text(), re.M)
+    assert image[1] == pins("gpu.txt")["nvidia-cuda-nvcc"].rsplit(".", 1)[0]
+
+
+def test_what_a_gpu_machine_gets_besides_is_in_no_other_list():
+    gpu, trainer = pins("gpu.txt"), pins("trainer.txt")
+    assert not set(gpu) & (set(trainer) | set(pins("test.txt")))
+    assert len({gpu[f"transformer-engine{part}"] for part in ("", "-cu13", "-torch")}) == 1
 
 
 @pytest.fixture
@@ -100,6 +121,101 @@ def test_setup_makes_both_environments_once_and_follows_the_lists(checkout):
     assert third.returncode == 0 and ".venv-rollout: installing 1 packages" in third.stderr, third.stderr
     assert has(checkout, ".venv-rollout", "iniconfig") and not has(checkout, ".venv-rollout", "packaging")
     assert stamp.stat().st_mtime_ns == before, "the trainer's environment had no reason to be made again"
+
+
+NVCC = "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n"
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def source_package(folder: Path, name: str, text: str) -> None:
+    """A source distribution, version 1, that only installs where setuptools, `iniconfig` and CUDA_HOME are at hand."""
+    top = f"{name}-1"
+    needs = '[build-system]\nrequires = ["setuptools", "absent-package"]\nbuild-backend = "setuptools.build_meta"\n'
+    files = {
+        "pyproject.toml": needs,
+        "setup.py": text,
+        "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / f"{top}.tar.gz", "w:gz") as archive:
+        for path, content in files.items():
+            entry = tarfile.TarInfo(f"{top}/{path}")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content.encode()))
+
+
+@pytest.fixture
+def gpu_checkout(checkout, tmp_path, monkeypatch):
+    """The small checkout with a list for GPUs: a package and Transformer Engine's source, which tells how it was built."""
+    source_package(
+        tmp_path / "index",
+        "transformer_engine_torch",
+        "import os\nfrom setuptools import setup\nimport iniconfig\n"
+        "names = ['CUDA_HOME', 'CPATH', 'LIBRARY_PATH', 'MAX_JOBS', 'NVTE_CUDA_ARCHS', 'NVTE_FRAMEWORK']\n"
+        "open('transformer_engine.py', 'w').write(f'built = {[os.environ[n] for n in names]!r}')\n"
+        "setup(name='transformer_engine_torch', version='1', py_modules=['transformer_engine'])\n",
+    )
+    monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("MAX_JOBS", "3")
+    wanted = f"pluggy=={pins('test.txt')['pluggy']}\ntransformer-engine-torch==1\n"
+    (checkout / "requirements" / "gpu.txt").write_text(wanted)
+    (checkout / "requirements" / "gpu.imports").write_text("transformer_engine\n")
+    return checkout
+
+
+def test_a_gpu_machine_gets_transformer_engine_and_others_do_not(gpu_checkout, tmp_path):
+    root = gpu_checkout
+    plain = setup(root, "--trainer-only")
+    assert plain.returncode == 0, plain.stderr
+    assert not has(root, ".venv", "pluggy") and not has(root, ".venv", "transformer_engine")
+
+    program(
+        tmp_path / "driver", "nvidia-smi", "#!/bin/sh\ncase $1 in --list-gpus) echo 'GPU 0: X' ;; *) echo 9.0 ;; esac\n"
+    )
+    found = setup(root, "--trainer-only", PATH=f"{tmp_path / 'driver'}:{os.environ['PATH']}")
+    assert found.returncode == 0 and "compiling transformer-engine-torch==1 in 3 processes" in found.stderr, (
+        found.stderr
+    )
+    assert has(root, ".venv", "pluggy") and has(root, ".venv", "transformer_engine")
+    python = [root / ".venv" / "bin" / "python", "-c", "import transformer_engine as te; print(*te.built, sep='\\n')"]
+    built = subprocess.run(python, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    assert built[3:] == ["3", "90", "pytorch"] and built[0] and "include" in built[1] and "lib" in built[2]
+
+    later = setup(root, "--trainer-only")  # where there is no GPU: a login node
+    assert later.returncode == 0 and later.stderr == "" and has(root, ".venv", "transformer_engine")
+    without = setup(root, "--trainer-only", "--no-gpu")
+    assert without.returncode == 0 and not has(root, ".venv", "transformer_engine"), without.stderr
+    again = setup(root, "--trainer-only", PATH=f"{tmp_path / 'driver'}:{os.environ['PATH']}")
+    assert again.returncode == 0 and again.stderr == "", "--no-gpu is remembered"
+
+
+def test_a_transformer_engine_that_does_not_compile_says_what_to_do(gpu_checkout, tmp_path):
+    source_package(tmp_path / "index", "transformer_engine_torch", "raise SystemExit('no compiler')\n")
+    failed = setup(gpu_checkout, "--trainer-only", "--gpu")
+    assert failed.returncode == 1 and "no compiler" in failed.stderr, failed.stderr
+    assert "could not be compiled" in failed.stderr and "tools/setup.sh --no-gpu leaves it out" in failed.stderr
+    assert not (gpu_checkout / ".venv" / ".setup-stamp").exists()
+
+
+def test_an_nvcc_that_comes_later_has_the_kernels_built_again(checkout, tmp_path):
+    plain = "/usr/bin:/bin"
+    tools = f"{tmp_path / 'tools'}:{os.environ['PATH']}"
+    home = str(tmp_path / "nowhere")
+    assert setup(checkout, "--trainer-only", CUDA_HOME=home).returncode == 0
+    assert setup(checkout, "--trainer-only", CUDA_HOME=home, PATH=plain).stderr == ""
+    program(tmp_path / "cuda" / "bin", "nvcc", NVCC)
+    appeared = setup(checkout, "--trainer-only", CUDA_HOME=str(tmp_path / "cuda"), PATH=tools)
+    assert appeared.returncode == 0 and ".venv: installing" in appeared.stderr, appeared.stderr
+    assert setup(checkout, "--trainer-only", CUDA_HOME=str(tmp_path / "cuda")).stderr == ""
+    assert setup(checkout, "--trainer-only", CUDA_HOME=home).stderr == "", "a shell without nvcc undoes nothing"
+    program(tmp_path / "cuda" / "bin", "nvcc", NVCC.replace("13.0", "13.1"))
+    newer = setup(checkout, "--trainer-only", CUDA_HOME=str(tmp_path / "cuda"))
+    assert newer.returncode == 0 and ".venv: installing" in newer.stderr, newer.stderr
 
 
 def test_two_setups_at_once_do_the_work_once(checkout):

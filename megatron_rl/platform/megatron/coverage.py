@@ -147,10 +147,13 @@ def table(root: Path) -> str:
                     counts[site.rule][path] += 1
     lines = ["Replaced while megatron.* is imported, where no GPU exists:"]
     for rule, by_module in counts.items():
-        lines += ["", f"[{rule}] {rules.WHY[rule]} ({by_module.total()} places)"]
         if rule != "swap":
+            lines += ["", f"[{rule}] {rules.WHY[rule]} ({by_module.total()} places)"]
             lines += [f"  {count:4d}  {module}" for module, count in by_module.most_common()]
-    lines += [f"  {swap.module}: `{swap.old}` -> `{swap.new}`\n      {swap.why}" for swap in rules.SWAPS]
+    for missing, where in rules.WHERE.items():
+        swaps = [swap for swap in rules.SWAPS if swap.missing == missing]
+        lines += ["", f"[swap] {rules.WHY['swap']} ({sum(swap.count for swap in swaps)} places), {where}:"]
+        lines += [f"  {swap.module}: `{swap.old}` -> `{swap.new}`\n      {swap.why}" for swap in swaps]
     lines += ["", "torch.cuda names without a counterpart (torch's own stay, and raise when they are called):"]
     lines += [f"  {name}: {why}" for name, why in cuda.NO_COUNTERPART.items()]
     lines += ["", "Left as it is in megatron-core, because no training without a GPU gets there:"]

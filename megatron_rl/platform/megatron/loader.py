@@ -22,13 +22,17 @@ PREFIX = "megatron."
 _RULES_HASH = hashlib.sha256(Path(rules.__file__).read_bytes()).hexdigest()[:12]
 
 
-class CpuLoader(SourceFileLoader):
-    """Loads one module of Megatron with the rules applied."""
+class RewritingLoader(SourceFileLoader):
+    """Loads one module of Megatron with the rules applied for what is missing."""
+
+    def __init__(self, fullname: str, path: str, missing: frozenset[rules.Missing]):
+        super().__init__(fullname, path)
+        self.missing = missing
 
     def source_to_code(self, data: bytes, path: str, *, _optimize: int = -1) -> CodeType:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in Megatron's docstrings
-            tree, _ = rules.rewrite(data, self.name, path)
+            tree, _ = rules.rewrite(data, self.name, path, self.missing)
             return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def get_code(self, fullname: str) -> CodeType:
@@ -36,26 +40,28 @@ class CpuLoader(SourceFileLoader):
         path = self.get_filename(fullname)
         stat = os.stat(path)
         header = struct.pack("<qq", stat.st_mtime_ns, stat.st_size)
-        for cache in cache_paths(path):
+        for cache in cache_paths(path, self.missing):
             with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
                 data = cache.read_bytes()
                 if data[:16] == header:
                     return marshal.loads(data[16:])
         code = self.source_to_code(self.get_data(path), path)
         if not sys.dont_write_bytecode:
-            _store(header + marshal.dumps(code), cache_paths(path))
+            _store(header + marshal.dumps(code), cache_paths(path, self.missing))
         return code
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
-        setattr(module, rules.SHIM, cuda)
+        if "GPU" in self.missing:
+            setattr(module, rules.SHIM, cuda)
         return module
 
 
-def cache_paths(source: str) -> list[Path]:
+def cache_paths(source: str, missing: frozenset[rules.Missing]) -> list[Path]:
     """Where a module's bytecode may lie: beside Python's own, or in the user's cache where that cannot be written."""
     beside = Path(importlib.util.cache_from_source(source))
-    name = f"{beside.stem}.cpu-{_RULES_HASH}.pyc"
+    without = "-".join(sorted(part.replace(" ", "").lower() for part in missing))
+    name = f"{beside.stem}.without-{without}-{_RULES_HASH}.pyc"
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_rl"
     folder = hashlib.sha256(str(beside.parent).encode()).hexdigest()[:16]
     return [beside.with_name(name), user / folder / name]
@@ -79,17 +85,24 @@ def _store(data: bytes, paths: list[Path]) -> None:
                 os.unlink(temporary)
 
 
-class CpuFinder(MetaPathFinder):
-    """Finds `megatron.*` as Python would, and gives source files to CpuLoader."""
+class Finder(MetaPathFinder):
+    """Finds `megatron.*` as Python would, and gives to RewritingLoader what may have to be rewritten."""
+
+    def __init__(self, missing: frozenset[rules.Missing]):
+        self.missing = missing
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not fullname.startswith(PREFIX):
+        if not fullname.startswith(PREFIX) or not rules.concerns(fullname, self.missing):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = CpuLoader(fullname, spec.origin)
+            spec.loader = RewritingLoader(fullname, spec.origin, self.missing)
         return spec
 
 
-def install() -> None:
-    sys.meta_path.insert(0, CpuFinder())
+def installed() -> Finder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+
+
+def install(missing: frozenset[rules.Missing]) -> None:
+    sys.meta_path.insert(0, Finder(missing))

@@ -1,13 +1,15 @@
-"""How the source of `megatron.*` is changed, in memory, where no GPU exists.
+"""How the source of `megatron.*` is changed, in memory, where a GPU or a package is missing that it takes for granted.
 
 Megatron addresses the GPU directly (`torch.cuda.current_device()`, `device="cuda"`). Instead of replacing functions of
 torch, which every other library shares, the syntax tree of each Megatron module is rewritten while it is imported: a
-few general rules, and `SWAPS` for single expressions. Positions are kept, so tracebacks show Megatron's own lines.
+few general rules where the GPU is missing, and `SWAPS` for single expressions, each for what it says is missing.
+Positions are kept, so tracebacks show Megatron's own lines.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +17,22 @@ SHIM = "_megatron_rl_platform_"
 """Name under which a rewritten module sees `megatron_rl.platform.megatron.cuda`."""
 SHIM_MODULE = "megatron_rl.platform.megatron.cuda"
 TE_MODULE = "megatron_rl.platform.megatron.transformer_engine"
+GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
+"""Where there is no GPU Megatron does not look for these: an environment that has them serves login nodes too."""
+
+Missing = Literal["GPU", "Transformer Engine", "fused Adam"]
+"""What Megatron takes for granted."""
+WHERE: dict[Missing, str] = {
+    "GPU": "where no GPU exists",
+    "Transformer Engine": "also with a GPU, where Transformer Engine is not installed",
+    "fused Adam": "also with a GPU, where neither Transformer Engine nor NVIDIA Apex is installed",
+}
+EVERYTHING: frozenset[Missing] = frozenset(WHERE)
 
 Rule = Literal[
     "torch.cuda",
     "import",
+    "GPU package",
     "device name",
     "device()",
     ".cuda()",
@@ -32,6 +46,7 @@ Rule = Literal[
 WHY: dict[str, str] = {
     "torch.cuda": "torch.cuda.NAME becomes our counterpart of it (cuda.py)",
     "import": "from torch.cuda import NAME becomes our counterpart of it",
+    "GPU package": "packages that compute on a GPU alone are not imported, as if they were not installed",
     "device name": "the device name 'cuda' as an argument, a default or a value becomes 'cpu'; comparisons stay honest",
     "device()": "torch.device('cuda', index) becomes the CPU device",
     ".cuda()": "x.cuda(...) becomes x.cpu()",
@@ -45,7 +60,7 @@ WHY: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Swap:
-    """One expression of one module, and what stands there instead.
+    """One expression of one module, and what stands there instead where `missing` is missing.
 
     `old` is compared with `ast.unparse` of each expression (each statement's expressions, not statements); `count` is
     how many places must match.
@@ -55,6 +70,7 @@ class Swap:
     old: str
     new: str
     why: str
+    missing: Missing = "GPU"
     count: int = 1
 
 
@@ -76,6 +92,7 @@ SWAPS = (
         "isinstance(tensors[key], torch.Tensor)",
         "isinstance(tensors.get(key), torch.Tensor)",
         "torch's Adam keeps `step` as a tensor, which is loaded with the parameter groups: without this, KeyError",
+        missing="fused Adam",
     ),
     Swap(
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
@@ -107,6 +124,7 @@ SWAPS = (
         "import transformer_engine.pytorch as te",
         f"import {TE_MODULE} as te",
         "imported unguarded, used for LoRA on Transformer Engine layers alone; HAVE_TE stays False everywhere",
+        missing="Transformer Engine",
     ),
     Swap(
         "megatron.training.checkpointing",
@@ -135,20 +153,22 @@ class Site:
     what: str
 
 
-class Rewriter(ast.NodeTransformer):
-    """Applies the rules to one module's tree; `sites` lists what was replaced."""
+def concerns(module: str, missing: Collection[Missing]) -> bool:
+    """Whether anything of this module may be replaced."""
+    return "GPU" in missing or any(swap.module == module and swap.missing in missing for swap in SWAPS)
 
-    def __init__(self, module: str):
+
+class Rewriter(ast.NodeTransformer):
+    """Applies to one module's tree the swaps for what is missing; `sites` lists what was replaced."""
+
+    def __init__(self, module: str, missing: Collection[Missing]):
         self.module = module
         self.sites: list[Site] = []
-        self.swaps = {swap.old: swap for swap in SWAPS if swap.module == module}
+        self.swaps = {swap.old: swap for swap in SWAPS if swap.module == module and swap.missing in missing}
 
     def _replace(self, node: ast.AST, new: ast.AST, rule: Rule, what: str) -> ast.AST:
         self.sites.append(Site(self.module, node.lineno, rule, what))
         return ast.fix_missing_locations(ast.copy_location(new, node))
-
-    def _shim(self, name: str) -> ast.Attribute:
-        return ast.Attribute(ast.Name(SHIM, ast.Load()), name, ast.Load())
 
     def visit(self, node: ast.AST) -> ast.AST:
         if self.swaps and isinstance(node, ast.expr | ast.Import | ast.ImportFrom):
@@ -158,6 +178,16 @@ class Rewriter(ast.NodeTransformer):
                 new = ast.parse(swap.new, mode=mode)
                 return self._replace(node, new.body[0] if mode == "exec" else new.body, "swap", swap.old)
         return super().visit(node)
+
+
+class CpuRewriter(Rewriter):
+    """Applies the general rules too: there is no GPU."""
+
+    def _shim(self, name: str) -> ast.Attribute:
+        return ast.Attribute(ast.Name(SHIM, ast.Load()), name, ast.Load())
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        return self._without_gpu_package(node, [alias.name for alias in node.names])
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if isinstance(node.value, ast.Name) and node.value.id == "torch" and isinstance(node.ctx, ast.Load):
@@ -178,7 +208,14 @@ class Rewriter(ast.NodeTransformer):
         if node.level == 0 and node.module and (node.module == "torch.cuda" or node.module.startswith("torch.cuda.")):
             what = ", ".join(f"{node.module}.{alias.name}" for alias in node.names)
             return self._replace(node, ast.ImportFrom(SHIM_MODULE, node.names, 0), "import", what)
-        return node
+        return self._without_gpu_package(node, [node.module or ""] if node.level == 0 else [])
+
+    def _without_gpu_package(self, node: ast.stmt, modules: list[str]) -> ast.AST:
+        packages = [package for package in (name.split(".")[0] for name in modules) if package in GPU_PACKAGES]
+        if not packages:
+            return node
+        error = ast.Call(ast.Name("ModuleNotFoundError", ast.Load()), [ast.Constant(f"{packages[0]} needs a GPU")], [])
+        return self._replace(node, ast.Raise(error, None), "GPU package", packages[0])
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function, first = node.func, node.args[0] if node.args else None
@@ -196,6 +233,10 @@ class Rewriter(ast.NodeTransformer):
                 return self._replace(node, ast.Constant(None), "record_stream", ".record_stream()")
         if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr", "setattr", "isinstance"):
             return self.generic_visit(node)
+        imports = ast.unparse(function) in ("safe_import", "safe_import_from", "importlib.import_module")
+        if imports and isinstance(first, ast.Constant) and first.value.split(".")[0] in GPU_PACKAGES:
+            absent = ast.Constant(f"{SHIM}absent.{first.value}")
+            node.args[0] = self._replace(first, absent, "GPU package", first.value.split(".")[0])
         node.args = [self._device_name(argument) for argument in node.args]
         for keyword in node.keywords:
             if keyword.arg == "pin_memory" and not isinstance(keyword.value, ast.Attribute | ast.Name):
@@ -232,8 +273,10 @@ def _is_cuda(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value == "cuda"
 
 
-def rewrite(source: bytes | str, module: str, path: str = "<source>") -> tuple[ast.Module, list[Site]]:
+def rewrite(
+    source: bytes | str, module: str, path: str = "<source>", missing: Collection[Missing] = EVERYTHING
+) -> tuple[ast.Module, list[Site]]:
     """The changed tree of a module's source, and the places that were replaced."""
-    rewriter = Rewriter(module)
+    rewriter = (CpuRewriter if "GPU" in missing else Rewriter)(module, missing)
     tree = rewriter.visit(ast.parse(source, path))
     return tree, rewriter.sites

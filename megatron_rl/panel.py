@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from megatron_rl.algorithms.correction import TokenWeights
 from megatron_rl.algorithms.losses import sequence_sums
 from megatron_rl.algorithms.pruning import bias_bound
 from megatron_rl.metrics import mismatch
@@ -19,7 +22,7 @@ def panel_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
     what became of the others.
     """
     trainer, config = run.trainer, run.config
-    scored = [batch for batches in updates for batch in batches if batch.corrected is not None]
+    scored = [_on_host(batch) for batches in updates for batch in batches if batch.corrected is not None]
     before = [_before(run, batch) for batch in scored]
     after = [_after(run, batch) for batch in scored]
     sums = [_correction_sums(batch) for batch in scored]
@@ -43,6 +46,14 @@ def panel_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
     if config.pruning.enabled:
         metrics |= _pruning_metrics(run, coverage, sum(s["outside"] for s in sums))
     return metrics
+
+
+def _on_host(batch: Batch) -> Batch:
+    """What the figures are made of: many small steps that depend on values, which a GPU would be waited for each time."""
+    names = ("mask", "rollout_log_probs", "sequence_ids")
+    host = {name: getattr(batch, name).cpu() for name in names}
+    corrected = TokenWeights(*(value.cpu() for value in vars(batch.corrected).values()))
+    return replace(batch, **host, corrected=corrected, scored={name: v.cpu() for name, v in batch.scored.items()})
 
 
 def _before(run: Run, batch: Batch) -> mismatch.Mismatch:

@@ -56,8 +56,8 @@ def measure(trainer: Trainer, samples: list[Sample], config: RefreshConfig) -> D
     trainer.score(batches, "drift", learn_routes=False)
     mine = torch.zeros(5, dtype=torch.float64)
     for batch in batches if trainer.reports else ():
-        ratios = batch.scored["drift"] - batch.rollout_log_probs
-        mine += drift_sums(ratios[batch.mask], config.alpha).cpu()
+        ratios = (batch.scored["drift"] - batch.rollout_log_probs).cpu()
+        mine += drift_sums(ratios[batch.mask.cpu()], config.alpha)
     return drift_of(torch.stack(trainer.ranks.gather(mine)).sum(0))
 
 

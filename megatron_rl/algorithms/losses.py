@@ -45,8 +45,8 @@ def token_terms(
 
 def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Sum of [T] values within each sequence -> [num_sequences]. Padding (id -1) counts for nothing."""
-    inside = sequence_ids >= 0
-    return values.new_zeros(num_sequences).index_add(0, sequence_ids[inside], values[inside])
+    places = torch.where(sequence_ids >= 0, sequence_ids, num_sequences)  # the last one is padding's
+    return values.new_zeros(num_sequences + 1).index_add(0, places, values)[:num_sequences]
 
 
 def _count_sequences(sequence_ids: torch.Tensor) -> int:

@@ -269,22 +269,10 @@ class MLASelfAttention(MegatronMLASelfAttention):
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
             )
-        context, rank = self.pg_collection.cp.size(), self.pg_collection.cp.rank()
         tokens = hidden_states.shape[0] * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
         positions = packed_layout(packed_seq_params, tokens, self.pg_collection.cp).positions
-        angles = positions.new_zeros(2 * context, tokens // 2) if context > 1 else positions
-        if context > 1:  # Megatron takes this rank's two chunks out of the whole
-            angles[rank], angles[2 * context - 1 - rank] = positions.view(2, -1)
-        whole = positions.new_tensor([0, context * tokens], dtype=torch.int32)
-        one_sequence = dataclasses.replace(
-            packed_seq_params,
-            cu_seqlens_q=whole,
-            cu_seqlens_kv=whole,
-            cu_seqlens_q_padded=None,
-            cu_seqlens_kv_padded=None,
-            total_tokens=None,
-        )
-        with self.rotary_pos_emb.of(angles.view(-1)):
+        one_sequence = dataclasses.replace(packed_seq_params, qkv_format="sbhd", total_tokens=None)
+        with self.rotary_pos_emb.of(positions):
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, one_sequence, **kwargs
             )
@@ -312,10 +300,10 @@ class _AnglesByToken(torch.nn.Module):
             self._positions = None
 
     def forward(self, *args: object, **kwargs: object):
-        """Angles `[S, 1, 1, R]` by position, or `[T, 1, 1, R]` by token; with yarn's mscale beside them."""
-        answer = self.rotary(*args, **kwargs)
+        """Angles `[S, 1, 1, R]` by position, or `[T, 1, R]` by token of this rank; with yarn's mscale beside them."""
         if self._positions is None:
-            return answer
-        if isinstance(answer, tuple):
-            return (answer[0].index_select(0, self._positions), *answer[1:])
-        return answer.index_select(0, self._positions)
+            return self.rotary(*args, **kwargs)
+        answer = self.rotary(*args, **kwargs | {"packed_seq": True})  # else context parallelism takes a part of them
+        angles, *mscale = answer if isinstance(answer, tuple) else (answer,)
+        angles = angles.index_select(0, self._positions).squeeze(1)
+        return (angles, *mscale) if mscale else angles

@@ -176,12 +176,14 @@ def load(
     recompute: Literal["none", "selective", "full"] = "none",
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall",
     moe_router_fusion: bool = False,
+    moe_permute_fusion: bool = True,
     moe_aux_loss: float = 0.0,
     freeze_router: bool = False,
 ) -> Model:
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
-    precision: a regime of `precision.TRAIN` that this machine can run or simulate.
+    precision: a regime of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
+    experts and back by Transformer Engine's kernels, where it is there; off for who asks where each token's rows are.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     check_precision(PrecisionConfig(train=precision), this_machine(), rolls_out=False)
@@ -191,7 +193,7 @@ def load(
     _set_parallel(config, parallel)
     _set_kernels(config, TRAIN[precision], recompute)
     if expert_count(hf_config):
-        _set_experts(config, moe_dispatcher, moe_aux_loss, moe_router_fusion)
+        _set_experts(config, moe_dispatcher, moe_aux_loss, moe_router_fusion, moe_permute_fusion)
     config.transformer_layer_spec = layer_spec
     config.should_pad_vocab = hf_config.vocab_size % parallel.tensor > 0
     config.make_vocab_size_divisible_by = 1  # times the tensor-parallel size
@@ -245,7 +247,9 @@ def _set_kernels(config: GPTModelProvider, regime: Regime, recompute: str) -> No
         config.recompute_method, config.recompute_num_layers = "uniform", 1
 
 
-def _set_experts(config: GPTModelProvider, dispatcher: str, aux_loss: float, router_fusion: bool) -> None:
+def _set_experts(
+    config: GPTModelProvider, dispatcher: str, aux_loss: float, router_fusion: bool, permute_fusion: bool
+) -> None:
     config.moe_token_dispatcher_type = dispatcher
     if dispatcher == "flex":
         config.moe_flex_dispatcher_backend = "deepep"
@@ -253,6 +257,10 @@ def _set_experts(config: GPTModelProvider, dispatcher: str, aux_loss: float, rou
     config.moe_aux_loss_coeff = aux_loss
     config.moe_router_dtype = "fp32"
     config.moe_router_fusion = router_fusion
-    config.moe_permute_fusion = False
     config.moe_shared_expert_overlap = False
-    config.moe_grouped_gemm = False
+    # All experts of a rank in one kernel, instead of one after another. In FP8 it pads each expert's tokens itself, so that
+    # the router's own padding (moe_router_padding_for_quantization), which would add tokens to routes, stays off.
+    config.moe_grouped_gemm = config.transformer_impl == "transformer_engine"
+    config.moe_permute_fusion = config.moe_grouped_gemm and permute_fusion
+    if config.add_bias_linear:  # gpt-oss: grouped experts refuse it
+        config.bias_dropout_fusion = False

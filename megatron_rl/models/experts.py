@@ -50,10 +50,8 @@ class GroupedExperts(SequentialMLP):
             hidden = (config.activation_func(gate) * (linear + offset) * probs).to(hidden.dtype)
         out = self._grouped_linear(hidden, counts, fc2)
         if config.add_bias_linear:  # weighted like the output; Megatron refuses it with expert tensor parallelism
-            biases = torch.stack([layer.bias for layer in fc2])
-            experts = torch.arange(len(counts), device=out.device)
-            rows = experts.repeat_interleave(torch.tensor(counts, device=out.device), output_size=len(out))
-            out = out + (biases.index_select(0, rows) * probs).to(out.dtype)
+            biases = torch.cat([layer.bias.expand(count, -1) for layer, count in zip(fc2, counts, strict=True)])
+            out = out + (biases * probs).to(out.dtype)
         return out, None
 
     def _grouped_linear(

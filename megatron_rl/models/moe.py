@@ -51,9 +51,10 @@ class ExpertMoELayer(MoELayer):
         mapped = dispatcher.routing_map
         # Rows are sorted by expert, then by token; a stable sort by token leaves each one's experts in their order.
         rows = dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True)
-        shape = (len(mapped), self.config.moe_router_topk)
-        weights = dispatcher.probs.masked_select(mapped).view(shape)
-        return route_pass.see_outputs(self.router.router_replay.layer, output, rows.view(shape), weights)
+        # So many experts has each token: to find that out, as masked_select does, a GPU would be waited for.
+        experts = mapped.byte().argsort(dim=1, descending=True, stable=True)[:, : self.config.moe_router_topk]
+        weights = dispatcher.probs.gather(1, experts)
+        return route_pass.see_outputs(self.router.router_replay.layer, output, rows.view(weights.shape), weights)
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, MoELayer]]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.ops.placement import upload
+
 
 @dataclass(frozen=True)
 class KeptTokens:
@@ -15,17 +17,28 @@ class KeptTokens:
     """[n] int64, those of the first token, then of the second, ..."""
     borders: torch.Tensor
     """[T + 1] int64: token t's are ids[borders[t] : borders[t + 1]]; none there: its whole vocabulary was kept."""
+    tokens: torch.Tensor | None = None
+    """[n] int64: the token of each id; made from the borders, on the host, where it is not given."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is None:
+            each = torch.arange(len(self.borders) - 1, device=self.borders.device)
+            object.__setattr__(self, "tokens", each.repeat_interleave(self.borders.diff()))
 
     def remove_others(self, logits: torch.Tensor, rows: torch.Tensor, first_column: int) -> None:
-        """logits [m, V / tp] of tokens `rows`, the vocabulary's columns from first_column on: -inf outside the sets."""
-        start, count = self.borders[rows], self.borders[rows + 1] - self.borders[rows]
-        row = torch.arange(len(rows), device=rows.device).repeat_interleave(count)
-        position = torch.arange(len(row), device=rows.device) + (start - count.cumsum(0) + count)[row]
-        column = self.ids[position] - first_column
-        here = (column >= 0) & (column < logits.shape[1])
-        removed = (count > 0)[:, None].expand_as(logits).clone()
-        removed[row[here], column[here]] = False
-        logits.masked_fill_(removed, -torch.inf)
+        """logits [m, V / tp] of tokens `rows`, the vocabulary's columns from first_column on: -inf outside the sets.
+
+        All ids are looked at, those of other rows too: how many there are of some rows, a GPU would be waited for.
+        """
+        count, width = logits.shape
+        places = self.borders.new_full((len(self.borders) - 1,), count)
+        row = places.index_copy(0, rows, torch.arange(count, device=rows.device))[self.tokens]
+        column = self.ids - first_column
+        here = (row < count) & (column >= 0) & (column < width)
+        cells = torch.where(here, row * width + column, count * width)  # the last one is for those that are not here
+        kept = torch.zeros(count * width + 1, dtype=torch.bool, device=rows.device).index_fill_(0, cells, True)
+        truncated = self.borders[rows + 1] > self.borders[rows]
+        logits.masked_fill_(truncated[:, None] & ~kept[:-1].view(count, width), -torch.inf)
 
     def to(self, device: torch.device) -> KeptTokens:
-        return KeptTokens(self.ids.to(device), self.borders.to(device))
+        return KeptTokens(*(upload(tensor, device) for tensor in (self.ids, self.borders, self.tokens)))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.ops.kept_tokens import KeptTokens
+from megatron_rl.ops.late_checks import LateChecks, check
 from megatron_rl.ops.masked_log_softmax import (
     IGNORE,
     MaskedLogSoftmax,
@@ -48,6 +49,8 @@ def linear_log_probs(
     chunk_tokens: int = 2048,
     token_loss: TokenLoss | None = None,
     fp32_logits: bool = False,
+    rows: torch.Tensor | None = None,
+    late: LateChecks | None = None,
 ) -> MaskedLogSoftmax:
     """`masked_log_softmax` of hidden @ weight^T, whose logits exist for `chunk_tokens` tokens at a time.
 
@@ -65,16 +68,20 @@ def linear_log_probs(
     ratio of a whole sequence). The caller computes the same loss from the values that come back, and what its backward
     sends must be token_loss's gradient times one number.
 
+    rows [n] int64: those whose target is not -100, in order, where the caller knows them; it has then checked the targets
+    too. late: where errors wait until the caller looks. With both, nothing here waits for a GPU.
+
     Errors: ValueError as masked_log_softmax. RuntimeError in the backward where the loss is not token_loss's.
     """
     _check(hidden, weight, targets, vocab_size, chunk_tokens)
     check_options(log_rho, temperature)
-    check_targets(targets, vocab_size or weight.shape[0] * (tp_group.size() if tp_group is not None else 1))
+    if rows is None:
+        check_targets(targets, vocab_size or weight.shape[0] * (tp_group.size() if tp_group is not None else 1))
+        rows = (targets != IGNORE).nonzero(as_tuple=True)[0]
     if not torch.is_grad_enabled():
         token_loss = None  # there will be no backward
-    rows = (targets != IGNORE).nonzero(as_tuple=True)[0]
     settings = _Settings(
-        log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss, fp32_logits
+        log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss, fp32_logits, late
     )
     found = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
     empty = (0.0, 0.0, False, 1.0)
@@ -118,6 +125,7 @@ class _Settings:
     chunk_tokens: int
     token_loss: TokenLoss | None
     fp32_logits: bool
+    late: LateChecks | None
 
     def chunks(self, tokens: int) -> list[slice]:
         size = self.chunk_tokens
@@ -135,7 +143,8 @@ class _Settings:
     def evaluate(
         self, logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor
     ) -> tuple[MaskedLogSoftmax, Rows]:
-        return evaluate(logits, targets, self.log_rho, self.temperature, self.tp_group, self.with_entropy, rows)
+        options = (self.log_rho, self.temperature, self.tp_group, self.with_entropy)
+        return evaluate(logits, targets, *options, names=rows, late=self.late)
 
 
 def _fp32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -210,7 +219,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         if ctx.fused:
             hidden, weight, sent = ctx.saved_tensors
-            factor = _factor(sent, grad_log_probs, grad_entropy)
+            factor = _factor(sent, grad_log_probs, grad_entropy, ctx.settings.late)
             return hidden * factor, (weight * factor).to(ctx.weight_dtype), None, None, None
         hidden, weight, rows, *tensors = ctx.saved_tensors
         made, ctx.only_logits = ctx.only_logits, None  # another backward through the same graph computes them again
@@ -238,19 +247,26 @@ def _token_gradients(
     return grads[0] if grads[0] is not None else torch.zeros_like(value.log_probs), grads[1] if len(grads) > 1 else None
 
 
-def _factor(sent: torch.Tensor, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> torch.Tensor:
+def _factor(
+    sent: torch.Tensor,
+    grad_log_probs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    late: LateChecks | None,
+) -> torch.Tensor:
     """The one number by which the gradients that came back [T] differ from token_loss's [2, T]. Errors: RuntimeError."""
     came = torch.stack([torch.zeros_like(sent[0]) if g is None else g for g in (grad_log_probs, grad_entropy)])
     sent, came = sent.flatten(), came.flatten()
-    largest = sent.nan_to_num(0.0, 0.0, 0.0).abs().argmax()
+    largest = sent.nan_to_num(0.0, 0.0, 0.0).abs().argmax().view(1)  # an index of one dimension is not read by the host
     factor = torch.where(sent[largest] == 0, 1.0, came[largest] / sent[largest])
     expected = factor * sent
     close = (came - expected).abs() <= 1e-4 * expected.abs() + 1e-6 * expected[largest].abs()
     wrong = ~(close | (came.isnan() & sent.isnan()))  # a NaN of the loss itself goes on as such
-    if bool(wrong.any()):
-        raise RuntimeError(
-            f"{_OP}: the gradient that came back is not token_loss's times one number: either token_loss is another loss, or"
-            " the loss is no sum over tokens with a normaliser known beforehand (GSPO is none); leave token_loss out,"
-            " and the logits are computed twice instead"
-        )
+    check(wrong, lambda _: RuntimeError(_WRONG_LOSS), late)
     return factor
+
+
+_WRONG_LOSS = (
+    f"{_OP}: the gradient that came back is not token_loss's times one number: either token_loss is another loss, or"
+    " the loss is no sum over tokens with a normaliser known beforehand (GSPO is none); leave token_loss out,"
+    " and the logits are computed twice instead"
+)

@@ -9,6 +9,7 @@ The row kernels are csrc/masked_log_softmax/ (CPU, CUDA). What the backward need
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from megatron_rl.ops import masked_log_softmax_torch as plain
 from megatron_rl.ops.extensions import masked_log_softmax as compiled
+from megatron_rl.ops.late_checks import LateChecks, check
 
 IGNORE = -100
 _OP = "masked_log_softmax"
@@ -121,23 +123,20 @@ def check_options(log_rho: float | None, temperature: float) -> None:
 
 def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
     """One synchronisation with the device. Errors: ValueError."""
-    outside = (targets != IGNORE) & ((targets < 0) | (targets >= vocabulary))
-    if bool(outside.any()):
-        row = int(outside.byte().argmax())
-        raise ValueError(
+    check(
+        (targets != IGNORE) & ((targets < 0) | (targets >= vocabulary)),
+        lambda row: ValueError(
             f"{_OP}: target {int(targets[row])} of row {row} is outside the vocabulary of {vocabulary}"
             f" ({IGNORE} ignores a row)"
-        )
+        ),
+    )
 
 
-def _check_rows(bad: torch.Tensor, targets: torch.Tensor, names: torch.Tensor | None) -> None:
-    """Another synchronisation. bad: [T] bool, the same on all ranks."""
-    if bool(bad.any()):
-        row = int(bad.byte().argmax())
-        name = row if names is None else int(names[row])
-        raise ValueError(
-            f"{_OP}: row {name} of the logits (target {int(targets[row])}) has NaN or +inf, or nothing above -inf"
-        )
+def _bad_logits(targets: torch.Tensor, names: torch.Tensor | None, row: int) -> ValueError:
+    name = row if names is None else int(names[row])
+    return ValueError(
+        f"{_OP}: row {name} of the logits (target {int(targets[row])}) has NaN or +inf, or nothing above -inf"
+    )
 
 
 def _kernels(logits: torch.Tensor) -> ModuleType:
@@ -173,10 +172,12 @@ def evaluate(
     tp_group: dist.ProcessGroup | None,
     with_entropy: bool,
     names: torch.Tensor | None = None,
+    late: LateChecks | None = None,
 ) -> tuple[MaskedLogSoftmax, Rows]:
     """The values, without a graph, and what `write_gradient` needs. Arguments, checked, as `masked_log_softmax`.
 
-    names [T]: the rows' numbers for an error. Errors: ValueError naming the row.
+    names [T]: the rows' numbers for an error. Errors: ValueError naming the row, when `late` is looked at if it is given;
+    the values of such a row mean nothing.
     """
     parallel = tp_group is not None and tp_group.size() > 1
     first_column = tp_group.rank() * logits.shape[1] if parallel else 0
@@ -196,7 +197,8 @@ def evaluate(
 
     divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
     most = maximum / divisor
-    _check_rows(counts & ~most.isfinite(), targets, names)
+    # The same on all ranks.
+    check(counts & ~most.isfinite(), partial(_bad_logits, targets, names), late)
     # An ignored row may hold anything: it is worked on as a row of whatever it holds and cleared here.
     in_support = counts & (at_target > -torch.inf)
     if log_rho is not None:

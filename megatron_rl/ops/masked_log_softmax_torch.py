@@ -94,7 +94,7 @@ def gradient(
     for b, d, safe in _blocks(logits, maximum, log_rho, temperature):
         grad = d.mul(slope[b]).add_(factor[b]).mul_(d.exp_()).mul_(safe)
         out[b] = grad.scatter_add_(1, index[b], at_target[b])
-    out[(factors == 0).all(0)] = 0.0  # whatever such a row holds
+    out.masked_fill_((factors == 0).all(0)[:, None], 0.0)  # whatever such a row holds
 
 
 def _slices(logits: torch.Tensor) -> list[slice]:

@@ -13,12 +13,13 @@ The kernels are csrc/sink_attention/.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_rl.ops import sink_attention_torch as plain
 from megatron_rl.ops.extensions import sink_attention as compiled
+from megatron_rl.ops.placement import upload
 
 _OP = "sink_attention"
 
@@ -48,6 +49,9 @@ class PackedSequences:
             f"cu_seqlens falls after entry {int((lengths < 0).byte().argmax())}: {borders.tolist()[:20]}",
         )
         return cls(borders, cu_seqlens.to(device, torch.int32), int(lengths.max()) if len(lengths) else 0)
+
+    def to(self, device: torch.device) -> PackedSequences:
+        return replace(self, on_device=upload(self.on_device, device))
 
 
 def sink_attention(

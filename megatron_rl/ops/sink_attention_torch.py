@@ -28,8 +28,8 @@ def attention_by_definition(q, k, v, sinks, *, cu_seqlens, cu_seqlens_k=None, wi
     for start, end, k_start, k_end in zip(borders[0], borders[0][1:], borders[1], borders[1][1:], strict=False):
         keys, values = (x[k_start:k_end].repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[start:end], keys) * scale
-        hidden = _mask(k_end - k_start - (end - start), k_end - k_start, 0, k_end - k_start, window)
-        scores = scores.masked_fill(hidden.to(q.device), -math.inf)
+        hidden = _mask(k_end - k_start - (end - start), k_end - k_start, 0, k_end - k_start, window, q.device)
+        scores = scores.masked_fill(hidden, -math.inf)
         if sinks is not None:
             sink = sinks.to(scores.dtype)[:, None, None].expand(heads, end - start, 1)
             scores = torch.cat([scores, sink], dim=-1)
@@ -169,9 +169,11 @@ def _tiles(cu_q: torch.Tensor, cu_k: torch.Tensor, window: int, heads: int) -> l
     return tiles
 
 
-def _mask(q_first: int, q_last: int, k_first: int, k_last: int, window: int | None) -> torch.Tensor:
+def _mask(
+    q_first: int, q_last: int, k_first: int, k_last: int, window: int | None, device: torch.device
+) -> torch.Tensor:
     """[Lq, Lk] bool, True where a query may not look."""
-    i, j = torch.arange(q_first, q_last)[:, None], torch.arange(k_first, k_last)[None]
+    i, j = torch.arange(q_first, q_last, device=device)[:, None], torch.arange(k_first, k_last, device=device)[None]
     return (j > i) | (j <= i - window) if window else j > i
 
 
@@ -182,5 +184,5 @@ def _scores(q, k, tile: _Tile, window: int, scale: float, work: torch.dtype):
     keys = k[tile.keys].to(work).transpose(0, 1).unsqueeze(1)
     scores = (queries * scale) @ keys.transpose(-1, -2)
     ends = tile.first_query + scores.shape[-2], tile.first_key + scores.shape[-1]
-    hidden = _mask(tile.first_query, ends[0], tile.first_key, ends[1], window)
-    return scores.masked_fill_(hidden.to(q.device), -math.inf), queries, keys
+    hidden = _mask(tile.first_query, ends[0], tile.first_key, ends[1], window, q.device)
+    return scores.masked_fill_(hidden, -math.inf), queries, keys

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.stein import coactivation_counts, orthogonality_of_products
+from megatron_rl.ops.placement import upload
 from megatron_rl.routing.agreement import deviation_counts, kl_divergence, routing_log_probs, total_variation
 from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predicted_bias, predictive_loss
 from megatron_rl.routing.table import has_route, route_dtype, spread
@@ -49,7 +50,7 @@ class Features:
     """[C, E] fp32: the predictor's at that time."""
 
     def to(self, device: torch.device) -> Features:
-        return Features(*(None if t is None else t.to(device) for t in (self.hidden, self.logits, self.bias)))
+        return Features(*(None if t is None else upload(t, device) for t in (self.hidden, self.logits, self.bias)))
 
     @property
     def predicted(self) -> Tensor:
@@ -81,17 +82,21 @@ class RouteTable:
     """[E, E] counted tokens by layer on which two experts are both active, in the first pass that counts pairs."""
     counted_rows: Tensor = field(default_factory=lambda: torch.arange(0))
     """[M] int64: those that are counted; as rows, because a GPU would be waited for to find them."""
+    _spread: dict[int, Tensor] = field(default_factory=dict)
+    """What `spread` answered, by budget: every layer asks."""
 
     def to(self, device: torch.device) -> RouteTable:
         """On a device, as it was packed: before its first pass."""
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved = {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         features = {layer: kept.to(device) for layer, kept in self.features.items()}
         return replace(self, **moved, features=features)
 
     def spread(self, budget: int) -> Tensor:
         """[C] int64: at most `budget` of the counted rows, evenly spread."""
-        places = torch.from_numpy(spread(len(self.counted_rows), budget))
-        return self.counted_rows[places.to(self.counted_rows.device, non_blocking=True)]
+        if budget not in self._spread:
+            places = torch.from_numpy(spread(len(self.counted_rows), budget))
+            self._spread[budget] = self.counted_rows[upload(places, self.counted_rows.device)]
+        return self._spread[budget]
 
     def engine_route(self, layer: int) -> Tensor | None:
         """[T, k] ids of the engine for a model layer."""

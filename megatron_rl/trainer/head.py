@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_rl.ops import linear_log_probs
 from megatron_rl.ops.kept_tokens import KeptTokens
+from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.ops.linear_log_probs import TokenLoss
 
 
@@ -19,6 +20,8 @@ class HeadRequest:
 
     labels: torch.Tensor
     """[T] int64, -100 where nothing is asked: such rows never meet the head."""
+    rows: torch.Tensor
+    """[n] int64: the others."""
     temperature: float
     log_rho: float | None
     """Of the safe set of a pruned vocabulary; None: not pruned."""
@@ -30,6 +33,8 @@ class HeadRequest:
     chunk_tokens: int
     token_loss: TokenLoss | None
     """The loss of some tokens alone, where it is a sum over tokens: the head then computes gradients on the way."""
+    late: LateChecks
+    """Where errors wait until the passes of all micro-batches are done."""
     fp32_logits: bool = False
 
 
@@ -56,6 +61,8 @@ def log_prob_head(*, hidden_states, output_layer, output_weight, context: HeadRe
         chunk_tokens=context.chunk_tokens,
         token_loss=context.token_loss,
         fp32_logits=context.fp32_logits,
+        rows=context.rows,
+        late=context.late,
     )
     entropy = result.entropy if context.with_entropy else torch.zeros_like(result.log_probs)
     return torch.stack([result.log_probs, entropy, result.coverage])

@@ -110,7 +110,7 @@ def policy_objective(
     if algorithm.entropy_coefficient:
         total = total - algorithm.entropy_coefficient * torch.where(stays, entropy, torch.zeros_like(entropy))
     loss = (total * weights).sum()
-    sums["entropy"] = entropy.detach()[mask].sum()
+    sums["entropy"] = torch.where(mask, entropy.detach(), 0.0).sum()
     sums[CLOSE] = (mask & ((old - batch.rollout_log_probs).abs() <= math.log(2))).sum()
     # For the metrics: the mismatch to the engine is that of the policy before its update.
     batch.scored |= {"old": old.detach(), "coverage": coverage.detach()}
@@ -121,4 +121,4 @@ def policy_objective(
 def sft_objective(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     """Negative log-likelihood of the counted labels, summed."""
     nll = -torch.where(batch.mask, values[0], torch.zeros_like(values[0])).sum()
-    return nll, {"loss/policy": nll.detach(), "entropy": values[1].detach()[batch.mask].sum()}
+    return nll, {"loss/policy": nll.detach(), "entropy": torch.where(batch.mask, values[1].detach(), 0.0).sum()}

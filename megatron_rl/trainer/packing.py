@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.correction import TokenWeights
+from megatron_rl.errors import UserError
 from megatron_rl.ops.kept_tokens import KeptTokens
+from megatron_rl.ops.packed_layout import PackedLayout
+from megatron_rl.ops.placement import upload
 from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
 from megatron_rl.routing.replay import Features, RouteTable
 from megatron_rl.routing.table import RouteShape, has_route, spread
@@ -72,6 +75,8 @@ class Layout:
     """Tokens of each response whose router features are kept."""
     multiple: int = 1
     """The tokens of a rank's products come in multiples of this (FP8)."""
+    vocabulary: int | None = None
+    """Of the model: ids of tokens are below it. None: not checked."""
 
     @property
     def sequence_multiple(self) -> int:
@@ -98,6 +103,8 @@ class Batch:
     """[1, T] int64, from 0 in each sequence"""
     labels: torch.Tensor
     """[T] int64, IGNORED outside the response"""
+    label_rows: torch.Tensor
+    """[n] int64: those inside; as rows, because a GPU would be waited for to find them"""
     mask: torch.Tensor
     """[T] bool: labels that count in the loss"""
     rollout_log_probs: torch.Tensor
@@ -108,6 +115,8 @@ class Batch:
     """[T] int64: 0..S-1, -1 for padding"""
     cu_seqlens: torch.Tensor
     """[S' + 1] int32: borders of the sequences over *all* context-parallel ranks, padding counted with its sequence"""
+    layout: PackedLayout
+    """The same for attention, and where this rank's tokens lie"""
     max_seqlen: int
     num_sequences: int
     sequence_lengths: torch.Tensor
@@ -127,8 +136,9 @@ class Batch:
     """Tokens on this context-parallel rank whose experts the engine did not tell."""
 
     def to(self, device: torch.device) -> Batch:
-        movable = (torch.Tensor, RouteTable, KeptTokens)
+        movable = (RouteTable, KeptTokens, PackedLayout)
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
+        moved |= {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return Batch(**{**vars(self), **moved})
 
     def take(self, rows: torch.Tensor) -> Batch:
@@ -165,7 +175,10 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
-    """Pack samples[i] for i in indices into one micro-batch (an empty list gives one of padding alone)."""
+    """Pack samples[i] for i in indices into one micro-batch (an empty list gives one of padding alone).
+
+    Errors: UserError for a token outside the layout's vocabulary.
+    """
     padded = [_round_up(samples[i].inputs, layout.sequence_multiple) for i in indices]
     tail = _round_up(sum(padded), layout.total_multiple) - sum(padded) if indices else layout.total_multiple
     borders = np.concatenate([[0], np.cumsum([*padded, *([tail] if tail else [])])]).astype(np.int64)
@@ -181,6 +194,7 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
     for row, (i, start) in enumerate(zip(indices, borders, strict=False)):
         sample = samples[i]
         n, p = sample.inputs, sample.prompt_length
+        _check_tokens(sample, layout.vocabulary)
         tokens[start : start + n] = sample.tokens[:-1]
         response = slice(start + p - 1, start + n)
         labels[response] = sample.tokens[p:]
@@ -196,11 +210,13 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
         tokens=pick(tokens)[None],
         position_ids=pick(position_ids)[None],
         labels=pick(labels),
+        label_rows=torch.from_numpy(np.flatnonzero(labels[local] != IGNORED)),
         mask=pick(mask),
         rollout_log_probs=pick(rollout_log_probs),
         advantages=pick(advantages),
         sequence_ids=pick(sequence_ids),
         cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
+        layout=PackedLayout.build(torch.from_numpy(borders), len(local), layout.context, layout.context_rank),
         max_seqlen=int(np.diff(borders).max()),
         num_sequences=len(indices),
         sequence_lengths=torch.tensor([float(samples[i].loss_mask.sum()) for i in indices]),
@@ -211,6 +227,18 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
         else _route_table([samples[i] for i in indices], routes, borders, mask, local, layout),
         without_route=0 if routes is None else int((_missing(routes) & (sequence_ids >= 0))[local].sum()),
     )
+
+
+def _check_tokens(sample: Sample, vocabulary: int | None) -> None:
+    """A GPU would end the process at one of them, and name none."""
+    if vocabulary is None:
+        return
+    wrong = np.flatnonzero((sample.tokens < 0) | (sample.tokens >= vocabulary))
+    if len(wrong):
+        raise UserError(
+            f"data: token {sample.tokens[wrong[0]]} at position {wrong[0]} of a sequence is outside the model's vocabulary of"
+            f" {vocabulary}; the tokenizer of the data, or of the rollout engine, is another model's"
+        )
 
 
 def _kept_tokens(samples: list[Sample], borders: np.ndarray, local: np.ndarray) -> KeptTokens | None:

@@ -21,6 +21,7 @@ from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
 from megatron_rl.models.router import routers
+from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.metrics import route_sums
@@ -72,6 +73,7 @@ class Trainer:
             routes=None if config.model.moe_router_fusion else route_shape(model),
             cached_tokens=config.routing.cached_tokens,
             multiple=model.regime.multiple if torch.cuda.is_available() else 1,
+            vocabulary=model.hf_config.vocab_size,
         )
         self.chunks = model.make_chunks()
         self.predictors = self._make_predictors()
@@ -261,8 +263,9 @@ class Trainer:
 
     def scale(self, batches: list[Batch]) -> Scale:
         """Counted tokens and sequences of these micro-batches over all ranks, and their mean importance weight."""
-        tokens = self.ranks.total(sum(int(b.sequence_lengths.sum()) for b in batches), of_leaders=True)
-        sequences = self.ranks.total(sum(int((b.sequence_lengths > 0).sum()) for b in batches), of_leaders=True)
+        lengths = torch.cat([b.sequence_lengths for b in batches]).tolist()
+        tokens = self.ranks.total(round(sum(lengths)), of_leaders=True)
+        sequences = self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True)
         if not self.config.correction.normalize:
             return Scale(tokens, sequences)
         scored = [(b, b.scored.get("old", b.scored.get("normalizer"))) for b in batches]
@@ -276,9 +279,11 @@ class Trainer:
 
     def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks, which hold the other parts of the same sequences (not differentiable)."""
-        if self.config.parallel.context > 1:
-            dist.all_reduce(tensor, group=parallel_state.get_context_parallel_group())
-        return tensor
+        if self.config.parallel.context == 1:
+            return tensor
+        total = tensor.to(self.ranks.device)
+        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        return total.to(tensor.device)
 
     def _passes(
         self, batches: list[Batch], stage: Literal["score", "update"], learn: PredictorLoss | None = None
@@ -310,8 +315,9 @@ class Trainer:
                 chunk.eval()
         data = [zip(batches, passes, strict=True) for _ in chunks]
         options = {"with_entropy": with_entropy, "pointwise": pointwise, "pruned": pruned}
-        step = partial(self._forward_step, objective=objective, **options)
-        return get_forward_backward_func()(
+        late = LateChecks()
+        step = partial(self._forward_step, objective=objective, late=late, **options)
+        sums = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=data if len(chunks) > 1 else data[0],
             model=chunks if len(chunks) > 1 else chunks[0],
@@ -320,6 +326,8 @@ class Trainer:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        late.look()
+        return sums
 
     def _forward_step(
         self,
@@ -330,6 +338,7 @@ class Trainer:
         with_entropy: bool,
         pointwise: bool,
         pruned: bool,
+        late: LateChecks,
     ):
         batch, route_pass = next(iterator)
 
@@ -346,6 +355,7 @@ class Trainer:
             cu_seqlens_kv_padded=borders,
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
+            layout=batch.layout,
             routing=route_pass,
         )
         values = chunk(
@@ -356,6 +366,7 @@ class Trainer:
             output_processor=log_prob_head,
             output_processor_context=HeadRequest(
                 batch.labels,
+                batch.label_rows,
                 self.support.temperature,
                 self.support.log_rho if pruned else None,
                 batch.kept,
@@ -363,6 +374,7 @@ class Trainer:
                 self.model.hf_config.vocab_size,
                 self.config.model.head_chunk_tokens,
                 token_loss if pointwise else None,
+                late,
                 self.config.precision.fp32_lm_head,
             ),
         )
@@ -378,10 +390,11 @@ class Trainer:
         """Add up metric sums over micro-batches and over the ranks that computed them: those of tokens are counted once
         per tensor-parallel group, those of routers on every rank, as each has tokens or layers of its own."""
         mine = dict(of_routers)
-        if self.reports:
-            for sums in micro_batch_sums:
-                for key, value in sums.items():
-                    mine[key] = mine.get(key, 0.0) + float(value)
+        if self.reports and micro_batch_sums:
+            values = [value.double() for sums in micro_batch_sums for value in sums.values()]
+            numbers = torch.stack(values).tolist()  # one transfer from the device
+            for key, value in zip((key for sums in micro_batch_sums for key in sums), numbers, strict=True):
+                mine[key] = mine.get(key, 0.0) + value
         total: dict[str, float] = {}
         for part in self.ranks.gather(mine):
             for key, value in part.items():
@@ -441,6 +454,7 @@ def build_trainer(config: Config, ranks: Ranks, *, total_updates: int | None, su
         recompute=config.model.recompute,
         moe_dispatcher=config.model.moe_dispatcher,
         moe_router_fusion=config.model.moe_router_fusion,
+        moe_permute_fusion=not (config.vp2o.enabled and config.vp2o.orthogonality),
         moe_aux_loss=config.model.moe_aux_loss,
         freeze_router=config.model.freeze_router,
     )

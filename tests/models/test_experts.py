@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from layer_world import MOE, ProcessGroupCollection, fill, layer_config, parallel_world
+from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -67,6 +69,23 @@ def test_equals_sequential_mlp(family, counts):
     arguments = (x, torch.tensor(counts), torch.rand(tokens), direction)
     for a, b in zip(outputs_and_gradients(ours, *arguments), outputs_and_gradients(theirs, *arguments), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["moe", "gpt_oss"])
+def test_the_fused_activations_of_transformer_engines_grouped_experts_are_the_same(family):
+    """What Megatron's TEGroupedMLP calls with bias_activation_fusion, which it has on a GPU."""
+    config = layer_config(family)
+    hidden, probs = torch.randn(13, 24) * 2, torch.rand(13, 1)
+    gate, linear = hidden.chunk(2, dim=-1)
+    if family == "moe":
+        expected = torch.nn.functional.silu(gate) * linear * probs
+        found = weighted_bias_swiglu_impl(hidden, None, probs)
+    else:
+        limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+        expected = gate * torch.sigmoid(1.702 * gate) * (linear + offset) * probs
+        found = weighted_bias_quick_geglu_impl(hidden, None, probs, False, offset, limit)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_every_expert_gets_a_gradient_and_idle_ones_get_zero():

@@ -9,6 +9,7 @@ from ranks import run_ranks
 
 from megatron_rl.ops import linear_log_probs, masked_log_softmax
 from megatron_rl.ops.kept_tokens import KeptTokens
+from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.ops.masked_log_softmax import masked_log_softmax_reference
 
 
@@ -153,6 +154,36 @@ def test_a_loss_that_is_no_sum_over_tokens_is_named():
         gspo(out.log_probs[targets != -100], None, None).backward()
     out = linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=8)
     gspo(out.log_probs[targets != -100], None, None).backward()
+
+
+@pytest.mark.parametrize("on_the_way", [False, True])
+def test_rows_that_are_known_and_errors_that_wait_change_nothing(on_the_way):
+    hidden, weight, targets = head(4)
+    loss = lambda log_probs, entropy, rows: -log_probs.sum() / 50  # noqa: E731
+    options = {"log_rho": -13.0, "chunk_tokens": 8, "token_loss": loss if on_the_way else None}
+    late = LateChecks()
+    given = {"rows": (targets != -100).nonzero()[:, 0], "late": late}
+    outs = [linear_log_probs(hidden, weight, targets, **options, **more) for more in ({}, given)]
+    grads = [torch.autograd.grad(loss(out.log_probs, None, None), (hidden, weight)) for out in outs]
+    late.look()
+    assert torch.equal(outs[0].log_probs, outs[1].log_probs)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_errors_wait_until_they_are_looked_at():
+    hidden, weight, targets = head(5)
+    late = LateChecks()
+    options = {"log_rho": None, "chunk_tokens": 8, "rows": (targets != -100).nonzero()[:, 0], "late": late}
+    bad = int(options["rows"][-1])
+    with torch.no_grad():
+        linear_log_probs(hidden.index_fill(0, torch.tensor(bad), torch.nan), weight, targets, **options)
+    with pytest.raises(ValueError, match=f"row {bad} of the logits"):
+        late.look()
+    out = linear_log_probs(hidden, weight, targets, **options, token_loss=lambda log_probs, *_: log_probs.mean().exp())
+    out.log_probs[options["rows"]].mean().exp().backward()
+    with pytest.raises(RuntimeError, match="not token_loss's times one number"):
+        late.look()
+    late.look()  # what was said is not said again
 
 
 @pytest.mark.parametrize("change", ["sign of a small one", "nan"])

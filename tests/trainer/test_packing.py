@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.errors import UserError
+from megatron_rl.ops.packed_layout import PackedLayout
 from megatron_rl.trainer.packing import IGNORED, Layout, Sample, assign, micro_batch_count, pack, pack_all
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 17)), min_size=1, max_size=12)
@@ -103,3 +107,25 @@ def test_kept_tokens_lie_with_their_tokens(sizes, context, seed):
             i = position + 1 - samples[row].prompt_length if row >= 0 else -1
             known = row > 0 and 0 <= i < len(samples[row].loss_mask)
             assert ids == (samples[row].kept[i].tolist() if known else [])
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]), st.integers(0, 2**31))
+def test_what_a_gpu_would_be_waited_for_comes_with_the_batch(sizes, layout, seed):
+    samples = make(sizes, seed)
+    tensor, context = layout
+    for rank in range(context):
+        batch = pack(samples, list(range(len(samples))), Layout(tensor, context, rank))
+        assert torch.equal(batch.label_rows, (batch.labels != IGNORED).nonzero()[:, 0])
+        later = PackedLayout.build(batch.cu_seqlens, batch.tokens.shape[1], context, rank)
+        assert torch.equal(batch.layout.positions, later.positions) and torch.equal(batch.layout.place, later.place)
+        assert torch.equal(batch.layout.sequences.on_device, batch.cu_seqlens)
+
+
+@pytest.mark.parametrize("token", [-1, 50])
+def test_a_token_that_the_model_does_not_have_is_named(token):
+    (sample,) = make([(2, 3)])
+    sample.tokens[3] = token
+    with pytest.raises(UserError, match=rf"token {token} at position 3 .* vocabulary of 50"):
+        pack([sample], [0], Layout(vocabulary=50))
+    assert pack([sample], [0], Layout()).labels[2] == token

@@ -1,0 +1,36 @@
+"""Conditions on tensors, looked at in one go: each look at a GPU's tensor waits for all the work that was asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+MakeError = Callable[[int], Exception]
+"""The number of the first wrong row -> what to raise."""
+
+
+class LateChecks:
+    """Collects what `check` finds, until `look`."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[torch.Tensor, MakeError]] = []
+
+    def add(self, wrong: torch.Tensor, error: MakeError) -> None:
+        self._pending.append((wrong, error))
+
+    def look(self) -> None:
+        """One synchronization, where there is something to look at. Errors: that of the first wrong row."""
+        pending, self._pending = self._pending, []
+        found = torch.stack([wrong.any() for wrong, _ in pending]).tolist() if pending else []
+        for (wrong, error), bad in zip(pending, found, strict=True):
+            if bad:
+                raise error(int(wrong.byte().argmax()))
+
+
+def check(wrong: torch.Tensor, error: MakeError, late: LateChecks | None = None) -> None:
+    """wrong: [n] bool, none of which may be. Errors: error(row), at once or, where `late` is given, when that is looked at."""
+    checks = LateChecks() if late is None else late
+    checks.add(wrong, error)
+    if late is None:
+        checks.look()

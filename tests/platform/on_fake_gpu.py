@@ -1,0 +1,232 @@
+"""What a process on a GPU machine would build and run, without one: a child of the tests, which prints JSON.
+
+python on_fake_gpu.py names FOLDER...       models, their parameters, and the way to Hugging Face names and back
+python on_fake_gpu.py forward FOLDER...     the trainer's forward, loss and metrics, and every transfer on the way
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from megatron_rl.platform import fake_gpu  # noqa: E402
+
+fake_gpu.pretend()
+
+from megatron_rl.ops import extensions  # noqa: E402
+
+# Our kernels want memory to read from: plain torch stands in, as where they were built without nvcc.
+extensions.masked_log_softmax.cuda = extensions.sink_attention.cuda = False
+
+from megatron_rl.models.build import Model, load  # noqa: E402  (before Megatron: the platform fills in what is missing)
+
+from megatron.core import parallel_state  # noqa: E402  # isort: skip
+from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402  # isort: skip
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402  # isort: skip
+
+from safetensors import safe_open  # noqa: E402
+
+from megatron_rl.config import ParallelConfig, build_config  # noqa: E402
+from megatron_rl.models.moe import expert_slices, moe_layers  # noqa: E402
+from megatron_rl.models.parallel_check import expert_tensor_size  # noqa: E402
+from megatron_rl.ops.late_checks import LateChecks  # noqa: E402
+from megatron_rl.panel import panel_metrics  # noqa: E402
+from megatron_rl.rollout.sampling import SamplingSupport  # noqa: E402
+from megatron_rl.routing.metrics import route_sums  # noqa: E402
+from megatron_rl.routing.table import RouteShape  # noqa: E402
+from megatron_rl.trainer import parallel  # noqa: E402
+from megatron_rl.trainer.objective import is_pointwise, policy_objective  # noqa: E402
+from megatron_rl.trainer.packing import Sample  # noqa: E402
+from megatron_rl.trainer.trainer import build_trainer  # noqa: E402
+
+logging.disable(logging.ERROR)
+
+
+def start(world: int, layout: ParallelConfig) -> None:
+    if dist.is_initialized():
+        parallel.shutdown()
+    if world == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=expert_tensor_size(layout),
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def shapes_of_folder(folder: Path) -> dict[str, list[int]]:
+    shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+def settings(model: Model) -> dict[str, bool]:
+    fusions = ("moe_grouped_gemm", "moe_permute_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    return {name: getattr(model.config, name) for name in fusions}
+
+
+def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict[str, Any]:
+    model = load(folder, parallel=layout, precision=precision)
+    whole = layout.tensor == layout.expert == 1
+    chunks = model.make_chunks(load_weights=whole)  # which reads every tensor of the folder into a parameter
+    parameters = dict(chunks[0].named_parameters())
+    registry = model.bridge.mapping_registry()
+    theirs = {}
+    for name in parameters:
+        found = registry.megatron_to_hf_lookup(name)
+        theirs[name] = [found.hf_param] if isinstance(found.hf_param, str) else list(found.hf_param.values())
+    exported = {n: list(t.shape) for n, t in model.export_hf_weights(chunks)} if whole else {}
+    experts = {}
+    for number, layer in moe_layers(chunks):
+        slices = expert_slices(layer.experts)
+        experts[number] = {name: [list(one.parameter.shape) for one in found] for name, found in slices.items()}
+    return {
+        "parameters": {n: list(p.shape) for n, p in parameters.items()},
+        "devices": sorted({f"{type(p).__name__} {p.device}" for p in parameters.values()}),
+        "names": theirs,
+        "exported": exported,
+        "folder": shapes_of_folder(folder),
+        "experts": experts,
+        "expert_module": sorted({type(layer.experts).__name__ for _, layer in moe_layers(chunks)}),
+        "checkpoint": sorted(chunks[0].sharded_state_dict()) if whole else [],
+        "settings": settings(model),
+        "unfused": settings(load(folder, parallel=layout, precision=precision, moe_permute_fusion=False)),
+        "activation": model.config.activation_func.__name__,
+    }
+
+
+def samples(vocabulary: int, routes: RouteShape | None) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(5):
+        prompt, response = int(rng.integers(1, 9)), int(rng.integers(3, 12))
+        one = Sample(
+            rng.integers(4, vocabulary, prompt + response).astype(np.int32),
+            prompt,
+            rng.random(response) < 0.9,
+            rng.normal(-3, 1, response).astype(np.float32),
+            float(rng.normal()),
+            kept=[rng.choice(vocabulary, 6, replace=False).astype(np.int32) for _ in range(response)],
+        )
+        one.routes = routes.empty(one.inputs) if routes else None
+        if routes:
+            one.routes[:] = np.arange(routes.topk, dtype=routes.dtype)
+        found.append(one)
+    return found
+
+
+def answer(transfer: fake_gpu.Transfer, seen: torch.Tensor) -> torch.Tensor | None:
+    """What Megatron's dispatcher and the log read. Tokens of each expert: evenly spread."""
+    if "_maybe_dtoh_and_synchronize" in transfer.place or "maybe_move_tensor_to_cpu" in transfer.place:
+        number = torch.arange(seen.numel(), dtype=seen.dtype).view(seen.shape)
+        return TOKENS // seen.numel() + (number < TOKENS % seen.numel()).to(seen.dtype)
+    if any(name in transfer.place for name in LOOKS):
+        return torch.zeros(seen.shape, dtype=seen.dtype)
+    return None
+
+
+LOOKS = ("scale", "_total", "route_sums", "look", "panel.py")
+"""Where the trainer reads once an update."""
+TOKENS = 0
+
+
+def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
+    """Every stage with the transfers of it."""
+    global TOKENS
+    config = build_config(
+        {
+            "steps": 1,
+            "model": {"path": str(folder), "head_chunk_tokens": 16},
+            "batch": {"tokens_per_micro_batch": 48, "updates_per_step": 2},
+            "precision": {"train": "bf16"},
+            "routing": {"source": "rollout"},
+            "pruning": {"enabled": True},
+            "correction": {"mode": "truncate", "high": 2.0, "normalize": True},
+        }
+    )
+    stages: dict[str, list[str]] = {}
+
+    def stage(name: str) -> None:
+        stages[name] = [f"{t.kind} {t.operator} {t.place}" for t in gpu.transfers]
+        gpu.transfers.clear()
+
+    ranks = parallel.initialize(config.parallel, 0)
+    support = SamplingSupport(1.0, min_p=config.pruning.rho)
+    trainer = build_trainer(config, ranks, total_updates=None, support=support)
+    chunk = trainer.chunks[0]
+    stage("build")
+    shape = trainer.layout.routes
+    batches = trainer.pack(samples(trainer.model.hf_config.vocab_size, shape))
+    stage("pack")
+    TOKENS = batches[0].tokens.numel() * (shape.topk if shape else 1)
+    batches = [b for b in batches if b.tokens.numel() == batches[0].tokens.numel()][:1]
+    trainer.score(batches, "old")
+    stage("score")
+    scale = trainer.scale(batches)
+    stage("scale")
+    objective = partial(policy_objective, config, scale, all_reduce=trainer.context_sum)
+    passes = trainer._passes(batches, "update")
+    late = LateChecks()
+    options = {"with_entropy": True, "pointwise": is_pointwise(config), "pruned": True, "late": late}
+    chunk.train()
+    torch.autograd.grad = gradients_of
+    pairs = iter(zip(batches, passes, strict=True))
+    values, loss = trainer._forward_step(pairs, chunk, objective=objective, **options)
+    total, tokens, sums = loss(values)
+    devices = {str(t.device) for t in (values, total, tokens, *sums.values()) if isinstance(t, FakeTensor)}
+    stage("forward")
+    late.look()
+    stage("look")
+    trainer._total([sums], route_sums(passes))
+    stage("sums")
+    run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=SimpleNamespace(weights={"a": 1.0}))
+    panel_metrics(run, [batches])
+    stage("panel")
+    parallel.shutdown()
+    return {"stages": stages, "devices": sorted(devices), "grad": total.requires_grad}
+
+
+def gradients_of(loss: torch.Tensor, inputs: Any, **_: Any) -> tuple[torch.Tensor, ...]:
+    """A backward pass would want the driver of the device."""
+    return tuple(torch.zeros_like(x) * loss.detach() for x in inputs)
+
+
+def main() -> None:
+    what, *folders = sys.argv[1:]
+    out: dict[str, Any] = {"te": HAVE_TE}
+    anything = lambda _, seen: torch.zeros(seen.shape, dtype=seen.dtype)  # noqa: E731
+    with fake_gpu.FakeGPU(answer if what == "forward" else anything) as gpu:
+        for folder in map(Path, folders):
+            if what == "forward":
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                out[folder.name] = forward(gpu, folder)
+                continue
+            start(1, whole := ParallelConfig())
+            one = names(folder, whole)
+            start(2, half := ParallelConfig(tensor=2, expert=2 if one["experts"] else 1))
+            out[folder.name] = {"one": one, "two": names(folder, half)}
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

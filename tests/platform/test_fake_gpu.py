@@ -1,0 +1,124 @@
+"""What would happen on a GPU, as far as that shows without one (docs/gpu.md says how far): names, devices, and waits.
+
+Where Transformer Engine is installed, the same tests look at its layers, and those that need it run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FAMILIES = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "mixtral", "qwen3", "llama")
+DENSE = ("qwen3", "llama")
+CHILD = Path(__file__).with_name("on_fake_gpu.py")
+needs_te = pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="needs Transformer Engine")
+
+
+def child(*arguments: object) -> dict[str, Any]:
+    """A process that takes this machine for one with a GPU, and what it found."""
+    command = [sys.executable, str(CHILD), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(CHILD.parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def built(tiny_model) -> dict[str, Any]:
+    folders = {family: tiny_model(family, "--layers", "2") for family in FAMILIES}
+    found = child("names", *folders.values())
+    return {"te": found["te"]} | {family: found[folder.name] for family, folder in folders.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_goes_to_hugging_face_and_back(built, family):
+    # Loading, which the child has done, refuses a tensor without a parameter and a parameter without a tensor.
+    one = built[family]["one"]
+    assert one["devices"] == ["FakeTensor cuda:0"]
+    tied = {"lm_head.weight"} if family == "llama" else set()
+    assert {n: s for n, s in one["exported"].items() if n not in tied} == one["folder"]
+    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in one["parameters"])
+    assert fused == (built["te"] and family != "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_does_every_part_of_one_on_a_rank(built, family):
+    one, two = built[family]["one"], built[family]["two"]
+    assert two["devices"] == ["FakeTensor cuda:0"] and set(two["names"]) == set(two["parameters"])
+    theirs = {name for names in two["names"].values() for name in names}
+    # Each rank has half of the experts, whose names say 0 to 3 of 8 here; all else is there, cut or whole.
+    absent = {name for name in set(one["folder"]) - theirs if not any(f".experts.{e}." in name for e in range(4, 8))}
+    assert not absent and theirs <= set(one["folder"])
+    smaller = [n for n, shape in two["parameters"].items() if shape != one["parameters"][n]]
+    assert any("linear_qkv" in n or "linear_q_proj" in n for n in smaller)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in DENSE])
+def test_each_experts_parameters_are_found(built, family):
+    layers = built[family]["one"]["experts"]
+    assert set(layers) == ({"1"} if family == "deepseek_v3" else {"0", "1"})
+    for found in layers.values():
+        kinds = ("weight", "bias") if family == "gpt_oss" else ("weight",)
+        assert set(found) == {f"linear_fc{i}.{kind}" for i in (1, 2) for kind in kinds}
+        assert found["linear_fc1.weight"] == [[96, 64]] * 8 and found["linear_fc2.weight"] == [[64, 48]] * 8
+    assert {len(s) for found in built[family]["two"]["experts"].values() for s in found.values()} == {4}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in DENSE])
+def test_experts_are_grouped_where_transformer_engine_is(built, family):
+    found, te = built[family]["one"], built["te"]
+    assert found["expert_module"] == (["TEGroupedMLP"] if te else ["GroupedExperts"])
+    assert any(n.endswith("experts.linear_fc1.weight7") for n in found["parameters"]) == te
+    settings = found["settings"]
+    assert settings["moe_grouped_gemm"] == settings["moe_permute_fusion"] == te
+    assert not found["unfused"]["moe_permute_fusion"] and found["unfused"]["moe_grouped_gemm"] == te
+    # Which activations the grouped experts fuse; and with biases they refuse the other fusion.
+    assert settings["bias_activation_fusion"] and found["activation"] in ("silu", "quick_gelu")
+    assert settings["bias_dropout_fusion"] == (family != "gpt_oss")
+    assert any("mlp.experts.linear_fc1.weight" in key for key in found["checkpoint"]) or not te
+
+
+@needs_te
+def test_transformer_engine_is_what_was_looked_at(built):
+    assert built["te"]
+
+
+@pytest.fixture(scope="module")
+def ran(tiny_model) -> dict[str, Any]:
+    folders = {f: tiny_model(f, "--layers", "2") for f in ("qwen3_moe", "gpt_oss")}
+    found = child("forward", *folders.values())
+    return {family: found[folder.name] for family, folder in folders.items()}
+
+
+MEGATRONS_OWN = "wait aten._to_copy.default moe_utils.py"
+"""Its dispatcher reads how many tokens go to each expert, twice a layer, on a stream of its own."""
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("stage", ["score", "forward"])
+@pytest.mark.skipif(bool(importlib.util.find_spec("transformer_engine")), reason="its kernels take no fake tensors")
+def test_a_pass_never_waits_for_the_gpu(ran, family, stage):
+    found = ran[family]
+    theirs = [t for t in found["stages"][stage] if t.startswith(MEGATRONS_OWN)]
+    ours = [t for t in found["stages"][stage] if t not in theirs]
+    assert len(theirs) == 2 * 2
+    assert len(ours) == (stage == "score") and all(t.endswith(" look") for t in ours)  # after all micro-batches
+    assert found["devices"] == ["cuda:0"] and found["grad"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.skipif(bool(importlib.util.find_spec("transformer_engine")), reason="its kernels take no fake tensors")
+def test_an_update_is_read_a_few_times(ran, family):
+    stages = ran[family]["stages"]
+    assert stages["pack"] and all(t.startswith("upload") for t in stages["pack"])
+    assert len(stages["scale"]) == 2  # how many tokens there are, and their mean weight
+    assert len(stages["look"]) == 1
+    assert len(stages["sums"]) == 2  # of the loss, of the routers
+    assert all("wait aten._to_copy" in t and "panel.py" in t for t in stages["panel"])

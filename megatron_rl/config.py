@@ -365,6 +365,10 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end alone."""
     keep: Positive = 2
     """Newest complete checkpoints that stay."""
+    async_save: bool = False
+    """Write in the background while training goes on, from a copy on the host: of what a GPU holds, a rank's share."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds that a save in the background may take, where the next save or the end of the run waits for it."""
     load: str | None = None
     """Checkpoint folder of another run to start from (weights alone)."""
 

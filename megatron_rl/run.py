@@ -81,6 +81,8 @@ class Run:
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
         self._saved_at = 0 if kind == "ask" else -1
+        self._saving: checkpoint.Save | None = None
+        """One that is written in the background."""
         if kind != "ask":
             self._build_trainer()
             self._resume()
@@ -110,8 +112,10 @@ class Run:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         try:
-            if kind is None and self._saved_at != self.step:
-                self.save()
+            if kind is None:
+                if self._saved_at != self.step:
+                    self.save()
+                self.finish_save()
         finally:
             self.logger.close()
             self.task.close()
@@ -148,14 +152,30 @@ class Run:
         """Whether something that happens `every` steps happens now; 0 means after the last step alone."""
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
-    def save(self) -> Path:
-        """Write a complete checkpoint of the current step."""
+    def checkpoint(self) -> None:
+        """After each step: name what was written in the background meanwhile, and save where it is due (all ranks)."""
+        if self._saving is not None and self._saving.written():
+            self.finish_save()
+        if self.due(self.config.checkpoint.every):
+            self.save()
+
+    def save(self) -> None:
+        """Write a complete checkpoint of the current step, or begin to: one that is under way is waited for first."""
+        self.finish_save()
         self.before_saving()
         extra = {"stream": self.stream.state_dict(), "kind": self.kind}
-        keep = self.config.checkpoint.keep
-        path = checkpoint.save(self.checkpoints, self.step, self.trainer, self.ranks, extra, keep)
+        settings = self.config.checkpoint
+        arguments = (self.checkpoints, self.step, self.trainer, self.ranks, extra, settings.keep)
+        self._saving = checkpoint.Save(*arguments, background=settings.async_save)
         self._saved_at = self.step
-        return path
+        if not settings.async_save:
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait for a save that is under way, if there is one (all ranks)."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish(self.config.checkpoint.timeout_s)
 
     def _resume(self) -> None:
         found = self.ranks.from_main(checkpoint.complete_checkpoints(self.checkpoints))

@@ -18,8 +18,8 @@ def sft(config: Config) -> None:
     """config.steps updates on batch.prompts_per_step demonstrations each; ends with a Hugging Face folder `hf/`."""
     with Run(config, kind="sft") as run:
         trainer = run.trainer
+        clock = run.clock()
         while run.step < config.steps and not run.stop_requested():
-            clock = run.clock()
             with clock("train"):
                 prompts = run.stream.next(config.batch.prompts_per_step)
                 rng = random.Random(f"{config.seed}/{run.step}")
@@ -33,11 +33,11 @@ def sft(config: Config) -> None:
                 batches = trainer.pack(mine)
                 metrics = trainer.update(batches, sft_objective, pointwise=True)
             run.step += 1
-            with clock("checkpoint"):
-                if run.due(config.checkpoint.every):
-                    run.save()
             times = clock.times()
             sequences = [(len(s.tokens) - 1, len(s.tokens) - s.prompt_length) for s in mine]
             gpus = hardware_metrics(run, sequences, times, sum(len(s.tokens) for s in samples))
             run.logger.log_step(run.step, update_metrics([metrics]) | gpus | times)
+            clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
+            with clock("checkpoint"):
+                run.checkpoint()
         run.save_hf()

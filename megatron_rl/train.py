@@ -29,8 +29,8 @@ def train(config: Config) -> None:
         schedule = RefreshSchedule(config.sync.refresh)
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))
+        clock = run.clock()
         while run.step < config.steps and not run.stop_requested():
-            clock = run.clock()
             with clock("rollout"):
                 prompts = run.stream.next(config.batch.prompts_per_step)
                 trajectories = engine.collect(prompts, step=run.step)
@@ -65,11 +65,11 @@ def train(config: Config) -> None:
             with clock("eval"):
                 if evaluated:
                     logger.log_eval(run.step, evaluate(config, run, engine))
-            with clock("checkpoint"):
-                if run.due(config.checkpoint.every):
-                    run.save()
             of_engine = engine.metrics() | refresh_metrics(drift, age, refreshed)
             log_step(run, trajectories, updates, metrics, of_engine, clock)
+            clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
+            with clock("checkpoint"):
+                run.checkpoint()
 
 
 def advantages(config: AlgorithmConfig, run: Run, trajectories: list[Trajectory]) -> torch.Tensor:

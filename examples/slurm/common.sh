@@ -125,14 +125,12 @@ pause() { # a sleep that a signal interrupts
     wait $! || true
 }
 
-finished() { # has the run made all its steps?
+finished() { # has the run made all its steps, and saved after the last one?
     .venv/bin/python - "$1" <<'END'
 import pathlib, sys, yaml
-from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 run = pathlib.Path(sys.argv[1])
 steps = yaml.safe_load((run / "config.yaml").read_text())["steps"]
-lines = read_json_lines(run / METRICS_FILE)
-sys.exit(not lines or lines[-1]["step"] < steps)
+sys.exit(not (run / "checkpoints" / f"step_{steps:06d}").is_dir())
 END
 }
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,7 +25,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
 from megatron_rl.models.build import Model, load
-from megatron_rl.models.dist_write import write
+from megatron_rl.models.dist_write import read, write
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_tensor_size, one_line, read_hf_config
 
@@ -135,7 +135,7 @@ def _removed_if_refused(out: Path) -> Iterator[None]:
 def load_checkpoint_weights(chunks: list[torch.nn.Module], checkpoint: Path) -> None:
     """Fill the chunks from a distributed checkpoint of any layout. Errors: UserError for a damaged or foreign one."""
     try:
-        loaded = dist_checkpointing.load(_sharded_state(chunks), str(checkpoint), verify_integrity=True)
+        loaded = read(_sharded_state(chunks), checkpoint)
     except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError) as error:
         raise UserError(
             f"checkpoint {checkpoint}: damaged, or not of the model in its hf folder ({one_line(error)})"

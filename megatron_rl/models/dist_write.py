@@ -1,40 +1,163 @@
-"""Writing with Megatron's dist_checkpointing: synchronous, in this process alone, one reason when it fails."""
+"""Megatron's dist_checkpointing, fully parallel: each data-parallel rank writes and reads its share of what they all hold.
+
+Nothing is copied on the host but what a background write needs, no second process is started, and there is one reason when
+it fails.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import queue
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import _HASH_ALGORITHM, INTEGRITY_FNAME, _compute_file_hash
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.models.parallel_check import one_line
 
 logging.getLogger(filesystem_async.__name__).setLevel(logging.CRITICAL)  # it logs what it raises
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def write(state: dict[str, Any], folder: Path) -> None:
     """Write a sharded state dict into an existing folder (all ranks call). Errors: OSError with the reason as strerror."""
-    # Megatron would start a second process to hold the queue of results, which an asynchronous write needs: 0.6 GB each
-    # rank, and left behind when the trainer is killed.
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        dist_checkpointing.save(state, str(folder), async_strategy="mcore", verify_integrity=True)
-    except (OSError, CheckpointingException, CheckpointException, RuntimeError) as error:
-        raise OSError(errno.EIO, f"could not be written ({_why(error, folder)})") from None
+    Write(state, folder).finish()
+
+
+def read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Load into a sharded state dict, after its files were compared with the manifest (all ranks call).
+
+    Errors: those of dist_checkpointing.load.
+    """
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
+    return dist_checkpointing.load(state, str(folder), sharded_strategy=strategy, verify_integrity=True)
+
+
+class Write:
+    """A write under way. Every rank makes one, which plans and begins it; `finish` completes the folder.
+
+    background: the files are written in a thread, from a copy on the host: the state may change meanwhile.
+    Errors: OSError with the reason as strerror, here for a plan that failed.
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path, *, background: bool = False) -> None:
+        self._folder = folder
+        self._hashes: dict[str, str] = {}
+        self._problem: str | None = None
+        # Megatron would start a second process to hold the queue of results: 0.6 GB each rank, and left behind when the
+        # trainer is killed.
+        filesystem_async._results_queue = queue.Queue()
+        apply_factories(state)
+        for part in nested_values(state):
+            if isinstance(part, ShardedTensor) and part.data is not None:
+                part.data = _for_writer(part.data, copy=background)
+        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), _replicas())
+        try:
+            request = dist_checkpointing.save(
+                state, str(folder), sharded_strategy=strategy, async_sharded_save=True, async_strategy="mcore"
+            )
+            self._arguments = list(request.async_fn_args)
+            if request.preload_fn is not None:
+                self._arguments[1] = request.preload_fn()  # from the GPUs
+        except (OSError, CheckpointingException, CheckpointException, RuntimeError) as error:
+            raise OSError(errno.EIO, f"could not be written ({_why(error, folder)})") from None
+        self._work, self._finalize = request.async_fn, request.finalize_fns
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if background else None
+        if background:
+            self._thread.start()
+        else:
+            self._run()
+
+    def written(self) -> bool:
+        """Whether this rank's files are, or will never be."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Complete the folder when `written` is true on all ranks (all call). Errors: OSError, on every rank."""
+        reports: list[tuple[dict[str, str], str | None]] = [({}, None)] * dist.get_world_size()
+        dist.all_gather_object(reports, (self._hashes, self._problem))
+        try:
+            if problem := next((problem for _, problem in reports if problem), None):
+                raise RuntimeError(problem)
+            for step in self._finalize:
+                step()
+            outcome: list[str | None] = [None]
+            if dist.get_rank() == 0:
+                outcome[0] = self._write_manifest({name: h for hashes, _ in reports for name, h in hashes.items()})
+            dist.broadcast_object_list(outcome)
+            if outcome[0]:
+                raise RuntimeError(outcome[0])
+        except (OSError, CheckpointingException, CheckpointException, RuntimeError) as error:
+            raise OSError(errno.EIO, f"could not be written ({_why(error, self._folder)})") from None
+
+    def _run(self) -> None:
+        if self._work is None:  # this rank has nothing to write
+            return
+        paths = [Path(path) for path, *_ in self._arguments[1]]
+        try:
+            self._work(*self._arguments)
+            self._arguments = []  # gives the copy back
+            # As far as the disk is not full; Megatron's finalization says if it was.
+            self._hashes = {path.name: _compute_file_hash(str(path)) for path in paths if path.exists()}
+        except Exception as error:
+            self._problem = one_line(error)
+
+    def _write_manifest(self, hashes: dict[str, str]) -> str | None:
+        """Megatron's manifest, from hashes that each rank took of its own files. Returns why it could not be written."""
+        try:
+            others = [path for path in sorted(self._folder.iterdir()) if path.is_file() and path.name not in hashes]
+            hashes |= {path.name: _compute_file_hash(str(path)) for path in others}
+            payload = {"algorithm": _HASH_ALGORITHM, "files": hashes}
+            (self._folder / INTEGRITY_FNAME).write_text(json.dumps(payload, indent=2))
+        except OSError as error:
+            return one_line(error)
+        return None
+
+
+def _replicas() -> dist.ProcessGroup:
+    """The ranks that hold the same tensors, and share their writing and reading."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _for_writer(tensor: Tensor, *, copy: bool) -> Tensor:
+    """The tensor as Megatron's writer takes it without a copy: one on the host must fill its storage.
+
+    copy: on the host, a copy of its own. One on a GPU is copied to the host by the writer.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        return tensor
+    if copy:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    if not tensor.is_contiguous() or not tensor.numel():
+        return tensor
+    words = tensor.view(_INTEGERS[tensor.element_size()])  # numpy has no bfloat16
+    return torch.from_numpy(words.numpy()).view(tensor.dtype)
 
 
 def _why(error: BaseException, folder: Path) -> str:
     """The writers below report a full disk as an error of any kind."""
     if shutil.disk_usage(folder).free < 1 << 20:
         return os.strerror(errno.ENOSPC)
-    if isinstance(error, CheckpointException):  # by rank, each with its traceback
-        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, CheckpointException):  # by rank, each with its traceback; told to the first alone
+        error = next(iter(error.failures.values()), ["another process failed"])[0]
     return one_line(error)

@@ -57,8 +57,7 @@ def fill_buckets(
     """Yield (bucket, is it the last), of at most `capacity` bytes each unless a single group is larger.
 
     groups: lists of (name, tensor) that must travel together. dtype_of: the dtype to cast a tensor to. buffer_of: a
-    buffer of at least so many bytes, the same one as long as it suffices: a bucket is void once the next is asked for.
-    seen: is told every tensor as it lies in its bucket.
+    buffer of at least so many bytes that nobody reads any more. seen: is told every tensor as it lies in its bucket.
     """
     bucket = None
     for group in groups:

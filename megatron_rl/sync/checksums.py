@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.sync.layout import PREDICTOR_WEIGHT, Slot
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import MODULUS, PREFIX, as_matrix, below, fingerprint
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
+    MODULUS,
+    PREFIX,
+    as_matrix,
+    below,
+    fingerprint_tensor,
+    to_integers,
+)
 
 
 @dataclass(frozen=True)
@@ -41,21 +48,20 @@ class WeightsDigest:
     def __init__(self, dtype: torch.dtype) -> None:
         """dtype: the engine's."""
         self._dtype = dtype
-        self._values: dict[str, int] = {}
+        self._values: dict[str, Tensor] = {}
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass Hugging Face tensors on and look at each. Predictors that are zero are as good as none."""
         for name, tensor in named_tensors:
             seen = tensor if name.endswith(PREDICTOR_WEIGHT) else tensor.to(self._dtype)
-            if value := fingerprint(seen):  # zero where all elements are
-                self._values[name] = value
+            self._values[name] = fingerprint_tensor(seen)
             yield name, tensor
 
     def __str__(self) -> str:
         """Empty where nothing was watched."""
-        if not self._values:
-            return ""
-        return hashlib.sha256(repr(sorted(self._values.items())).encode()).hexdigest()[:16]
+        values = dict(zip(self._values, to_integers(list(self._values.values())), strict=True))
+        nonzero = sorted((name, value) for name, value in values.items() if value)  # zero where all elements are
+        return hashlib.sha256(repr(nonzero).encode()).hexdigest()[:16] if nonzero else ""
 
 
 def parse(text: str) -> EngineParameter | None:
@@ -75,7 +81,8 @@ class _Piece:
     name: str
     rows: int
     """Rows of one block."""
-    hashes: list[int]
+    hashes: list
+    """Fingerprints of the blocks: [] int64 tensors, numbers from `ExpectedChecksums.collect` on."""
     by_columns: bool
 
 
@@ -94,18 +101,27 @@ class ExpectedChecksums:
         self._ranks = len(engine)
         self._slot_of = slot_of
         self._pieces: dict[str, list[_Piece]] = defaultdict(list)
+        self._on_device: list[_Piece] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """tensor: full, in the engine's dtype, as it goes onto the wire."""
+        """tensor: full, in the engine's dtype, as it goes onto the wire. Nothing waits for its device."""
         slot = self._slot_of(name)
         parameter = self._engine[slot.parameter]
         tensor = tensor.transpose(-1, -2) if slot.transposed else tensor
         if slot.all_experts:
-            for expert, part in enumerate(tensor):
-                part = part[None] if part.dim() == 1 else part
-                self._pieces[slot.parameter].append(self._piece(Slot(slot.parameter, expert), name, part, parameter))
+            parts = [part[None] if part.dim() == 1 else part for part in tensor]
+            pieces = [self._piece(Slot(slot.parameter, e), name, part, parameter) for e, part in enumerate(parts)]
         else:
-            self._pieces[slot.parameter].append(self._piece(slot, name, tensor, parameter))
+            pieces = [self._piece(slot, name, tensor, parameter)]
+        self._pieces[slot.parameter] += pieces
+        self._on_device += pieces
+
+    def collect(self) -> None:
+        """Fetch the fingerprints of what was added since the last call: one wait for the device, however many they are."""
+        hashes = iter(to_integers([h for piece in self._on_device for h in piece.hashes]))
+        for piece in self._on_device:
+            piece.hashes[:] = [next(hashes) for _ in piece.hashes]
+        self._on_device = []
 
     def _piece(self, slot: Slot, name: str, tensor: Tensor, parameter: EngineParameter) -> _Piece:
         matrix = as_matrix(tensor)
@@ -113,7 +129,7 @@ class ExpectedChecksums:
         local_rows, local_columns = _matrix_shape(parameter.shape)
         if local_columns < columns:
             blocks = matrix.split(local_columns, dim=1)
-            return _Piece(slot, name, rows, [fingerprint(block) for block in blocks], by_columns=True)
+            return _Piece(slot, name, rows, [fingerprint_tensor(block) for block in blocks], by_columns=True)
         size = rows
         if parameter.has_experts:
             size = min(rows, parameter.shape[1] // slot.parts)
@@ -121,10 +137,11 @@ class ExpectedChecksums:
             size = min(rows, local_rows)  # a vocabulary is padded to equal shards: its rows alone do not tell the cuts
         else:  # the cuts are the ranks', or fewer where ranks share key-value heads
             size = rows // math.gcd(rows, self._ranks)
-        return _Piece(slot, name, size, [fingerprint(block) for block in matrix.split(size)], by_columns=False)
+        return _Piece(slot, name, size, [fingerprint_tensor(block) for block in matrix.split(size)], by_columns=False)
 
     def mismatches(self, engine: list[dict[str, EngineParameter]]) -> list[str]:
         """All parameters that differ, with the pushed tensors they consist of; empty: both sides agree."""
+        self.collect()
         found = []
         for parameter in self._engine:
             names = sorted({piece.name for piece in self._pieces[parameter]})

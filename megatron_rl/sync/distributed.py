@@ -31,6 +31,8 @@ class DistributedTransport(Transport):
         self._name = ""
         self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
         self._store: dist.TCPStore | None = None
+        # Of its own: the broadcast is waited for without waiting for the next bucket's kernels.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def connect(self) -> None:
         self.close()
@@ -89,9 +91,12 @@ class DistributedTransport(Transport):
                 "weight_version": version,
             },
         )
-        work = self._group.broadcast([bucket.data], _broadcast_options(self.timeout))
-        self.engines.wait(calls)
-        work.wait(self.timeout)
+        with torch.cuda.stream(self._stream):
+            work = self._group.broadcast([bucket.data], _broadcast_options(self.timeout))
+            self.engines.wait(calls)
+            work.wait(self.timeout)
+        if self._stream is not None:
+            self._stream.synchronize()  # NCCL's wait holds up the stream alone, not this thread
 
     def abort(self) -> None:
         self.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import httpx
+import urllib3
 
 from megatron_rl.errors import UserError
 
@@ -25,11 +26,13 @@ class Engines:
             raise WeightSyncError("weight sync: no rollout server to push to (rollout.addresses is empty)")
         self.addresses = [address.rstrip("/") for address in addresses]
         self.timeout_s = timeout_s
-        self._http = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)), trust_env=False)
+        self._http = urllib3.PoolManager(maxsize=2, retries=False)
         self._threads = ThreadPoolExecutor(2 * len(addresses), thread_name_prefix="weight-sync")
+        self._told: list[Future] = []
 
     def start(self, path: str, bodies: dict | list[dict] | None = None) -> list[Future]:
-        """Begin a POST to every server: one body for all, or one each."""
+        """Begin a POST to every server: one body for all, or one each. What was told before reaches them before."""
+        concurrent.futures.wait(self._told, _SHORT_S)
         bodies = bodies if isinstance(bodies, list) else [bodies] * len(self.addresses)
         return [
             self._threads.submit(self._request, "POST", address, path, body, self.timeout_s)
@@ -55,28 +58,44 @@ class Engines:
 
     def attempt(self, path: str, body: dict | None = None) -> None:
         """POST to every server to clean up: whatever they answer within 10 s is fine."""
-        calls = [self._threads.submit(self._request, "POST", a, path, body, _SHORT_S) for a in self.addresses]
+        self.tell(path, body)
         with contextlib.suppress(WeightSyncError):
-            self.wait(calls)
+            self.wait(self._told)
+
+    def tell(self, path: str, body: dict | None = None) -> None:
+        """As `attempt`, without waiting: the next call, or close, does."""
+        concurrent.futures.wait(self._told, _SHORT_S)
+        self._told = [self._threads.submit(self._request, "POST", a, path, body, _SHORT_S) for a in self.addresses]
 
     def _request(self, method: str, address: str, path: str, body: dict | None, timeout_s: float) -> dict:
         where = f"weight sync: {address}{path}"
+        body = None if method == "GET" else json.dumps(body or {})
+        limits = urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s)
         try:
-            content = None if method == "GET" else (body or {})
-            reply = self._http.request(method, address + path, json=content, timeout=timeout_s)
-        except httpx.TimeoutException:
+            # Less work on the processor than httpx, of which a push of a small model would notice the difference.
+            reply = self._http.request(
+                method, address + path, body=body, headers={"Content-Type": "application/json"}, timeout=limits
+            )
+        except urllib3.exceptions.NewConnectionError as error:  # a subclass of a timeout
+            raise WeightSyncError(f"{where}: {_reason(error)} (is the server still running?)") from None
+        except urllib3.exceptions.TimeoutError:
             raise WeightSyncError(f"{where}: no answer within {timeout_s:g} s (sync.timeout_s)") from None
-        except httpx.HTTPError as error:
-            raise WeightSyncError(f"{where}: {type(error).__name__}: {error} (is the server still running?)") from None
+        except urllib3.exceptions.HTTPError as error:
+            raise WeightSyncError(f"{where}: {_reason(error)} (is the server still running?)") from None
         try:
-            content = reply.json()
+            content = json.loads(reply.data)
         except ValueError:
-            content = {"message": reply.text[:500]}
-        if reply.status_code != 200 or content.get("success") is False:
+            content = {"message": reply.data.decode(errors="replace")[:500]}
+        if reply.status != 200 or content.get("success") is False:
             message = " ".join(str(content.get("message") or content.get("error") or content).split())
-            raise WeightSyncError(f"{where}: refused ({reply.status_code}): {message}")
+            raise WeightSyncError(f"{where}: refused ({reply.status}): {message}")
         return content
 
     def close(self) -> None:
+        concurrent.futures.wait(self._told, _SHORT_S)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._http.close()
+        self._http.clear()
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

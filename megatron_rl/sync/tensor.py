@@ -10,7 +10,6 @@ import base64
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
-import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
@@ -28,8 +27,7 @@ class TensorTransport(Transport):
     def allocate(self, nbytes: int) -> Tensor:
         if self.device.type == "cuda":
             return super().allocate(nbytes)
-        buffer, self._path = memory.allocate(nbytes)
-        return buffer
+        return memory.allocate(nbytes)
 
     def send(self, bucket: Bucket, version: str | None) -> None:
         dump = self._dump_cuda if bucket.buffer.is_cuda else self._dump_cpu
@@ -49,10 +47,10 @@ class TensorTransport(Transport):
 
     def _dump_cpu(self, bucket: Bucket, rank: int) -> str:
         entries = [entry | {"dtype": str(entry["dtype"]).removeprefix("torch.")} for entry in _metadata(bucket)]
-        return base64.b64encode(memory.dump_call("map_bucket", (self._path, bucket.used, entries))).decode()
+        arguments = (bucket.buffer.shared.path, bucket.used, entries)
+        return base64.b64encode(memory.dump_call("map_bucket", arguments)).decode()
 
     def _dump_cuda(self, bucket: Bucket, rank: int) -> str:
-        torch.cuda.synchronize()  # the bucket is filled before another process reads it
         metadata = [SimpleNamespace(**entry) for entry in _metadata(bucket)]
         arguments = ({"flattened_tensor": _OpenedAt(bucket.data, rank), "metadata": metadata},)
         return base64.b64encode(memory.dump_call("own_copy", arguments, ForkingPickler)).decode()

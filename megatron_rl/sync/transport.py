@@ -12,13 +12,17 @@ from megatron_rl.sync.engines import Engines
 
 
 class Transport(ABC):
-    """Lives on the sending rank alone. Order of calls: connect, then for every push begin, send..., finish."""
+    """Lives on the sending rank alone. Order of calls: connect, then for every push begin, send..., finish.
+
+    connect, begin and send run in a thread beside the one that allocates and fills the buckets.
+    """
 
     def __init__(self, engines: Engines, tensor_parallel: int):
         """tensor_parallel: tensor-parallel ranks of each server."""
         self.engines = engines
         self.tensor_parallel = tensor_parallel
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
     def connect(self) -> None:
         """Set up what outlives a push."""
@@ -33,7 +37,10 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket, version: str | None) -> None:
-        """Have all engines load a bucket, and return when they have. version: given with the last bucket of a push."""
+        """Have all engines load a bucket, and return when they have: its buffer is filled again then.
+
+        bucket: complete, no kernel still writes to it. version: given with the last bucket of a push.
+        """
 
     def finish(self, version: str) -> None:
         """Close a push: the engines serve `version` from now on."""

@@ -5,7 +5,8 @@
 
 One push: requests in flight are retracted and the engine waits; buckets stream into its parameters; its prefix cache is
 flushed; its checksums are compared with the trainer's; only then does it go on (retracted requests continue under the
-new weights, and their replies say which tokens came from which version).
+new weights, and their replies say which tokens came from which version). Two buckets are under way: while the engines
+load one, the next is filled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_rl.config import SyncConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models import fp8
 from megatron_rl.models.precision import ROLLOUT_DTYPES
-from megatron_rl.sync.buckets import fill_buckets
+from megatron_rl.sync.buckets import Bucket, fill_buckets
 from megatron_rl.sync.checksums import EngineParameter, ExpectedChecksums, parse
 from megatron_rl.sync.disk import DiskTransport
 from megatron_rl.sync.distributed import DistributedTransport
@@ -86,7 +87,7 @@ class WeightSync:
         self._transport: Transport | None = None
         self._parameters: list[dict[str, EngineParameter]] = []
         self._slot_of: Callable[[str], Slot | None] = lambda name: None
-        self._buffer: Tensor | None = None
+        self._buffers: list[Tensor | None] = [None, None]
         self._expected: ExpectedChecksums | None = None
 
     # --- every rank -------------------------------------------------------------------------------------------------
@@ -123,7 +124,8 @@ class WeightSync:
             self._transport.close()
         if self._engines is not None:
             self._engines.close()
-        self._engines = self._transport = self._buffer = None
+        self._engines = self._transport = None
+        self._buffers = [None, None]
         self._parameters = []
 
     def __enter__(self) -> WeightSync:
@@ -157,7 +159,7 @@ class WeightSync:
         if self._transport is not None:
             self._reconnect()
             return
-        self._buffer = None  # a transport sends no buffer but its own
+        self._buffers = [None, None]  # a transport sends no buffer but its own
         self._engines.attempt("/end_weight_update")  # left open by a trainer that died
         self._parameters = self._checksums()[0]
         self._check_dtype()
@@ -226,9 +228,7 @@ class WeightSync:
         try:
             if self._transport is None:
                 self._connect()
-            with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-open") as beside:
-                # The first bucket is filled meanwhile.
-                stats = self._stream(named_tensors, version, beside.submit(self._open))
+            stats = self._stream(named_tensors, version)
         except BaseException:
             for _ in named_tensors:  # the other ranks are inside the export's collectives
                 pass
@@ -236,39 +236,65 @@ class WeightSync:
             if self._transport is not None:
                 self._transport.abort()
                 self._transport = None
-            raise
-        finally:
             if self._engines is not None and not self._stay_paused:
                 self._engines.attempt("/continue_generation", {})
+            raise
         self.version = version
-        if self._stay_paused:  # the GPU is the engines' now
-            self._buffer = None
+        if not self._stay_paused:
+            self._engines.tell("/continue_generation", {})  # requests that come before it wait in the server
+        else:  # the GPU is the engines' now
+            self._buffers = [None, None]
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()
         return SyncStats(seconds=time.perf_counter() - started, **stats)
 
     def _open(self) -> None:
-        self._reconnect()
-        self._engines.call("/pause_generation", {"mode": "retract"})
+        pausing = self._engines.start("/pause_generation", {"mode": "retract"})  # a new server pauses for as long
+        try:
+            self._reconnect()
+        finally:
+            self._engines.wait(pausing)
         self._transport.begin()
 
-    def _stream(
-        self, named_tensors: Iterator[tuple[str, Tensor]], version: str, opened: Future[None]
-    ) -> dict[str, int]:
+    def _stream(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> dict[str, int]:
+        """Fill buckets here and send them in a thread, in order; after an error nothing more is sent."""
         expected = ExpectedChecksums(self._parameters, self._slot_of)
         sent = {"bytes": 0, "buckets": 0, "tensors": 0}
-        for bucket, last in fill_buckets(
-            keep_together(self._as_served(named_tensors), self._slot_of),
-            capacity=int(self.config.bucket_mb * 2**20),
-            dtype_of=self._dtype_of,
-            buffer_of=self._buffer_of,
-            seen=expected.add,
-        ):
-            opened.result()
-            self._transport.send(bucket, version if last else None)
-            sent["bytes"] += bucket.used
-            sent["buckets"] += 1
-            sent["tensors"] += len(bucket.entries)
+        device = self._transport.device
+        prepare = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
+        sender = ThreadPoolExecutor(1, "weight-sync-send", *prepare)
+        calls = [sender.submit(self._open)]  # the first bucket is filled meanwhile
+
+        def buffer_of(nbytes: int) -> Tensor:
+            """One of two in turn, when the engines are done with the bucket before the last, which lay in it."""
+            turn = sent["buckets"] % 2
+            if sent["buckets"]:
+                calls[sent["buckets"] - 1].result()
+            if self._buffers[turn] is None or self._buffers[turn].numel() < nbytes:
+                self._buffers[turn] = None  # freed before the larger one is made
+                self._buffers[turn] = self._transport.allocate(nbytes)
+            return self._buffers[turn]
+
+        def send(previous: Future[None], bucket: Bucket, version: str | None) -> None:
+            previous.result()
+            self._transport.send(bucket, version)
+
+        try:
+            for bucket, last in fill_buckets(
+                keep_together(self._as_served(named_tensors), self._slot_of),
+                capacity=int(self.config.bucket_mb * 2**20),
+                dtype_of=self._dtype_of,
+                buffer_of=buffer_of,
+                seen=expected.add,
+            ):
+                expected.collect()  # waits until a GPU has filled the bucket, too
+                calls.append(sender.submit(send, calls[-1], bucket, version if last else None))
+                sent["bytes"] += bucket.used
+                sent["buckets"] += 1
+                sent["tensors"] += len(bucket.entries)
+            calls[-1].result()
+        finally:
+            sender.shutdown(cancel_futures=True)
         if not sent["buckets"]:
             raise WeightSyncError("weight sync: there is no tensor to push")
         self._transport.finish(version)
@@ -293,12 +319,6 @@ class WeightSync:
                 f"weight sync: the served model has no place for '{name}' ({self.addresses[0]}){remedy}"
             )
         return self._parameters[0][slot.parameter].dtype
-
-    def _buffer_of(self, nbytes: int) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < nbytes:
-            self._buffer = None  # freed before the larger one is made
-            self._buffer = self._transport.allocate(nbytes)
-        return self._buffer
 
 
 def _layout(ranks: list[dict[str, EngineParameter]]) -> list[dict]:

@@ -2,7 +2,8 @@
 
 A checkpoint carries model, optimizer, scheduler, random states, data position and step, and can be loaded on any other
 parallel layout. It is written to `step_N.tmp` with a SHA-256 manifest and renamed when all ranks are done, so that a crash
-while saving never harms an older one. Files that do not match the manifest are refused by name when it is loaded.
+while saving never harms an older one; so is one that is written in the background. Files that do not match the manifest are
+refused by name when it is loaded.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.dist_write import write
+from megatron_rl.models.dist_write import Write, read
 from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.trainer.optimizer import gather_parameters, torch_adams
 from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.trainer.sharded_state import ShardedState
 from megatron_rl.trainer.trainer import Trainer
 
-_SHARDING = "fully_reshardable"
-_METADATA = {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True}
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Megatron writes process groups into the dict that it is given: each call gets a copy.
 NO_PREDICTORS = -1
 _NAME = re.compile(r"step_(\d+)")
@@ -79,7 +79,7 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
     state = _model_state(trainer)
     if trainer.predictors:
         state["predictors"] = trainer.predictors.sharded_state_dict(state)
-    with _buckets_with_padding(trainer):
+    if not trainer.config.parallel.distributed_optimizer:
         state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
@@ -87,48 +87,105 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
     return state
 
 
-def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[str, Any], keep: int) -> Path:
-    """Write `folder`/step_N (all ranks call). `extra`: small picklable state that is the same on all ranks.
+def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedState]:
+    """That of the distributed optimizers, which is also put into `state`; empty where they are none."""
+    if not trainer.config.parallel.distributed_optimizer:
+        return []
+    model = {key: value for key, value in state.items() if key.startswith("model")}
+    parts = [ShardedState(part, model) for part in trainer.optimizer.chained_optimizers]
+    state["optimizer"] = {index: part.sharded for index, part in enumerate(parts)}
+    return parts
 
+
+class Save:
+    """A checkpoint under way: all ranks make one, and all call `finish`, which gives it its name.
+
+    background: the files are written while training goes on, from a copy of the state on the host.
     Errors: UserError when the disk is full or the folder cannot be written; older checkpoints stay untouched.
     """
-    final = folder / f"step_{step:06d}"
-    temporary = final.with_name(final.name + ".tmp")
-    problem = None
-    if ranks.rank == 0:
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        trainer: Trainer,
+        ranks: Ranks,
+        extra: dict[str, Any],
+        keep: int,
+        *,
+        background: bool = False,
+    ) -> None:
+        """extra: small picklable state that is the same on all ranks."""
+        self.path = folder / f"step_{step:06d}"
+        self._partial = self.path.with_name(self.path.name + ".tmp")
+        self._trainer, self._ranks, self._keep = trainer, ranks, keep
+        problem = None
+        if ranks.rank == 0:
+            try:
+                for left in folder.glob("step_*.tmp"):  # by a run that died
+                    shutil.rmtree(left, ignore_errors=True)
+                self._partial.mkdir(parents=True)
+            except OSError as error:
+                problem = f"checkpoint {self.path}: {error.strerror}"
+        _raise_together(ranks, problem)
+        state = _state(trainer, ranks, loading=False)
+        _distributed_state(trainer, state)
+        # A pipeline stage of dense layers has none, and rank 0 may be of it.
+        predictor_updates = ranks.maximum(trainer.predictors.updates if trainer.predictors else NO_PREDICTORS)
+        state["run"] = {
+            "step": step,
+            "world_size": ranks.world_size,
+            "scheduler": trainer.scheduler.state_dict(),
+            "predictor_updates": predictor_updates,
+            "extra": extra,
+        }
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            self._write = Write(state, self._partial, background=background)
         except OSError as error:
-            problem = f"checkpoint {final}: {error.strerror}"
-    _raise_together(ranks, problem)
-    state = _state(trainer, ranks, loading=False)
-    # A pipeline stage of dense layers has none, and rank 0 may be of it.
-    predictor_updates = ranks.maximum(trainer.predictors.updates if trainer.predictors else NO_PREDICTORS)
-    state["run"] = {
-        "step": step,
-        "world_size": ranks.world_size,
-        "scheduler": trainer.scheduler.state_dict(),
-        "predictor_updates": predictor_updates,
-        "extra": extra,
-    }
-    try:
-        write(state, temporary)
-    except OSError as error:
-        problem = f"checkpoint {final}: {error.strerror}; older checkpoints are intact"
-    _raise_together(ranks, problem, partial=temporary)
-    if ranks.rank == 0:
+            problem = self._failed(error)
+        _raise_together(ranks, problem, partial=self._partial)
+
+    def written(self) -> bool:
+        """Whether the files of all ranks are (all ranks call)."""
+        return not self._ranks.maximum(int(not self._write.written()))
+
+    def finish(self, timeout_s: float = 0.0) -> Path:
+        """Wait until the files are written, and give the folder its name (all ranks call).
+
+        Errors: UserError also where it takes longer than timeout_s.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.written():
+            # No rank waits in a collective for one that still writes.
+            if self._ranks.maximum(int(time.monotonic() > deadline)):
+                raise UserError(f"checkpoint {self.path}: not written within {timeout_s:g} s (checkpoint.timeout_s)")
+            time.sleep(0.05)
+        problem = None
         try:
-            trainer.model.save_hf_metadata(temporary / "hf")
-            _sync_folder(temporary)
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(temporary, final)
-            for old in complete_checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
+            self._write.finish()
         except OSError as error:
-            problem = f"checkpoint {final}: {error.strerror}; older checkpoints are intact"
-    _raise_together(ranks, problem, partial=temporary)
-    return final
+            problem = self._failed(error)
+        _raise_together(self._ranks, problem, partial=self._partial)
+        if self._ranks.rank == 0:
+            try:
+                self._trainer.model.save_hf_metadata(self._partial / "hf")
+                _sync_folder(self._partial)
+                shutil.rmtree(self.path, ignore_errors=True)
+                os.replace(self._partial, self.path)
+                for old in complete_checkpoints(self.path.parent)[: -self._keep]:
+                    shutil.rmtree(old)
+            except OSError as error:
+                problem = self._failed(error)
+        _raise_together(self._ranks, problem, partial=self._partial)
+        return self.path
+
+    def _failed(self, error: OSError) -> str:
+        return f"checkpoint {self.path}: {error.strerror}; older checkpoints are intact"
+
+
+def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[str, Any], keep: int) -> Path:
+    """Write `folder`/step_N (all ranks call), as `Save` does, and wait for it."""
+    return Save(folder, step, trainer, ranks, extra, keep).finish()
 
 
 def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
@@ -138,14 +195,19 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     """
     common = read_common(path, ranks)
     same_size = common["world_size"] == ranks.world_size
+    trainer.scheduler.load_state_dict(common["scheduler"])
+    _prepare_optimizers(trainer)
     state = _state(trainer, ranks, loading=True, with_random=same_size)
     has_predictors = _has_predictors(common)
+    parts = _distributed_state(trainer, state)
     if not has_predictors:
         _leave_out_predictors(state)
     loaded = _load(state, path)
     _load_model(trainer, loaded)
-    trainer.scheduler.load_state_dict(common["scheduler"])
-    trainer.optimizer.load_state_dict(_optimizer_state(trainer, loaded["optimizer"]))
+    for part in parts:
+        part.loaded()
+    if not parts:
+        trainer.optimizer.load_state_dict(loaded["optimizer"])
     _separate_steps(trainer)
     if trainer.predictors and has_predictors:
         trainer.predictors.load_state_dict(loaded["predictors"], common["predictor_updates"])
@@ -178,26 +240,6 @@ def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
         ) from None
 
 
-@contextmanager
-def _buckets_with_padding(trainer: Trainer) -> Iterator[None]:
-    """Let Megatron gather the optimizer's state with the padding between buckets.
-
-    Without it, it then cuts parameters out where they are with padding (`sharded_param_state_fully_reshardable` in 0.19.2):
-    with more than one bucket, of sizes that are no multiples of 128 and of the ranks, they get each other's numbers.
-    """
-    buffers = [buffer for ddp in trainer.ddp for buffer in ddp.buffers + ddp.expert_parallel_buffers]
-    padded = [(buffer, buffer.numel) for buffer in buffers]
-    padded += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
-    before = [(thing, thing.numel_unpadded) for thing, _ in padded]
-    for thing, size in padded:
-        thing.numel_unpadded = size
-    try:
-        yield
-    finally:
-        for thing, size in before:
-            thing.numel_unpadded = size
-
-
 def _allocate_adam(trainer: Trainer) -> None:
     """Give torch's Adam its state: Megatron asks for its step, which only an Adam that was used has."""
     for optimizer in torch_adams(trainer.optimizer):
@@ -211,25 +253,20 @@ def _allocate_adam(trainer: Trainer) -> None:
             inner._sync_sub_optimizers_state_to_hdo()
 
 
-def _optimizer_state(trainer: Trainer, loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """What Megatron's optimizer loads: moments from the checkpoint, parameter groups of the layout at hand.
+def _prepare_optimizers(trainer: Trainer) -> None:
+    """Have distributed optimizers make the tensors that are loaded into, with parameter groups of the layout at hand.
 
     Expert parallelism has parameter groups (and an optimizer) of its own, so those of the checkpoint need not fit. They
     hold nothing that is not elsewhere: rates come from the scheduler, and every update advanced it by one.
     """
     if not trainer.config.parallel.distributed_optimizer:
-        return loaded
-
-    def one(optimizer, moments: dict[str, Any]) -> dict[str, Any]:
+        return
+    _allocate_adam(trainer)
+    for optimizer in trainer.optimizer.chained_optimizers:
         state = optimizer.state_dict()
         for group in state["optimizer"]["param_groups"]:
             group["step"] = trainer.scheduler.num_steps
-        return {**state, "param_state": moments["param_state"], "param_state_sharding_type": _SHARDING}
-
-    parts = trainer.optimizer.chained_optimizers
-    if len(parts) == 1:
-        return one(parts[0], loaded)
-    return {index: one(part, loaded[index]) for index, part in enumerate(parts)}
+        optimizer.load_state_dict(state)
 
 
 def _separate_steps(trainer: Trainer) -> None:
@@ -241,7 +278,7 @@ def _separate_steps(trainer: Trainer) -> None:
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
-        return dist_checkpointing.load(state, str(path), verify_integrity=True)
+        return read(state, path)
     except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError) as error:
         raise UserError(
             f"checkpoint {path}: damaged or of another model ({_one_line(error)}); remove it to go on from an older one"

@@ -153,10 +153,10 @@ def assert_same_end(folder: Path, name: str, expected: dict[str, torch.Tensor]) 
 def mid_step(folder):
     """The folder of a run that was killed in its third step."""
     process = start(folder, "killed")
-    # Step 2 is logged before step 3 begins, so the third is under way when the process dies.
-    kill_when(process, lambda: 2 in steps_logged(folder, "killed"))
     run = folder / "runs" / "killed"
-    assert (run / "checkpoints" / "step_000002").is_dir()
+    # A step is logged and then saved, so the third is under way when the process dies.
+    kill_when(process, (run / "checkpoints" / "step_000002").is_dir)
+    assert 2 in steps_logged(folder, "killed")
     assert not (run / "checkpoints" / f"step_{STEPS:06d}").is_dir()
     return run
 
@@ -173,8 +173,19 @@ def test_killed_while_saving_then_resumed(folder, undisturbed):
     checkpoints = folder / "runs" / "saving" / "checkpoints"
     kill_when(process, lambda: any((checkpoints / "step_000003.tmp").glob("*.distcp")))
     assert (checkpoints / "step_000002").is_dir() and not (checkpoints / "step_000003").is_dir()
+    assert steps_logged(folder, "saving") == [1, 2, 3], "the step that was being saved is not lost"
     finish(folder, "saving")
     assert_same_end(folder, "saving", undisturbed)
+
+
+def test_saved_in_the_background_and_killed_there(folder, undisturbed):
+    """A save goes on beside the next step; killed in it, the run goes on from the one before."""
+    process = start(folder, "background", "--checkpoint.async_save", "true")
+    checkpoints = folder / "runs" / "background" / "checkpoints"
+    kill_when(process, lambda: any((checkpoints / "step_000003.tmp").glob("*.distcp")))
+    assert (checkpoints / "step_000002").is_dir() and not (checkpoints / "step_000003").is_dir()
+    finish(folder, "background", "--checkpoint.async_save", "true")
+    assert_same_end(folder, "background", undisturbed)
 
 
 def test_resume_on_another_layout(folder, undisturbed, mid_step):

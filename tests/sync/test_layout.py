@@ -7,9 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.sync.checksums import ExpectedChecksums, parse
 from megatron_rl.sync.layout import keep_together, locate
+from megatron_rl.sync.pythonpath.megatron_rl_plugin import fingerprint
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
 
 H, I, E, HEADS, KV, D, VOCAB = 32, 24, 4, 8, 2, 4, 41  # noqa: E741
@@ -273,3 +275,23 @@ def test_halves_of_one_fused_parameter_travel_together():
 
 def test_checksums_of_a_server_without_the_plugin_are_recognised():
     assert parse("0f" * 8) is None
+
+
+@pytest.mark.parametrize("family", [dense, qwen3_moe])
+def test_fingerprints_of_gpu_tensors_stay_on_the_gpu(family):
+    """On fake CUDA tensors, whose values nobody can read: fetching any of them would be an error."""
+    world = World(tensor_parallel=2)
+    family(world)
+    engine = world.engine()
+    shapes = {name: parameter.shape for name, parameter in engine[0].items()}
+    expected = ExpectedChecksums(engine, partial(locate, parameters=shapes))
+    caches = (fingerprint._keys, fingerprint._powers)
+    try:
+        with FakeTensorMode():
+            [cached.cache_clear() for cached in caches]
+            for name, tensor in world.pushed.items():
+                expected.add(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
+    finally:
+        [cached.cache_clear() for cached in caches]
+    hashes = [h for pieces in expected._pieces.values() for piece in pieces for h in piece.hashes]
+    assert len(hashes) >= len(world.pushed) and {h.device.type for h in hashes} == {"cuda"}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from push_on_ranks import BUCKET_MB, Weights, random_weights
 from ranks import run_ranks
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ServerConfig, SyncConfig, build_config
@@ -120,6 +122,90 @@ def test_the_engine_serves_what_was_pushed(model, server, connect, transport, tm
         expected = reference_log_probs(model, weights, PROMPT + list(ids), tmp_path / str(push))[len(PROMPT) - 1 :]
         # The median: where two experts nearly tie, one token may differ by more.
         assert (torch.tensor(log_probs) - expected).abs().median() < 1e-4
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what waits for a device to read one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_more_than_one_wait_for_fingerprints_a_bucket(model, connect):
+    sync = connect("tensor")
+    weights = random_weights(model, 13)
+    sync.connect()
+    with HostReads() as reads:
+        stats = sync.push(iter(weights.items()), version="counted")
+    assert stats.tensors > 2 * stats.buckets
+    assert reads.count <= stats.buckets
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_next_bucket_is_filled_while_the_engine_loads(model, connect, transport):
+    """The first bucket's send returns when the second is being filled, not before; and no bucket that is sent is written to."""
+    sync = connect(transport)
+    weights = random_weights(model, 14)
+    sync.connect()
+    send, allocate, events = sync._transport.send, sync._transport.allocate, []
+    sending_first, filling_second = threading.Event(), threading.Event()
+    buffers: list[int] = []
+    seconds: list[str | None] = []
+
+    def exported() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            events.append(("exported", name))
+            yield name, tensor
+
+    def allocated(nbytes: int) -> torch.Tensor:
+        buffers.append(nbytes)
+        if len(buffers) == 2:
+            assert sending_first.wait(30)
+            filling_second.set()
+        return allocate(nbytes)
+
+    def watched(bucket: Bucket, version: str | None) -> None:
+        index = 1 + sum(kind == "sent" for kind, _ in events)
+        seconds.append(bucket.entries[1].name if len(bucket.entries) > 1 else None)
+        sending_first.set()
+        send(bucket, version)
+        assert index > 1 or filling_second.wait(30), "nothing was filled while the first bucket was sent"
+        time.sleep(0.05)  # a buffer that was filled too early would be filled now
+        events.append(("sent", index))
+
+    sync._transport.send, sync._transport.allocate = watched, allocated
+    stats = sync.push(iter(exported()), version=f"overlapped {transport}")
+    assert len(seconds) == stats.buckets
+    # A bucket's first tensor is taken before its buffer is asked for, the second afterwards.
+    later = [(index, name) for index, name in enumerate(seconds, 1) if index > 2 and name]
+    assert len(later) > 2
+    for index, name in later:
+        assert events.index(("sent", index - 2)) < events.index(("exported", name))
+
+
+def test_a_bucket_that_fails_on_the_way_ends_the_push(model, connect):
+    """The error of a send in its thread is the push's, and no bucket follows it."""
+    sync = connect("tensor")
+    weights = random_weights(model, 15)
+    sync.connect()
+    send, sent = sync._transport.send, []
+
+    def failing(bucket: Bucket, version: str | None) -> None:
+        sent.append(len(sent) + 1)
+        if len(sent) == 2:
+            raise WeightSyncError("the second bucket is lost")
+        send(bucket, version)
+
+    sync._transport.send = failing
+    with pytest.raises(WeightSyncError, match="the second bucket is lost"):
+        sync.push(iter(weights.items()), version="lost")
+    assert sent == [1, 2]
+    sync.push(iter(weights.items()), version="found")
 
 
 def test_requests_in_flight_go_on_under_the_new_weights(model, server, connect):

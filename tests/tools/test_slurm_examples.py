@@ -92,19 +92,20 @@ def test_wrong_use_is_told_at_once(tmp_path, environment, message):
 
 
 @pytest.mark.parametrize(
-    ("log", "status"),
+    ("checkpoints", "status"),
     [
-        (None, 1),
-        ('{"step": 2}\n', 1),
-        ('{"step": 2}\n{"step": 3, "rewa', 1),  # killed while it wrote
-        ('{"step": 2}\n{"step": 3}\n', 0),
+        ([], 1),
+        (["step_000002"], 1),
+        (["step_000002", "step_000003.tmp"], 1),  # killed while it saved
+        (["step_000002", "step_000003"], 0),
     ],
 )
-def test_a_run_whose_log_has_its_last_step_is_finished(log, status, tmp_path):
-    """Any other is requeued when SLURM ends the job."""
+def test_a_run_whose_last_step_is_saved_is_finished(checkpoints, status, tmp_path):
+    """Any other is requeued when SLURM ends the job, also where the last step is in the log."""
     (tmp_path / "config.yaml").write_text("steps: 3\n")
-    if log is not None:
-        (tmp_path / "metrics.jsonl").write_text(log)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
+    for name in checkpoints:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     common = (REPOSITORY / "examples" / "slurm" / "common.sh").read_text()
     [function] = re.findall(r"^finished\(\).*?^}$", common, re.MULTILINE | re.DOTALL)
     command = ["bash", "-c", f'{function}\nfinished "$1"', "-", str(tmp_path)]

@@ -60,7 +60,18 @@ def _words(matrix: Tensor) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
+    """The fingerprint as a number in [0, 2**64): `fingerprint_tensor`, fetched."""
+    return to_integers([fingerprint_tensor(tensor)])[0]
+
+
+def to_integers(fingerprints: list[Tensor]) -> list[int]:
+    """Numbers in [0, 2**64) of 0-dim int64 tensors of one device, which is waited for once."""
+    return [value % MODULUS for value in torch.stack(fingerprints).tolist()] if fingerprints else []
+
+
+def fingerprint_tensor(tensor: Tensor) -> Tensor:
+    """[] int64 on the tensor's device, in two's complement:
+    sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
 
     Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters
     along a row; a polynomial over the rows. A change of one word always changes it; several go unseen with odds of
@@ -69,10 +80,10 @@ def fingerprint(tensor: Tensor) -> int:
     words = _words(as_matrix(tensor.detach()))
     rows, width = words.shape
     if not words.numel():
-        return 0
+        return torch.zeros((), dtype=torch.int64, device=words.device)
     keys = _keys(_ceil_power_of_two(width), words.device)[:width]
     powers = _powers(_ceil_power_of_two(rows), words.device)[:rows]
-    return int((_row_sums(words, keys) * powers).sum()) % MODULUS
+    return (_row_sums(words, keys) * powers).sum()
 
 
 def _row_sums(words: Tensor, keys: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ GLOBALS = {(MODULE, "map_bucket"), (MODULE, "own_copy")}
 """What the engine's unpickler must admit."""
 
 
-def allocate(nbytes: int) -> tuple[Tensor, str]:
-    """[nbytes] uint8 in shared memory, and the path under which other processes of this machine find it."""
+def allocate(nbytes: int) -> Tensor:
+    """[nbytes] uint8 in shared memory; `.shared.path` is where other processes of this machine find it."""
     descriptor = os.memfd_create("megatron_rl_bucket", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -28,13 +28,14 @@ def allocate(nbytes: int) -> tuple[Tensor, str]:
     except BaseException:
         os.close(descriptor)
         raise
-    tensor.descriptor = _Descriptor(descriptor)  # open for as long as the tensor lives
-    return tensor, f"/proc/{os.getpid()}/fd/{descriptor}"
+    tensor.shared = _Descriptor(descriptor)  # open for as long as the tensor lives
+    return tensor
 
 
 class _Descriptor:
     def __init__(self, number: int):
         self.number = number
+        self.path = f"/proc/{os.getpid()}/fd/{number}"
 
     def __del__(self) -> None:
         os.close(self.number)

@@ -415,15 +415,17 @@ def head_work(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
 
 
 def save_cost(config: Config, shape: Shape, gpus: int) -> dict[str, int]:
-    """Host memory of a checkpoint, and its size on disk. Every rank gathers fp32 weights and moments of all its weights."""
-    ranks = [rank_weights(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
-    gathered = 12 * max(count(weights) for weights in ranks)
-    total = model_counts(shape).total
+    """Host memory of a checkpoint, and its size on disk: weights, fp32 weights and both moments. Ranks share the writing, and
+    each copies from its GPU what it writes; what optimizer.cpu_offload keeps on the host is written from there."""
     width = TRAIN[config.precision.train].dtype.itemsize
+    shared = changed(config, "parallel.distributed_optimizer", True)
+    stages = [rank_weights(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
+    share = max(sharded(shared, weights, gpus) for weights in stages)
+    copied = int((12 * (1 - config.optimizer.cpu_offload) + width) * share)
     return {
-        "host_bytes": gathered,
-        "host_bytes_per_node": gathered * min(gpus, NODE),
-        "disk_bytes": (12 + width) * total,
+        "host_bytes": copied,
+        "host_bytes_per_node": copied * min(gpus, NODE),
+        "disk_bytes": (12 + width) * model_counts(shape).total,
     }
 
 

@@ -155,6 +155,7 @@ def main() -> None:
                 "model": {"path": str(make_folder(hf_config, Path(folder))), "recompute": options.recompute},
                 "batch": {"tokens_per_micro_batch": tokens},
                 "precision": {"train": options.precision},
+                "rollout": {"agreement_floor": None},  # log-probs are made up
                 "optimizer": {"lr": 1e-7},
             }
         )

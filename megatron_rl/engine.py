@@ -14,9 +14,8 @@ to the side whose turn is next. A step:
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -84,8 +83,6 @@ class Engine:
         self._colocated = config.rollout.colocate and kind == "train" and not config.rollout.replay
         self._asleep = self._colocated
         """Whether the servers have left the GPUs to the trainer (the same on every process)."""
-        self._turns = {"sleep": 0.0, "wake": 0.0}
-        """Seconds that the turns of this step have taken."""
         self._trainer: Trainer | None = None
         self.version = 0
         """Step of the weights that the engine has."""
@@ -240,11 +237,9 @@ class Engine:
         else:
             self._asleep = False
 
-    @contextmanager
-    def _turn(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._turns[name] += time.perf_counter() - start
+    def _turn(self, name: str) -> AbstractContextManager[None]:
+        """A part of the step's time of its own."""
+        return self.run.current_clock(name) if self._colocated else nullcontext()
 
     def _together(self, work) -> None:
         """Run `work` on rank 0; its error is every process's."""
@@ -259,10 +254,8 @@ class Engine:
             raise UserError(problem)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start of the run, the size of the last push, and the seconds of turns since the last call."""
-        turns, self._turns = self._turns, dict.fromkeys(self._turns, 0.0)
+        """Counts since the start of the run, and the size of the last push."""
         return {
-            **({f"time/{name}_s": seconds for name, seconds in turns.items()} if self._colocated else {}),
             "rollout/restarts": self.stats.restarts,
             "rollout/retries": self.stats.retries,
             "sync/megabytes": self.stats.sync_bytes / 1e6,

@@ -33,6 +33,8 @@ class Clock:
         """trace: file of Chrome's trace format, for chrome://tracing or Perfetto; `times` writes it."""
         self._start = time.perf_counter()
         self._parts: dict[str, float] = {}
+        self._inside = 0.0
+        """Seconds of the parts that have ended inside the one that is under way."""
         self._trace, self._profiler = trace, None
         if trace:
             self._profiler = torch.profiler.profile()  # of the CPU, and of the GPU where there is one
@@ -40,10 +42,13 @@ class Clock:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
+        """A part inside another one counts for itself alone."""
+        start, before, self._inside = time.perf_counter(), self._inside, 0.0
         with torch.profiler.record_function(part) if self._profiler else nullcontext():
             yield
-        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._parts[part] = self._parts.get(part, 0.0) + seconds - self._inside
+        self._inside = before + seconds
 
     def times(self) -> dict[str, float]:
         """time/PART_s for each part, time/other_s for the rest, time/step_s for all."""
@@ -60,7 +65,7 @@ class Clock:
 class Run:
     """Model, trainer, data and log of one run; a context manager that saves what is due and closes everything.
 
-    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, trainer, logger, step.
+    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, trainer, logger, step, current_clock.
     """
 
     def __init__(self, config: Config, *, kind: Kind) -> None:
@@ -78,6 +83,7 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self._write_config()
         self.step = 0
+        self.current_clock = Clock()
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
         self._saved_at = 0 if kind == "ask" else -1
@@ -144,7 +150,8 @@ class Run:
     def clock(self) -> Clock:
         """Of the step that begins; rank 0 traces those of logging.profile_steps."""
         traced = self.ranks.rank == 0 and self.step + 1 in self.config.logging.profile_steps
-        return Clock(self.folder / "profile" / f"step_{self.step + 1}.json.gz" if traced else None)
+        self.current_clock = Clock(self.folder / "profile" / f"step_{self.step + 1}.json.gz" if traced else None)
+        return self.current_clock
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

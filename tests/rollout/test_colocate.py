@@ -239,6 +239,7 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
             with Run(config, kind="train") as run:
                 trainer = run.trainer
                 engine.join(run)
+                clock = run.clock()
                 engine.push(trainer, version=0)
                 assert seen() == PUSH
                 prompts = run.stream.next(4)
@@ -268,9 +269,15 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
                 assert seen() == PUSH and versions(engine) == ["1", "1"]
                 run.save()
                 assert seen() == ["RolloutServer sleep", "Trainer wake"], "a checkpoint needs all of the trainer"
-                metrics = engine.metrics()
-                assert metrics["time/sleep_s"] > 0 < metrics["time/wake_s"]
-                assert engine.metrics()["time/wake_s"] == 0
+                with clock("rollout"):
+                    engine.wake()
+                with clock("checkpoint"):
+                    run.save()
+                times = clock.times()
+                assert times["time/sleep_s"] > 0 < times["time/wake_s"]
+                assert sum(times.values()) == pytest.approx(2 * times["time/step_s"], rel=1e-3), (
+                    "no second counts twice"
+                )
             order = [path for path in requests(first) if path != "/generate"]
             release, resume = "/release_memory_occupation", "/resume_memory_occupation"
             assert order.count(release) == order.count(resume) / 2 + 1, (

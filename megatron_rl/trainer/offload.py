@@ -28,7 +28,9 @@ class HostCopy:
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Starts the copies; `release` waits for them."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == device.type}
+        found = (t.untyped_storage() for t in tensors if t.device.type == device.type)
+        # Without a GPU, memory that a checkpoint's writer has seen as an array belongs to numpy too, and stays.
+        storages = {storage._cdata: storage for storage in found if storage.resizable()}
         self._device = device
         self._pairs = []
         for storage in storages.values():

@@ -36,6 +36,7 @@ from megatron_rl.models.build import Model, load  # noqa: E402  (before Megatron
 
 from megatron.core import parallel_state  # noqa: E402  # isort: skip
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402  # isort: skip
+from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402  # isort: skip
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402  # isort: skip
 
 from safetensors import safe_open  # noqa: E402
@@ -90,6 +91,8 @@ def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict
     whole = layout.tensor == layout.expert == 1
     chunks = model.make_chunks(load_weights=whole)  # which reads every tensor of the folder into a parameter
     parameters = dict(chunks[0].named_parameters())
+    # DeepSeek's bias for the choice of experts is a buffer, and a tensor of the folder.
+    parameters |= {n: b for n, b in chunks[0].named_buffers() if n.endswith("expert_bias")}
     registry = model.bridge.mapping_registry()
     theirs = {}
     for name in parameters:
@@ -111,7 +114,7 @@ def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict
         "checkpoint": sorted(chunks[0].sharded_state_dict()) if whole else [],
         "settings": settings(model),
         "unfused": settings(load(folder, parallel=layout, precision=precision, moe_permute_fusion=False)),
-        "activation": model.config.activation_func.__name__,
+        "grouped_fuse_it": model.config.activation_func in (torch.nn.functional.silu, quick_gelu),
     }
 
 

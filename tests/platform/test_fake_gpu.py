@@ -80,7 +80,7 @@ def test_experts_are_grouped_where_transformer_engine_is(built, family):
     assert settings["moe_grouped_gemm"] == settings["moe_permute_fusion"] == te
     assert not found["unfused"]["moe_permute_fusion"] and found["unfused"]["moe_grouped_gemm"] == te
     # Which activations the grouped experts fuse; and with biases they refuse the other fusion.
-    assert settings["bias_activation_fusion"] and found["activation"] in ("silu", "quick_gelu")
+    assert settings["bias_activation_fusion"] and found["grouped_fuse_it"]
     assert settings["bias_dropout_fusion"] == (family != "gpt_oss")
     assert any("mlp.experts.linear_fc1.weight" in key for key in found["checkpoint"]) or not te
 

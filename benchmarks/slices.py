@@ -5,7 +5,8 @@
 
 qwen3: Qwen3-30B-A3B's layers with 16 of its 128 experts, which is what a rank of EP8 holds, and its vocabulary of 151,936.
 gpt_oss: gpt-oss-20b's layers, windows and sinks, with 8 of its 32 experts, and its vocabulary of 201,088. Weights are
-random. Medians over the updates after the first; where the time goes is told by the profiler's kernels of one update.
+random. Medians over the updates after the first; where the time goes is told by the profiler's kernels of one update, and
+how often the host waited for the GPU in one by torch's own warnings. planned_gb is what `megatron-rl plan` says.
 --tiny tries the script on a CPU.
 """
 
@@ -16,6 +17,8 @@ import json
 import statistics
 import tempfile
 import time
+import warnings
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +27,7 @@ import torch
 import transformers
 
 from megatron_rl.config import build_config
+from megatron_rl.memory import estimate
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
@@ -117,6 +121,19 @@ def one_update(trainer: Trainer, batches: list) -> dict[str, float]:
     return trainer.update(batches, objective, pointwise=is_pointwise(trainer.config))
 
 
+def synchronizations(trainer: Trainer, batches: list) -> dict[str, int]:
+    """How often one update waited for the GPU, by place in our own or Megatron's source."""
+    if not torch.cuda.is_available():
+        return {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        one_update(trainer, batches)
+        torch.cuda.set_sync_debug_mode("default")
+    places = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+    return dict(Counter(places).most_common())
+
+
 def profile(trainer: Trainer, batches: list, folder: Path | None) -> dict[str, float]:
     """Milliseconds of the ten kernels (on a CPU: operators) that took longest in one update; the trace goes to `folder`."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -161,6 +178,7 @@ def main() -> None:
         )
         ranks = parallel.initialize(config.parallel, config.seed)
         trainer = build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport())
+    planned = estimate(config, hf_config, 1).usage
     device.peak()
     samples = make_samples(tokens, hf_config.vocab_size)
     batches = trainer.pack(samples)
@@ -194,6 +212,8 @@ def main() -> None:
         "memory_gb": memory,
         "grad_norm": norms,
         "skipped": skipped,
+        "planned_gb": round(planned.total / 1e9, 2),
+        "synchronizations": synchronizations(trainer, batches),
         "longest_ms": profile(trainer, batches, options.profile),
     }
     parallel.shutdown()

@@ -48,7 +48,6 @@ else
     python=$PWD/.venv-gpu/bin/python
 fi
 export PATH="${python%/*}:$PATH" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
 references=gpu-bundle/references
 if [[ " ${chosen[*]} " == *" models "* || " ${chosen[*]} " == *" training "* ]] && [[ ! -d $references ]]; then

@@ -18,11 +18,11 @@ def test_the_kernels_were_built_for_this_gpu(cuda):
 
 def test_the_cpu_platform_stays_away(cuda):
     import megatron_rl.train  # noqa: F401  (imports Megatron)
-    from megatron_rl.platform.megatron.loader import CpuFinder
+    from megatron_rl.platform import activate
 
     import megatron.core.parallel_state as module  # isort: skip
 
-    assert not any(isinstance(finder, CpuFinder) and finder.without_gpu for finder in sys.meta_path)
+    assert "GPU" not in activate()
     assert "_megatron_rl_platform_" not in vars(module)
 
 

@@ -69,14 +69,17 @@ def test_masked_log_softmax(family, dtype, log_rho, device, record_property):
     assert worst["gradient"] <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_head_in_chunks(dtype, device, record_property):
-    """linear_log_probs with gpt-oss's head: both gradients, against fp64 over the logits as the head computes them."""
+@pytest.mark.parametrize(
+    ("dtype", "fp32_logits"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_the_head_in_chunks(dtype, fp32_logits, device, record_property):
+    """linear_log_probs with gpt-oss's head: log-probs and both gradients against fp64."""
     tokens, width, columns = scaled(512, device), scaled(2880, device), scaled(201_088, device)
     hidden = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(columns, width, device=device) / width**0.5).to(dtype).requires_grad_()
     targets = torch.randint(0, columns, (tokens,), device=device)
-    found = linear_log_probs(hidden, weight, targets, log_rho=None, chunk_tokens=tokens // 3)
+    options = {"log_rho": None, "chunk_tokens": tokens // 3, "fp32_logits": fp32_logits}
+    found = linear_log_probs(hidden, weight, targets, **options)
     direction = torch.randn(tokens, device=device)
     gradients = torch.autograd.grad(found.log_probs, (hidden, weight), direction)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -86,7 +89,7 @@ def test_the_head_in_chunks(dtype, device, record_property):
     relative = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(gradients, slopes, strict=True)]
     record_property("worst", {"log_probs": error, "hidden": relative[0], "weight": relative[1]})
     # bf16 logits of about 4 are 1/64 apart: half of that on the target's, and less on the sum's.
-    assert error <= (3e-5 if dtype == torch.float32 else 2e-2)
+    assert error <= (3e-5 if dtype == torch.float32 or fp32_logits else 2e-2)
     assert max(relative) <= (2e-5 if dtype == torch.float32 else 2e-2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
 from megatron_rl.sync.tensor import TensorTransport
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -97,9 +97,9 @@ def test_another_process_maps_the_bucket(dtype, cuda, references):
     bucket = Bucket(buffer)
     for name, tensor in weights.items():
         bucket.add(name, tensor.to(cuda), dtype)
-    payload = TensorTransport._dump_cuda(None, bucket)
-    assert base64.b64decode(payload)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    torch.cuda.synchronize()
+    payload = TensorTransport._dump_cuda(None, bucket, 0)
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{SERVER_PYTHONPATH}"}
     done = subprocess.run(
         [sys.executable, "-c", _RECEIVER], input=payload, capture_output=True, text=True, timeout=120, env=environment
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,10 @@ def test_a_slice_of(model, device, tmp_path, record_property):
         str(tmp_path / "profile"),
     ]
     command += ["--updates", "4"] if device.type == "cuda" else ["--tiny", "--updates", "2"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    # As `megatron-rl train` sets it for itself.
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    options = {"capture_output": True, "text": True, "timeout": 280, "env": environment}
+    done = subprocess.run(command, cwd=REPOSITORY, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(out.read_text())
     record_property("slice", found)

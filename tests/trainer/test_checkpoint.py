@@ -48,7 +48,8 @@ def test_random_states_are_restored(tiny_model, tmp_path):
     assert len({str(part) for part in first}) == len(first)
 
 
-MODEL = ("qwen3_moe", "--layers", "2", "--vocab", "301")
+VOCABULARY = 301
+MODEL = ("qwen3_moe", "--layers", "2", "--vocab", str(VOCABULARY))
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,7 +65,9 @@ def assert_same_tensors(first: Path, second: Path) -> None:
     expected, found = tensors_of(first), tensors_of(second)
     assert found.keys() == expected.keys() and len(found) > 20
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        # A vocabulary has as many rows more as tensor parallelism needs.
+        rows = slice(VOCABULARY if "word_embeddings" in name or "output_layer" in name else None)
+        assert torch.equal(found[name][rows], value[rows]), name
 
 
 def test_boxes_cover_each_element_once_and_in_order():

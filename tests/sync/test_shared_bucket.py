@@ -33,20 +33,20 @@ def load_elsewhere(pickled: bytes) -> str:
 
 def test_what_a_rank_writes_into_its_bucket_no_other_sees():
     """SGLang's gpt-oss zeroes `loaded_weight` in place on every tensor-parallel rank but the first."""
-    buffer, path = memory.allocate(16)
+    buffer = memory.allocate(16)
     buffer.copy_(torch.arange(16, dtype=torch.uint8))
     entries = [{"name": "x", "shape": (4,), "dtype": "float32"}]
-    pickled = memory.dump_call("map_bucket", (path, 16, entries))
+    pickled = memory.dump_call("map_bucket", (buffer.shared.path, 16, entries))
     seen = [load_elsewhere(pickled) for _ in range(2)]
     assert seen == [f"{list(range(16))} ['x']"] * 2
     assert buffer.tolist() == list(range(16))
 
 
 def test_the_next_bucket_in_the_same_memory_is_seen():
-    buffer, path = memory.allocate(8)
+    buffer = memory.allocate(8)
     for value in (1, 2):
         buffer.fill_(value)
-        assert memory.map_bucket(path, 8, [])["flattened_tensor"].tolist() == [value] * 8
+        assert memory.map_bucket(buffer.shared.path, 8, [])["flattened_tensor"].tolist() == [value] * 8
 
 
 def test_a_tensor_that_is_shared_by_handle_is_copied_by_the_rank(monkeypatch):

@@ -81,7 +81,7 @@ def test_garbage_stops_the_run_before_an_update(tiny_model):
     model = str(tiny_model("qwen3_moe", "--layers", "2", "--experts", "16", "--vocab", "300"))
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
-    [found] = run_ranks(1, "trainer.test_agreement:update_from_engines", (model, [0.5, None], seed))
+    [found] = run_ranks(1, "trainer.test_agreement_floor:update_from_engines", (model, [0.5, None], seed))
     for case in found:
         print(case)
         garbage = case["engine"] != "rounding"

@@ -27,12 +27,12 @@ import torch
 import transformers
 
 from megatron_rl.config import build_config
-from megatron_rl.memory import estimate
+from megatron_rl.data.packing import Sample
+from megatron_rl.launch.memory import estimate
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import is_pointwise, policy_objective
-from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 TOKENS = 18_432

@@ -24,14 +24,14 @@ import numpy as np
 import torch
 
 from megatron_rl.config import CorrectionConfig, PruningConfig, VP2OConfig, build_config
+from megatron_rl.data.packing import Batch, Sample
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.replay import PREDICTING, RouteSource
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
-from megatron_rl.trainer.packing import Batch, Sample
-from megatron_rl.trainer.stein import Stein
 from megatron_rl.trainer.trainer import Trainer, build_trainer
-from megatron_rl.trainer.trust_region import TrustRegion
+from megatron_rl.vp2o.transform import Stein
+from megatron_rl.vp2o.trust_region import TrustRegion
 
 WARM_UP = 2
 VP2O = {

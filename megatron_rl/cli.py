@@ -101,7 +101,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     if rest and args.command not in (*CONFIG_COMMANDS, "plan") and not attributes:
         raise UserError(f"unknown argument '{rest[0]}'; see megatron-rl {args.command} --help")
     if args.command == "doctor":
-        from megatron_rl.doctor import doctor
+        from megatron_rl.launch.doctor import doctor
 
         return doctor(as_json=args.json)
     if args.command == "report":
@@ -112,7 +112,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         if attributes and _needs_torchrun(args.nproc):
             return _torchrun(args.nproc, arguments)
         if attributes:
-            from megatron_rl.attribute import attribute_command
+            from megatron_rl.metrics.attribute import attribute_command
             from megatron_rl.metrics.attribution import table
 
             if len(args.run) > 1:
@@ -148,11 +148,11 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
     config = load_config(args.config, rest)
     if args.command == "plan":
-        from megatron_rl.fit import plan_command
+        from megatron_rl.launch.fit import plan_command
 
         return plan_command(config, args.gpus, args.memory, as_json=args.json)
     if args.command in ("train", "sft"):
-        from megatron_rl.allocator import allocator_settings
+        from megatron_rl.sync.allocator import allocator_settings
 
         os.environ.update(allocator_settings(config, os.environ))
     if _needs_torchrun(args.nproc):

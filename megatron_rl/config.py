@@ -1,6 +1,6 @@
 """Every knob of megatron_rl: one tree of frozen dataclasses, read from YAML and overridden on the command line.
 
-Sizes are given once, in prompts and samples (`batch`); everything else is derived from them in `megatron_rl.plan` and
+Sizes are given once, in prompts and samples (`batch`); everything else is derived from them in `megatron_rl.launch.plan` and
 printed at the start of a run. An unknown key or a bad value is an error that names the key and the nearest valid one.
 """
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rl.config import Config
-from megatron_rl.engine import Engine
 from megatron_rl.environments.evaluation import average_at_n, distinct_right, pass_at_k
-from megatron_rl.run import Run
-from megatron_rl.step_metrics import reward_metrics
+from megatron_rl.launch.run import Run
+from megatron_rl.metrics.step import reward_metrics
+from megatron_rl.rollout.engine import Engine
 
 
 def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:

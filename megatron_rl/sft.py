@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 from megatron_rl.config import Config
+from megatron_rl.data.balance import plan_updates
+from megatron_rl.data.packing import Sample
 from megatron_rl.environments.task import encode_response
+from megatron_rl.launch.run import Run
 from megatron_rl.metrics.hardware import hardware_metrics
-from megatron_rl.run import Run
-from megatron_rl.step_metrics import update_metrics
-from megatron_rl.trainer.balance import plan_updates
+from megatron_rl.metrics.step import update_metrics
 from megatron_rl.trainer.objective import sft_objective
-from megatron_rl.trainer.packing import Sample
 
 
 def sft(config: Config) -> None:

@@ -9,15 +9,15 @@ import torch
 
 from megatron_rl.algorithms import advantages as adv
 from megatron_rl.config import AlgorithmConfig, Config
-from megatron_rl.engine import Engine
+from megatron_rl.data.balance import redistribute
+from megatron_rl.data.packing import Sample
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.evaluate import evaluate
-from megatron_rl.refresh import RefreshSchedule, measure, refresh_metrics
-from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.run import Run
-from megatron_rl.step_metrics import log_step
-from megatron_rl.trainer.balance import redistribute
+from megatron_rl.launch.run import Run
+from megatron_rl.metrics.step import log_step
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.sync.refresh import RefreshSchedule, measure, refresh_metrics
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
-from megatron_rl.trainer.packing import Sample
 
 
 def train(config: Config) -> None:

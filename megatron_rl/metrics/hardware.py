@@ -9,7 +9,7 @@ import torch
 from megatron_rl.metrics.flops import TRAINING, sequence_flops, utilization
 
 if TYPE_CHECKING:
-    from megatron_rl.run import Run
+    from megatron_rl.launch.run import Run
 
 
 def hardware_metrics(

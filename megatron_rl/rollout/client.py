@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from megatron_rl.data.trajectory import RouterFeatures, WeightSpan
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
-from megatron_rl.rollout.trajectory import RouterFeatures, WeightSpan
 
 FIRST_PAUSE_S = 0.5
 """Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""

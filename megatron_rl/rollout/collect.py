@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient, server_order
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.trajectory import Trajectory
 
 TOKENS_PER_CALL = 4096
 """Short responses share HTTP calls of at most about that many response tokens, which spares both sides work per call; long

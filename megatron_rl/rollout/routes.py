@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megatron_rl.data.trajectory import RouterFeatures, Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
 from megatron_rl.routing.table import RouteShape, names_one_twice
 
 WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))

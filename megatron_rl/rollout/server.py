@@ -16,16 +16,16 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.allocator import ALLOCATOR_VARIABLES
 from megatron_rl.config import Config, ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.fp8 import quantization_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, Machine, this_machine
-from megatron_rl.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.choices import FP32_PRODUCTS, check_extra_args, choices
 from megatron_rl.rollout.sampling import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.routing.replay import FROM_ENGINE
+from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
+from megatron_rl.sync.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 MODELS_PYTHONPATH = Path(__file__).parent / "pythonpath"

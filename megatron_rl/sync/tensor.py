@@ -1,7 +1,7 @@
 """Shared memory on one machine: the engine maps the trainer's bucket (CUDA IPC on GPUs) and copies out of it.
 
 The bucket lies on the GPU of the trainer's first process. SGLang's ranks on other GPUs read it over NVLink or PCIe, for
-which these need peer access (megatron_rl/preflight.py asks); they need not see the bucket's GPU.
+which these need peer access (megatron_rl/launch/preflight.py asks); they need not see the bucket's GPU.
 """
 
 from __future__ import annotations

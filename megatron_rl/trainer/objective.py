@@ -11,8 +11,8 @@ from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import Correction, TokenWeights, token_weights
 from megatron_rl.algorithms.losses import AllReduce
 from megatron_rl.config import Config
+from megatron_rl.data.packing import Batch
 from megatron_rl.trainer.agreement import CLOSE
-from megatron_rl.trainer.packing import Batch
 
 Sums = dict[str, torch.Tensor]
 """Metric sums of one micro-batch; the same keys on every micro-batch, so that they can be added up."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_rl import nccl
 from megatron_rl.config import ParallelConfig
 from megatron_rl.models.parallel_check import expert_tensor_size
+from megatron_rl.sync import nccl
 
 T = TypeVar("T")
 

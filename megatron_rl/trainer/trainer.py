@@ -17,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Config
+from megatron_rl.data.packing import Batch, Layout, Sample, micro_batch_count, pack_all
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
@@ -25,6 +26,7 @@ from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.metrics import route_sums
+from megatron_rl.routing.predictors import Predictors
 from megatron_rl.routing.replay import PREDICTING, PredictorLoss, RoutePass
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.trainer.agreement import check_agreement
@@ -32,12 +34,10 @@ from megatron_rl.trainer.head import HeadRequest, log_prob_head
 from megatron_rl.trainer.objective import Scale, Sums, importance_weights
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
-from megatron_rl.trainer.packing import Batch, Layout, Sample, micro_batch_count, pack_all
 from megatron_rl.trainer.parallel import Ranks
-from megatron_rl.trainer.predictors import Predictors
-from megatron_rl.trainer.preview import StepPreview, owned_ranges, scaled_lr
-from megatron_rl.trainer.stein import PREFIX, Stein
-from megatron_rl.trainer.trust_region import TrustRegion, Verdict
+from megatron_rl.vp2o.preview import StepPreview, owned_ranges, scaled_lr
+from megatron_rl.vp2o.transform import PREFIX, Stein
+from megatron_rl.vp2o.trust_region import TrustRegion, Verdict
 
 Objective = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Sums]]
 """(micro-batch, values [3, T] of the head) -> (loss sum, metric sums)."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import doctor
+from megatron_rl.launch import doctor
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.allocator import allocator_settings, shares_expandable_memory
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
+from megatron_rl.launch.preflight import preflight
 from megatron_rl.models.precision import Machine
-from megatron_rl.preflight import preflight
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.allocator import allocator_settings, shares_expandable_memory
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -50,7 +50,7 @@ def test_what_cannot_be_pushed_is_refused(tiny_model, monkeypatch):
     assert shares_expandable_memory(config("tensor"), EXPANDABLE)
     assert not shares_expandable_memory(config("tensor"), {**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"})
     assert not shares_expandable_memory(config("distributed"), EXPANDABLE)
-    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: Machine((9, 0), None, None, "13.0"))
+    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: Machine((9, 0), None, None, "13.0"))
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv(*EXPANDABLE.popitem())
     with pytest.raises(UserError, match="take it out, or set sync.transport: distributed"):
@@ -67,6 +67,6 @@ def test_the_engine_does_not_inherit_it(monkeypatch, tmp_path):
 
 
 def test_it_is_decided_before_torch_is_imported():
-    code = "import sys, megatron_rl.allocator; print('torch' in sys.modules)"
+    code = "import sys, megatron_rl.sync.allocator; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert run.stdout.strip() == "False", run.stderr

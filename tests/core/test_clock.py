@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from megatron_rl.run import Clock
+from megatron_rl.launch.run import Clock
 
 
 def test_times_add_up():

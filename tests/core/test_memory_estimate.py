@@ -13,8 +13,8 @@ from models.test_sizes import MODELS
 from megatron_rl.cli import main
 from megatron_rl.config import Config, ServerConfig, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.fit import check_fits
-from megatron_rl.memory import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
+from megatron_rl.launch.fit import check_fits
+from megatron_rl.launch.memory import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
 from megatron_rl.models.sizes import Shape
 from megatron_rl.routing.cost import cache_cost
 

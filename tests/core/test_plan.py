@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.plan import make_plan, share_of
+from megatron_rl.launch.plan import make_plan, share_of
 
 
 def plan(world_size: int, batch: dict | None = None, parallel: dict | None = None):

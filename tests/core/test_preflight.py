@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
+from megatron_rl.launch.preflight import _check_servers, check_memory_savers, preflight
 from megatron_rl.models.precision import Machine
-from megatron_rl.preflight import _check_servers, check_memory_savers, preflight
 from megatron_rl.rollout.sampling import SamplingSupport
 
 REFUSED = {
@@ -362,7 +362,7 @@ def test_a_gpu_computes_in_plain_torch_only_where_it_was_asked_to(case, tiny_mod
     capability, built, changes, message = GPU[case]
     monkeypatch.setenv("WORLD_SIZE", "1")
     machine = Machine(capability, None, "0.47.0", "13.0")
-    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: machine)
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: built)
     folder = shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text()) | changes
@@ -373,13 +373,13 @@ def test_a_gpu_computes_in_plain_torch_only_where_it_was_asked_to(case, tiny_mod
         assert "\n" not in str(refusal.value)
     preflight(build_config({"model": {"path": str(folder), "kernels": "any"}}), "train")
     preflight(build_config({"model": {"path": str(folder)}}), "ask")  # builds no model here
-    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: Machine(None, None, "0.47.0", "13.0"))
+    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: Machine(None, None, "0.47.0", "13.0"))
     preflight(build_config({"model": {"path": str(folder)}}), "train")
 
 
 def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: Machine((9, 0), None, "0.47.0", "13.0"))
+    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: Machine((9, 0), None, "0.47.0", "13.0"))
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: True)
     for family in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
         preflight(build_config({"model": {"path": str(tiny_model(family))}}), "train")
@@ -395,7 +395,7 @@ def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
 )
 def test_a_part_whose_package_is_missing_is_refused(changes, machine, message, tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("megatron_rl.preflight.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: machine)
     config = build_config({"model": {"path": str(tiny_model("qwen3_moe")), "kernels": "any", **changes}})
     with pytest.raises(UserError, match=message):
         preflight(config, "train")

@@ -9,9 +9,9 @@ import pytest
 from models.test_sizes import MODELS
 
 from megatron_rl.config import load_config
-from megatron_rl.memory import GB, estimate
+from megatron_rl.launch.memory import GB, estimate
+from megatron_rl.launch.preflight import check_memory_savers
 from megatron_rl.models.precision import Machine
-from megatron_rl.preflight import check_memory_savers
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = {

@@ -21,9 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.data.record import file_of, load_trajectories, save_trajectories
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
-from megatron_rl.rollout.trajectory import Trajectory
 
 STEPS = 4
 TIMEOUT = 240

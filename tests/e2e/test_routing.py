@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_rl.data.record import file_of, load_trajectories
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.rollout.record import file_of, load_trajectories
 
 TIMEOUT = 420
 STEPS = 3

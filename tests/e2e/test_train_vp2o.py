@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
+from megatron_rl.data.record import file_of, load_trajectories
 from megatron_rl.metrics.logger import read_json_lines
-from megatron_rl.rollout.record import file_of, load_trajectories
 from tests.e2e.test_train import TIMEOUT, run, scheduler_of
 
 STEPS, LAYERS, MAX_AGE, KILLED_AFTER = 6, 2, 3, 4

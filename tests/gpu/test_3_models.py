@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.data.packing import Sample
 from megatron_rl.ops import linear_log_probs
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.objective import is_pointwise, policy_objective
-from megatron_rl.trainer.packing import Sample
 from tests.routing import replays
 from tests.trainer import layouts
 from tools.make_tiny_model import FAMILIES

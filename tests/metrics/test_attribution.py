@@ -28,13 +28,13 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     """
     from dataclasses import replace
 
-    from megatron_rl.attribute import attribute
     from megatron_rl.config import build_config
+    from megatron_rl.data.packing import Sample
+    from megatron_rl.data.trajectory import Trajectory, WeightSpan
+    from megatron_rl.metrics.attribute import attribute
     from megatron_rl.models.attention import CoreAttention
     from megatron_rl.rollout.sampling import SamplingSupport
-    from megatron_rl.rollout.trajectory import Trajectory, WeightSpan
     from megatron_rl.trainer import parallel
-    from megatron_rl.trainer.packing import Sample
     from megatron_rl.trainer.trainer import build_trainer
 
     def config(precision, source="free"):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_rl.config import build_config
-from megatron_rl.panel import panel_metrics
+from megatron_rl.data.packing import Layout, Sample, pack
+from megatron_rl.metrics.mismatch_metrics import panel_metrics
 from megatron_rl.trainer.objective import Scale, policy_objective
-from megatron_rl.trainer.packing import Layout, Sample, pack
 
 RATIOS = [[0.5, 4.0], [1.0, 1.0, 0.25]]
 """trainer / engine, token by token, of two responses."""

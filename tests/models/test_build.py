@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.data.packing import Layout
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import _set_kernels, load
 from megatron_rl.models.convert import _parallel_state
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import TRAIN
-from megatron_rl.trainer.packing import Layout
 from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
 
 ALONE = ParallelConfig()

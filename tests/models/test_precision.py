@@ -108,7 +108,7 @@ def test_the_tables_are_the_choices_of_the_config():
 
 def test_a_run_is_refused_before_anything_starts(tiny_model, monkeypatch):
     """By preflight, which asks this very machine; an evaluation trains nothing, and SFT has no engine."""
-    from megatron_rl import preflight as checks
+    from megatron_rl.launch import preflight as checks
 
     monkeypatch.setattr(checks, "this_machine", lambda: MACHINES["cpu"])
     monkeypatch.setenv("WORLD_SIZE", "1")

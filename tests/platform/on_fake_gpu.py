@@ -42,16 +42,16 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from safetensors import safe_open  # noqa: E402
 
 from megatron_rl.config import ParallelConfig, build_config  # noqa: E402
+from megatron_rl.data.packing import Sample  # noqa: E402
+from megatron_rl.metrics.mismatch_metrics import panel_metrics  # noqa: E402
 from megatron_rl.models.moe import expert_slices, moe_layers  # noqa: E402
 from megatron_rl.models.parallel_check import expert_tensor_size  # noqa: E402
 from megatron_rl.ops.late_checks import LateChecks  # noqa: E402
-from megatron_rl.panel import panel_metrics  # noqa: E402
 from megatron_rl.rollout.sampling import SamplingSupport  # noqa: E402
 from megatron_rl.routing.metrics import route_sums  # noqa: E402
 from megatron_rl.routing.table import RouteShape  # noqa: E402
 from megatron_rl.trainer import parallel  # noqa: E402
 from megatron_rl.trainer.objective import is_pointwise, policy_objective  # noqa: E402
-from megatron_rl.trainer.packing import Sample  # noqa: E402
 from megatron_rl.trainer.trainer import build_trainer  # noqa: E402
 
 logging.disable(logging.ERROR)
@@ -148,7 +148,7 @@ def answer(transfer: fake_gpu.Transfer, seen: torch.Tensor) -> torch.Tensor | No
     return None
 
 
-LOOKS = ("scale", "_total", "route_sums", "look", "panel.py")
+LOOKS = ("scale", "_total", "route_sums", "look", "mismatch_metrics.py")
 """Where the trainer reads once an update."""
 TOKENS = 0
 

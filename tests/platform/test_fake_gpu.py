@@ -121,4 +121,4 @@ def test_an_update_is_read_a_few_times(ran, family):
     assert len(stages["scale"]) == 2  # how many tokens there are, and their mean weight
     assert len(stages["look"]) == 1
     assert len(stages["sums"]) == 2  # of the loss, of the routers
-    assert all("wait aten._to_copy" in t and "panel.py" in t for t in stages["panel"])
+    assert all("wait aten._to_copy" in t and "mismatch_metrics.py" in t for t in stages["panel"])

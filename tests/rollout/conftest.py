@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ServerConfig
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import Collection, CollectStats
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
-from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tools.make_tiny_model import make_tiny_model
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.data.packing import Sample
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
-from megatron_rl.trainer.packing import Sample
 from tests.ranks import run_ranks
 from tests.rollout.conftest import (
     CPU_SERVER,

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config import Config, ServerConfig, build_config
-from megatron_rl.engine import Engine
 from megatron_rl.errors import UserError
+from megatron_rl.launch.run import Run
 from megatron_rl.rollout.children import place, place_here, visible_names
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.server import RolloutServer
-from megatron_rl.run import Run
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.trainer import Trainer
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import Config, build_config
-from megatron_rl.engine import Engine
 from megatron_rl.errors import UserError
+from megatron_rl.launch.run import Run
 from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.external import _get, check_servers, problems
-from megatron_rl.run import Run
 from megatron_rl.trainer import parallel
 
 FITTING = {

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ServerConfig, build_config
-from megatron_rl.engine import Engine, _check_served
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import Machine
+from megatron_rl.rollout.engine import Engine, _check_served
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, compilers, find_python, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model

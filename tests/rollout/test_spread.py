@@ -14,7 +14,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_rl.plan import share_of
+from megatron_rl.launch.plan import share_of
 from megatron_rl.rollout import client as client_module
 from megatron_rl.rollout.client import SGLangClient, server_order
 from megatron_rl.rollout.collect import Collection

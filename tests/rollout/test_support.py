@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.data.packing import Sample
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import find_python
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
-from megatron_rl.trainer.packing import Sample
 from tests.rollout.conftest import Question, assert_agree, client_of, collect
 from tests.rollout.test_agreement import ask_trainer
 

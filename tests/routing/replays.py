@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Config, build_config
+from megatron_rl.data.packing import Sample
 from megatron_rl.models.router import routers
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -17,7 +18,6 @@ from megatron_rl.routing.replay import RoutePass, RouteTable
 from megatron_rl.routing.table import RouteShape, route_dtype
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import policy_objective
-from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from tests.trainer import layouts
 

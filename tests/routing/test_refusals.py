@@ -31,7 +31,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_source_that_cannot_work_is_refused(case, tiny_model, monkeypatch):
-    from megatron_rl.preflight import preflight
+    from megatron_rl.launch.preflight import preflight
 
     family, changes, message = REFUSED[case]
     monkeypatch.setenv("WORLD_SIZE", "1")

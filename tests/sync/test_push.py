@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import ServerConfig, SyncConfig, build_config
-from megatron_rl.engine import Engine
+from megatron_rl.launch.run import Run
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.server import RolloutServer
-from megatron_rl.run import Run
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import WeightSyncError
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.plan import share_of
-from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
-from megatron_rl.run import Run
+from megatron_rl.data.balance import plan_updates, redistribute
+from megatron_rl.data.packing import Sample
+from megatron_rl.data.trajectory import RouterFeatures, Trajectory
+from megatron_rl.launch.plan import share_of
+from megatron_rl.launch.run import Run
 from megatron_rl.train import advantages
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.balance import plan_updates, redistribute
 from megatron_rl.trainer.objective import policy_objective
-from megatron_rl.trainer.packing import Sample
 from tests.trainer import layouts
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)

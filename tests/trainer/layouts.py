@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, RefreshConfig, build_config
-from megatron_rl.panel import panel_metrics
-from megatron_rl.refresh import measure
+from megatron_rl.data.packing import Sample
+from megatron_rl.metrics.mismatch_metrics import panel_metrics
 from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.sync.refresh import measure
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
-from megatron_rl.trainer.packing import Sample
-from megatron_rl.trainer.stein import vp2o_metrics
 from megatron_rl.trainer.trainer import Trainer, build_trainer
+from megatron_rl.vp2o.transform import vp2o_metrics
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 

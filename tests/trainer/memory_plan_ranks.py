@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from trainer.layouts import make_config, make_trainer
 
+from megatron_rl.data.packing import Sample
 from megatron_rl.trainer.objective import is_pointwise, policy_objective
-from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)

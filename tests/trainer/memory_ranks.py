@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from layouts import make_config, make_trainer
 
+from megatron_rl.data.packing import Sample
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer import trainer as trainer_module
 from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
 from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
-from megatron_rl.trainer.packing import Sample
 from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_rl.config import build_config
+from megatron_rl.data.packing import Layout, Sample, pack
 from megatron_rl.trainer.objective import Scale, importance_weights, is_pointwise, policy_objective, score_before
-from megatron_rl.trainer.packing import Layout, Sample, pack
 
 
 def alone(tensor):

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.data.packing import IGNORED, Layout, Sample, assign, micro_batch_count, pack, pack_all
 from megatron_rl.errors import UserError
 from megatron_rl.ops.packed_layout import PackedLayout
-from megatron_rl.trainer.packing import IGNORED, Layout, Sample, assign, micro_batch_count, pack, pack_all
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 17)), min_size=1, max_size=12)
 

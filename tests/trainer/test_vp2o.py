@@ -151,7 +151,7 @@ def test_the_norms_of_a_shard_are_of_what_the_process_has_reduced(found):
 @pytest.mark.parametrize("shifts", [(0.0, math.nan), (math.nan, 0.0), (0.0, math.inf)])
 def test_a_shift_that_is_not_finite_is_beyond_any_region(shifts):
     from megatron_rl.config import VP2OConfig
-    from megatron_rl.trainer.trust_region import TrustRegion
+    from megatron_rl.vp2o.trust_region import TrustRegion
 
     region = TrustRegion(VP2OConfig(enabled=True, trust_region=1e6), None, maximum=lambda worst: worst)
     region._shifts = lambda preview, scale: dict(enumerate(shifts))

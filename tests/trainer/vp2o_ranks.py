@@ -11,15 +11,15 @@ from megatron.core import parallel_state
 
 from megatron_rl.algorithms import stein
 from megatron_rl.config import ParallelConfig, VP2OConfig
+from megatron_rl.data.packing import Batch, Sample
 from megatron_rl.errors import UserError
 from megatron_rl.models.moe import ExpertSlice, expert_slices, moe_layers
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.checkpoint import _random_states
 from megatron_rl.trainer.objective import is_pointwise, policy_objective
-from megatron_rl.trainer.packing import Batch, Sample
-from megatron_rl.trainer.preview import StepPreview
-from megatron_rl.trainer.stein import ExpertLayer, Stein
 from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.vp2o.preview import StepPreview
+from megatron_rl.vp2o.transform import ExpertLayer, Stein
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:

@@ -11,21 +11,21 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
-from megatron_rl.allocator import shares_expandable_memory
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
-from megatron_rl.fit import check_fits
+from megatron_rl.launch.fit import check_fits
+from megatron_rl.launch.plan import Plan, make_plan
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.ops import extensions, flash
 from megatron_rl.ops.sink_attention import flash_takes
-from megatron_rl.plan import Plan, make_plan
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
+from megatron_rl.sync.allocator import shares_expandable_memory
 from megatron_rl.trainer.objective import correction_of
 
 Kind = Literal["train", "sft", "ask"]

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.correction import TokenWeights
+from megatron_rl.data.trajectory import RouterFeatures, Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.packed_layout import PackedLayout
 from megatron_rl.ops.placement import upload
-from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory
 from megatron_rl.routing.replay import Features, RouteTable
 from megatron_rl.routing.table import RouteShape, has_route, spread
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_rl.data.trajectory import RouterFeatures, Trajectory, WeightSpan
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.trajectory import RouterFeatures, Trajectory, WeightSpan
 
 _PLAIN = (
     *("prompt_id", "group_id", "prompt_length", "finish_reason", "support", "weights", "text", "reward"),

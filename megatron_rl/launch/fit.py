@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.memory import EXACT, GB, Estimate, estimate, remedies, server_use
+from megatron_rl.launch.memory import EXACT, GB, Estimate, estimate, remedies, server_use
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.sizes import Shape
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 from megatron_rl.config import RefreshConfig
-from megatron_rl.trainer.packing import Sample
+from megatron_rl.data.packing import Sample
 from megatron_rl.trainer.trainer import Trainer
 
 

@@ -25,8 +25,8 @@ from megatron_rl.config import VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.router import ReplayRouter
 from megatron_rl.routing.replay import RoutePass
-from megatron_rl.trainer.preview import StepPreview
-from megatron_rl.trainer.stein import ExpertLayer, Stein, stacked
+from megatron_rl.vp2o.preview import StepPreview
+from megatron_rl.vp2o.transform import ExpertLayer, Stein, stacked
 
 PARTS = 4
 """Parts in which the output projections of a layer are previewed: with moments and gradients at most one layer's gradients."""

@@ -14,12 +14,12 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from megatron_rl.config import Config, to_yaml
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
+from megatron_rl.launch.preflight import Kind, preflight
 from megatron_rl.metrics.logger import RunLogger
-from megatron_rl.preflight import Kind, preflight
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.trainer import build_trainer
 

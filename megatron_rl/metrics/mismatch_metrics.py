@@ -9,9 +9,9 @@ import torch
 from megatron_rl.algorithms.correction import TokenWeights
 from megatron_rl.algorithms.losses import sequence_sums
 from megatron_rl.algorithms.pruning import bias_bound
+from megatron_rl.data.packing import Batch
+from megatron_rl.launch.run import Run
 from megatron_rl.metrics import mismatch
-from megatron_rl.run import Run
-from megatron_rl.trainer.packing import Batch
 
 
 def panel_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:

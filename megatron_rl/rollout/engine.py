@@ -25,23 +25,23 @@ import torch
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config, RoutingConfig
+from megatron_rl.data.record import file_of, load_trajectories, save_trajectories
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt, combine, score
 from megatron_rl.errors import UserError
+from megatron_rl.launch.plan import share_of
+from megatron_rl.launch.preflight import Kind, preflight
+from megatron_rl.launch.run import Run
 from megatron_rl.models import fp8
 from megatron_rl.models.parallel_check import architecture
 from megatron_rl.models.precision import ROLLOUT_DTYPES
-from megatron_rl.plan import share_of
-from megatron_rl.preflight import Kind, preflight
 from megatron_rl.rollout.children import ChildServers, place_here
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.external import check_servers
-from megatron_rl.rollout.record import file_of, load_trajectories, save_trajectories
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import DEATH_S, asks_routes, feature_stride
-from megatron_rl.rollout.trajectory import Trajectory
-from megatron_rl.run import Run
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
 from megatron_rl.trainer.trainer import Trainer

@@ -18,20 +18,20 @@ from torch import Tensor
 
 from megatron_rl.algorithms.correction import divergence
 from megatron_rl.config import Config, KLConfig, OptimizerConfig, load_config
+from megatron_rl.data.packing import Batch, Sample
+from megatron_rl.data.record import load_trajectories
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
+from megatron_rl.launch.preflight import activate_flash
 from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.models.attention import CoreAttention
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
-from megatron_rl.preflight import activate_flash
-from megatron_rl.rollout.record import load_trajectories
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer import checkpoint, parallel
-from megatron_rl.trainer.packing import Batch, Sample
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 _RECORD = re.compile(r"step_(\d+)\.rank\d+\.npz")

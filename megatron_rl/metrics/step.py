@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.launch.run import Clock, Run
 from megatron_rl.metrics.hardware import hardware_metrics
-from megatron_rl.panel import panel_metrics
-from megatron_rl.rollout.trajectory import Trajectory
+from megatron_rl.metrics.mismatch_metrics import panel_metrics
 from megatron_rl.routing.metrics import PREFIX, route_metrics
 from megatron_rl.routing.replay import FROM_ENGINE
-from megatron_rl.run import Clock, Run
-from megatron_rl.trainer import stein
-from megatron_rl.trainer.packing import Batch
+from megatron_rl.vp2o import transform as stein
 
 COUNTED = ("update/skipped", "update/predictors_skipped", "update/undone", "update/halvings")
 """Of the updates of a step these are added up."""

@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.launch.plan import Plan, make_plan
 from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
 from megatron_rl.models.sizes import Counts, Shape, Weight, count, model_counts, rank_weights, stage_layers, whole_model
-from megatron_rl.plan import Plan, make_plan
 from megatron_rl.routing.cost import cache_cost
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.routing.table import route_dtype

@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from megatron_rl.plan import share_of
-from megatron_rl.trainer.packing import Sample
+from megatron_rl.data.packing import Sample
+from megatron_rl.launch.plan import share_of
 from megatron_rl.trainer.parallel import Ranks
 
 

@@ -1,0 +1,1 @@
+"""The carrier of a sequence: trajectories, packing into micro-batches, balancing over ranks, records on disk."""

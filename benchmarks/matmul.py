@@ -70,7 +70,8 @@ def main() -> None:
         "machine": {"processor": model.partition(":")[2].strip(), "threads": args.threads, "torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d"),
         "products": {
-            name: [measure(rows, shape, args.repeats if rows < 512 else 2) for rows in ROWS] for name, shape in WEIGHTS.items()
+            name: [measure(rows, shape, args.repeats if rows < 512 else 2) for rows in ROWS]
+            for name, shape in WEIGHTS.items()
         },
     }
     text = json.dumps(result, indent=2)

@@ -187,7 +187,7 @@ def main() -> None:
     norms, skipped = [], 0.0
     for _ in range(options.updates):
         start = device.now()
-        trainer.score(batches, "old")
+        trainer.compute_log_probs(batches, "old")
         middle = device.now()
         metrics = one_update(trainer, batches)
         seconds["score"].append(middle - start)

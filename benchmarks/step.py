@@ -32,7 +32,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WARM_UP = 2
-PARTS = ("rollout", "score", "train", "sync", "other")
+PARTS = ("rollout", "log_probs", "train", "sync", "other")
 
 
 def make_prompts(folder: Path, tokenizer_path: str, count: int, prompt_tokens: int) -> Path:
@@ -104,7 +104,15 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
         "logging": {"tensorboard": False},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(folder / "config.yaml"), "--nproc", str(args.nproc)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl.cli",
+        "train",
+        str(folder / "config.yaml"),
+        "--nproc",
+        str(args.nproc),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, args.threads // args.nproc))}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr)
     memory = PeakMemory(process.pid)
@@ -196,7 +204,9 @@ def _run_json(args: argparse.Namespace, script: str, *flags: str) -> dict:
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=args.timeout, check=False
     )
     if done.returncode:
-        raise SystemExit(f"benchmarks/step.py: {script} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+        raise SystemExit(
+            f"benchmarks/step.py: {script} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
+        )
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -216,8 +226,12 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1, help="trainer processes")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peer", choices=("trl",))
-    parser.add_argument("--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all")
-    parser.add_argument("--compare", nargs="+", metavar="VARIANT", help="routing.source values, pruned, corrected, vp2o_*")
+    parser.add_argument(
+        "--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all"
+    )
+    parser.add_argument(
+        "--compare", nargs="+", metavar="VARIANT", help="routing.source values, pruned, corrected, vp2o_*"
+    )
     parser.add_argument("--compare-rounds", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=3600.0)
     parser.add_argument("--json", help="file to write; standard output without it")

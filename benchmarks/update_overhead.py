@@ -28,7 +28,7 @@ from megatron_rl.data.packing import Batch, Sample
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.replay import PREDICTING, RouteSource
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
+from megatron_rl.trainer.objective import is_pointwise, log_probs_before, policy_objective
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
@@ -69,7 +69,7 @@ def make_parts(trainer: Trainer) -> Parts:
 
 
 def use(trainer: Trainer, variant: str, parts: Parts) -> None:
-    source = variant if variant in get_args(RouteSource) else "free"
+    source = variant if variant in get_args(RouteSource) else "none"
     pruning, correction = PruningConfig(enabled=variant == "pruned"), CorrectionConfig()
     if variant == "corrected":
         correction = CorrectionConfig(mode="mask", low=0.5, high=2.0, veto=1e-4)
@@ -95,8 +95,8 @@ def one_round(
             use(trainer, variant, parts)
             start = time.perf_counter()
             batches = packed[variant, index] = trainer.pack(samples[index * per_update : (index + 1) * per_update])
-            if name := score_before(trainer.config):
-                trainer.score(batches, name)
+            if name := log_probs_before(trainer.config):
+                trainer.compute_log_probs(batches, name)
             seconds[variant]["score"] += time.perf_counter() - start
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
@@ -118,8 +118,8 @@ def measure_memory(trainer: Trainer, samples: list[Sample], variant: str, parts:
     """Bytes of one update beyond what was there before it, at its peak; and what VP2O keeps between two."""
     use(trainer, variant, parts)
     batches = trainer.pack(samples)
-    if name := score_before(trainer.config):
-        trainer.score(batches, name)
+    if name := log_probs_before(trainer.config):
+        trainer.compute_log_probs(batches, name)
     objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
     options = {"pointwise": is_pointwise(trainer.config), "learn_routes": False}
     figures: dict[str, float] = {}
@@ -171,7 +171,7 @@ def main() -> None:
             "precision": {"train": args.precision},
             "rollout": {"agreement_floor": None},  # log-probs are made up
             "optimizer": {"lr": 1e-7},
-            "routing": {"source": "predicted" if args.updates > 1 else "free"},
+            "routing": {"source": "pr2" if args.updates > 1 else "none"},
             "vp2o": {"enabled": any(variant in VP2O for variant in args.variants), "orthogonality": 0.0},
         }
     )

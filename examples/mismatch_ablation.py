@@ -46,7 +46,7 @@ METHODS: dict[str, Settings] = {
 }
 OF_ONE_SEED = ("DVP at e^-13",)
 COMMON: Settings = {
-    "algorithm.advantage": "leave_one_out",
+    "algorithm.advantage": "rloo",
     "algorithm.loss": "reinforce",
     "correction.veto": 1e-4,
     "precision.train": "fp8_tensorwise",

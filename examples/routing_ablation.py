@@ -37,16 +37,16 @@ METHODS: dict[str, dict[str, object]] = {
         "algorithm.clip_low": 0.02,  # responses have 7 tokens: a mean over them wanders more than over thousands
         "algorithm.clip_high": 0.03,
     },
-    "R2": {"routing.source": "recorded"},
-    "Pr2": {"routing.source": "predicted"},
-    "R3": {"routing.source": "rollout"},
-    "Pr3": {"routing.source": "predicted_rollout"},
+    "R2": {"routing.source": "r2"},
+    "Pr2": {"routing.source": "pr2"},
+    "R3": {"routing.source": "r3"},
+    "Pr3": {"routing.source": "pr3"},
     "Pr2 published": {
-        "routing.source": "predicted",
+        "routing.source": "pr2",
         "routing.predictor_lr_multiplier": 1.0,
         "routing.predictor_decay": 0.0,
     },
-    "Pr3 engine features": {"routing.source": "predicted_rollout", "routing.features": "engine"},
+    "Pr3 engine features": {"routing.source": "pr3", "routing.features": "engine"},
 }
 AT_OFF_4 = ("Pr2 published", "Pr3 engine features")
 """Variants that run at off-4 alone: predictors that forget nothing, and those that learn from what the engine saw."""
@@ -64,7 +64,7 @@ COLUMNS = {
     "last/agreement": ("agreement, last update", ".4f"),
     "last/agreement_unpredicted": ("the same without prediction", ".4f"),
     "routing/kl": ("route KL x 1e6", ".1f"),
-    "routing/drift": ("route KL without prediction x 1e6", ".1f"),
+    "routing/kl_unpredicted": ("route KL without prediction x 1e6", ".1f"),
     "routing/deviation_0": ("no deviation", ".4f"),
     "loss/clip_fraction": ("clipped", ".4f"),
     "loss/ratio_tail": ("ratio outside [1/2, 2]", ".5f"),
@@ -126,8 +126,8 @@ def figures(folder: Path, off: int) -> dict[str, float | None]:
     found |= {name: last[name] for name in ("eval/score", "eval/greedy")}
     found |= {"before": first["eval/score"], "reward/mean": mean("reward/mean")}
     found |= {f"routing/update_{u}/agreement": mean(f"routing/update_{u}/agreement") for u in range(1, off + 1)}
-    found |= {name: mean(name) for name in ("routing/engine_agreement", "routing/update_1/drift")}
-    for name in ("routing/kl", "routing/drift", "routing/update_1/drift", "mismatch/kl"):
+    found |= {name: mean(name) for name in ("routing/engine_agreement", "routing/update_1/kl_unpredicted")}
+    for name in ("routing/kl", "routing/kl_unpredicted", "routing/update_1/kl_unpredicted", "mismatch/kl"):
         found[name] = None if found[name] is None else found[name] * 1e6
     return found
 

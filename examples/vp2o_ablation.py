@@ -31,7 +31,7 @@ ATTRACTION: Settings = {"vp2o.neighbors": 4}
 REPULSION: Settings = {"vp2o.repulsion": 0.1, "vp2o.repulsion_scale": "relative"}
 ORTHOGONALITY: Settings = {"vp2o.orthogonality": 0.01}
 # Limits that one step of GRPO (a shift of 0.012, a KL of 0.024, medians) reaches now and then, and two steps often.
-TRUST_REGION: Settings = {"vp2o.trust_region": 0.02, "vp2o.on_excess": "halve"}
+TRUST_REGION: Settings = {"vp2o.trust_region": 0.02, "vp2o.on_violation": "backtrack"}
 WIDE_TRUST_REGION: Settings = TRUST_REGION | {"vp2o.trust_region": 0.1}
 REFRESH: Settings = {"sync.refresh.when": "drift", "sync.refresh.kl": 0.06, "sync.refresh.ess": 0.8}
 METHODS: dict[str, Settings] = {
@@ -73,18 +73,18 @@ COLUMNS = {
     "routing/entropy": ("router entropy, last quarter", ".3f"),
     "routing/load_max": ("busiest expert, times the mean", ".2f"),
     "vp2o/overlap": ("prototype overlap, last quarter", ".3f"),
-    "vp2o/stranger_kernel": ("kernel of strangers", "+.3f"),
+    "vp2o/inactive_kernel": ("kernel of inactive neighbors", "+.3f"),
     "vp2o/attraction": ("norm of the attraction", ".3f"),
     "vp2o/repulsion": ("of the repulsion", ".3f"),
     "routing/orthogonality": ("orthogonality loss", ".3f"),
-    "halvings": ("halvings", ".1f"),
+    "backtracks": ("backtracks", ".1f"),
     "undone": ("undone updates", ".1f"),
     "refreshes": ("refreshes, before evaluations too", ".1f"),
     "sync/kl": ("KL to the behaviour", ".4f"),
     "sync/ess": ("ESS", ".3f"),
 }
 OF_LAST_QUARTER = ("entropy", "routing/entropy", "routing/load_max", "routing/orthogonality", "vp2o/overlap")
-OF_ALL_STEPS = ("vp2o/stranger_kernel", "vp2o/attraction", "vp2o/repulsion", "sync/kl", "sync/ess")
+OF_ALL_STEPS = ("vp2o/inactive_kernel", "vp2o/attraction", "vp2o/repulsion", "sync/kl", "sync/ess")
 PANELS = (
     Panel("Score", "eval/score"),
     Panel(f"Different right answers of {SAMPLES}", f"eval/distinct@{SAMPLES}"),
@@ -127,8 +127,8 @@ def figures(folder: Path) -> dict[str, float | None]:
         "length": last["eval/response_length"],
         **{name: mean_of(name, recent) for name in OF_LAST_QUARTER},
         **{name: mean_of(name, steps) for name in OF_ALL_STEPS},
-        "halvings": sum(line.get("update/halvings") or 0.0 for line in steps),
-        "undone": sum(line.get("update/undone") or 0.0 for line in steps),
+        "backtracks": sum(line.get("update/backtracks") or 0.0 for line in steps),
+        "undone": sum(line.get("update/rejected") or 0.0 for line in steps),
         "refreshes": sum(line.get("sync/refreshed", 1.0) for line in steps),
     }
 

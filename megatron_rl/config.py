@@ -44,7 +44,7 @@ class ModelConfig:
     moe_dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens reach their experts; flex needs DeepEP."""
     moe_router_fusion: bool = False
-    """Transformer Engine's fused router (GPUs); it knows no replay, so it goes with routing.source = free alone."""
+    """Transformer Engine's fused router (GPUs); it knows no replay, so it goes with routing.source = none alone."""
     moe_aux_loss: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing loss; RL usually keeps it at 0, SFT of a fresh router does not."""
     freeze_router: bool = False
@@ -100,10 +100,10 @@ class KLConfig:
 
 @section
 class AlgorithmConfig:
-    advantage: Literal["group_relative", "group_baseline", "leave_one_out"] = "group_relative"
-    """group_relative: GRPO's (r - mean) / std; group_baseline: r - mean; leave_one_out: RLOO."""
-    loss: Literal["clipped", "gspo", "reinforce"] = "clipped"
-    """clipped: PPO/GRPO's token ratio; gspo: the sequence ratio; reinforce: no ratio."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r - mean; rloo: r - mean of the others."""
+    loss: Literal["ppo", "gspo", "reinforce"] = "ppo"
+    """ppo: PPO and GRPO's clipped token ratio; gspo: the sequence ratio; reinforce: no ratio."""
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
     """DAPO's clip-higher: a clip_high above clip_low."""
@@ -135,8 +135,8 @@ class CorrectionConfig:
     """Of the ratio itself, so above 1."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A response with a token whose ratio is below it leaves the update; the paper's is 1e-4."""
-    reject: Literal["none", "k1", "k2", "k3"] = "none"
-    """Drop what is further from the engine than reject_above: k1 = |log r| (unlike the signed k1 of KL estimates),
+    reject: Literal["none", "abs_log_ratio", "k2", "k3"] = "none"
+    """Drop what is further from the engine than reject_above: abs_log_ratio = |log r|,
     k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
     reject_level: Literal["token", "sequence", "geometric"] = "geometric"
     """Drop a token by its own statistic, or a response by the sum or the mean over its tokens."""
@@ -150,10 +150,10 @@ class CorrectionConfig:
 
 @section
 class RoutingConfig:
-    source: Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"] = "free"
-    """Where the experts of a token come from while the trainer learns from it. free: its router, anew in each pass;
-    recorded (R2): those of the log-prob pass before the first update; rollout (R3): those of the engine; predicted (Pr2):
-    as recorded, by routers that anticipate their own drift; predicted_rollout (Pr3): so in the engine."""
+    source: Literal["none", "r2", "r3", "pr2", "pr3"] = "none"
+    """Where the experts of a token come from while the trainer learns from it. none: its router, anew in each pass;
+    r2: those of the log-prob pass before the first update; r3: those of the engine; pr2: as r2, recorded by routers that
+    anticipate how updates will move them; pr3: as pr2, recorded in the engine."""
     predictor_loss: Literal["kl", "delta"] = "kl"
     """What predictors minimise: KL from the current router, or the squared error of the change of its logits."""
     predictor_lr_multiplier: PositiveFloat = 0.2
@@ -178,10 +178,11 @@ class VP2OConfig:
     often active on the same tokens. 1: its own alone."""
     attract_above: Annotated[float, Field(gt=0, le=1)] | None = None
     """In the place of neighbors: all experts that share at least this part of the tokens with it."""
-    strangers: Positive = 4
-    """Repulsion: an expert's prototype is pushed from those of so many experts, most rarely active on the same tokens."""
+    inactive_neighbors: Positive = 4
+    """Repulsion: an expert's prototype is pushed from those of so many experts, its inactive neighbors: those most
+    rarely active on the same tokens."""
     repel_below: Fraction | None = None
-    """In the place of strangers: all experts that share at most this part of the tokens with it."""
+    """In the place of inactive_neighbors: all experts that share at most this part of the tokens with it."""
     repulsion: NonNegativeFloat = 0.1
     """Weight of the repulsion (lambda_rep); 0: none."""
     repulsion_scale: Literal["absolute", "relative"] = "absolute"
@@ -190,7 +191,7 @@ class VP2OConfig:
     temperature: PositiveFloat | None = None
     """T0: the kernel's temperature is T0 / experts; by default T0 is the number of experts, so that an expert's kernel with
     itself is 1."""
-    power_steps: Positive = 32
+    power_iterations: Positive = 32
     """Power iterations that find a prototype."""
     orthogonality: NonNegativeFloat = 0.01
     """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens; 0: none."""
@@ -199,8 +200,9 @@ class VP2OConfig:
     trust_region: PositiveFloat | None = None
     """kappa: no update may move the router-weighted prototypes of a layer further than this from those of the weights that the
     engine has (0 to 2). null: no limit."""
-    on_excess: Literal["undo", "halve"] = "undo"
-    """Of an update beyond the trust region: nothing of it is done, or its learning rate is halved until it fits."""
+    on_violation: Literal["reject", "backtrack"] = "reject"
+    """What becomes of an update beyond the trust region. reject: nothing of it is done; backtrack: its learning rate is halved
+    until it fits."""
     probe_tokens: Positive = 256
     """Tokens of each process on which the trust region compares routers."""
 
@@ -325,7 +327,7 @@ class RolloutConfig:
     in each layer of the engine's experts that the trainer chooses too. Below it the run stops; null: never."""
     record: bool = False
     """Keep every step's trajectories under the run's rollouts/ folder."""
-    replay: str | None = None
+    load: str | None = None
     """A rollouts/ folder to train from instead of asking an engine; evaluation has to be off."""
 
 
@@ -341,10 +343,10 @@ class RefreshConfig:
     """Refresh below this effective sample size of the ratios policy / engine, as a share of the tokens."""
     alpha: PositiveFloat = 1.0
     """Power to which the ratios are taken for the effective sample size; below 1 it sees less of single large ratios."""
-    calm: Fraction = 0.5
-    """Hysteresis: once it has begun, refreshing goes on after every step until the drift (kl, and 1 - ess) is below this share
+    hysteresis: Fraction = 0.5
+    """Once it has begun, refreshing goes on after every step until the drift (kl, and 1 - ess) is below this share
     of its limit."""
-    max_age: Positive = 8
+    max_staleness: Positive = 8
     """Most steps for which the engine keeps its weights."""
     tokens: Positive = 1024
     """Tokens of each data-parallel rank, of evenly spread sequences, on which the drift is measured after a step."""
@@ -453,6 +455,28 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
 
 KNOWN_AS = {"min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0"}
 """What others call a key, and we did once: its last part -> what to say."""
+RENAMED_KEYS = {
+    "rollout.replay": "rollout.load",
+    "sync.refresh.calm": "sync.refresh.hysteresis",
+    "sync.refresh.max_age": "sync.refresh.max_staleness",
+    "vp2o.on_excess": "vp2o.on_violation",
+    "vp2o.power_steps": "vp2o.power_iterations",
+    "vp2o.strangers": "vp2o.inactive_neighbors",
+}
+RENAMED_VALUES = {
+    "algorithm.advantage": {"group_relative": "grpo", "group_baseline": "dr_grpo", "leave_one_out": "rloo"},
+    "algorithm.loss": {"clipped": "ppo"},
+    "correction.reject": {"k1": "abs_log_ratio"},
+    "routing.source": {
+        "free": "none",
+        "recorded": "r2",
+        "rollout": "r3",
+        "predicted": "pr2",
+        "predicted_rollout": "pr3",
+    },
+    "vp2o.on_violation": {"undo": "reject", "halve": "backtrack"},
+}
+"""What keys and values were called before -> what they are called now: the error for an old one names the new one."""
 
 
 def nearest_key(key: str) -> str:
@@ -460,6 +484,8 @@ def nearest_key(key: str) -> str:
     paths = list(key_paths())
     if elsewhere := KNOWN_AS.get(key.rpartition(".")[2]):
         return elsewhere
+    if new := RENAMED_KEYS.get(key):
+        return f"it is called '{new}' now"
     section_name = key.rpartition(".")[0]
     siblings = [p for p in paths if p.rpartition(".")[0] == section_name]
     close = difflib.get_close_matches(key, siblings, 1, 0.5) or difflib.get_close_matches(key, paths, 1, 0.4)
@@ -522,6 +548,8 @@ def _explain(error: ValidationError, source: str) -> str:
         choices = [c.strip("' ") for c in first["ctx"]["expected"].replace(" or ", ",").split(",")]
         close = difflib.get_close_matches(str(first["input"]), choices, 1, 0.3)
         near = f"; did you mean '{close[0]}'?" if close else ""
+        if new := RENAMED_VALUES.get(key, {}).get(str(first["input"])):
+            near = f"; it is called '{new}' now"
     return f"config {source}: '{key}' = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{near}"
 
 

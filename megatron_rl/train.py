@@ -17,7 +17,7 @@ from megatron_rl.launch.run import Run
 from megatron_rl.metrics.step import log_step
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.refresh import RefreshSchedule, measure, refresh_metrics
-from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
+from megatron_rl.trainer.objective import is_pointwise, log_probs_before, policy_objective
 
 
 def train(config: Config) -> None:
@@ -35,16 +35,16 @@ def train(config: Config) -> None:
                 prompts = run.stream.next(config.batch.prompts_per_step)
                 trajectories = engine.collect(prompts, step=run.step)
 
-            with clock("score"):
+            with clock("log_probs"):
                 found = advantages(config.algorithm, run, trajectories)
                 samples = [Sample.from_trajectory(t, a) for t, a in zip(trajectories, found, strict=True)]
                 samples = redistribute(samples, config.batch.updates_per_step, run.ranks)
                 updates = [trainer.pack(of_update) for of_update in samples]
                 for index, batches in enumerate(updates):
                     # With one update the current policy is the old one, and the loss takes its own log-probs as such.
-                    if name := score_before(config):
-                        trainer.score(batches, name, learn_routes=index > 0)
-                    trainer.score_reference(batches)
+                    if name := log_probs_before(config):
+                        trainer.compute_log_probs(batches, name, learn_routes=index > 0)
+                    trainer.compute_reference_log_probs(batches)
 
             with clock("train"):
                 metrics = []
@@ -58,7 +58,7 @@ def train(config: Config) -> None:
             with clock("sync"):
                 drift = measure(trainer, [*chain(*samples)], config.sync.refresh)
                 age = run.step - engine.version
-                confined = any(m.get("update/halvings") or m.get("update/undone") for m in metrics)
+                confined = any(m.get("update/backtracks") or m.get("update/rejected") for m in metrics)
                 evaluated = bool(run.eval_prompts) and run.due(config.eval.every)  # of the weights as they are
                 if refreshed := schedule.due(drift, age=age, confined=confined) or evaluated:
                     engine.push(trainer, version=run.step)
@@ -77,9 +77,9 @@ def advantages(config: AlgorithmConfig, run: Run, trajectories: list[Trajectory]
     parts = run.ranks.gather_from_leaders([(t.group_id, t.reward) for t in trajectories])
     groups = torch.tensor([group for part in parts for group, _ in part])
     rewards = torch.tensor([reward for part in parts for _, reward in part], dtype=torch.float32)
-    if config.advantage == "leave_one_out":
+    if config.advantage == "rloo":
         everyones = adv.leave_one_out(rewards, groups)
     else:
-        everyones = adv.group_relative(rewards, groups, normalize=config.advantage == "group_relative")
+        everyones = adv.group_relative(rewards, groups, normalize=config.advantage == "grpo")
     first = sum(len(part) for part in parts[: run.ranks.data_rank])
     return everyones[first : first + len(trajectories)]

@@ -35,7 +35,7 @@ class Correction:
     high: float | None = None
     veto: float | None = None
     """A sequence with any token ratio below it leaves the update: weights of 0, and no KL or entropy term."""
-    reject: Literal["none", "k1", "k2", "k3"] = "none"
+    reject: Literal["none", "abs_log_ratio", "k2", "k3"] = "none"
     """Statistic of log r by which tokens or sequences leave the update: |log r|, (log r)^2 / 2, r - 1 - log r."""
     reject_level: Level = "geometric"
     """token: each by its own; sequence: by the sum over the mask; geometric: by the mean over the mask."""
@@ -43,7 +43,7 @@ class Correction:
 
     def __post_init__(self) -> None:
         choices = {"mode": ("none", "truncate", "mask", "clip"), "level": LEVELS, "reject_level": LEVELS}
-        choices["reject"] = ("none", "k1", "k2", "k3")
+        choices["reject"] = ("none", "abs_log_ratio", "k2", "k3")
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} '{getattr(self, name)}': choose {', '.join(allowed[:-1])} or {allowed[-1]}")
@@ -79,9 +79,9 @@ class TokenWeights:
     """bool: dropped by its statistic, or its sequence's."""
 
 
-def divergence(log_ratios: torch.Tensor, statistic: Literal["k1", "k2", "k3"]) -> torch.Tensor:
-    """k1 = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r; +inf for r = 0. Any shape."""
-    if statistic == "k1":
+def divergence(log_ratios: torch.Tensor, statistic: Literal["abs_log_ratio", "k2", "k3"]) -> torch.Tensor:
+    """abs_log_ratio = |log r|, k2 = (log r)^2 / 2, k3 = r - 1 - log r; +inf for r = 0. Any shape."""
+    if statistic == "abs_log_ratio":
         return log_ratios.abs()
     if statistic == "k2":
         return log_ratios.square() / 2

@@ -17,7 +17,7 @@ from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
-POINTWISE = ("clipped", "reinforce")
+POINTWISE = ("ppo", "reinforce")
 """Losses of `policy_terms` whose terms look at one token's log-prob each."""
 
 
@@ -93,7 +93,7 @@ def gspo_terms(
 
 
 def policy_terms(
-    loss: Literal["clipped", "gspo", "reinforce"],
+    loss: Literal["ppo", "gspo", "reinforce"],
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
@@ -115,7 +115,7 @@ def policy_terms(
     old_log_probs = torch.where(mask, old_log_probs.detach(), 0.0)
     advantages = torch.where(mask, advantages, 0.0)
     clips = {"clip_low": clip_low, "clip_high": clip_high}
-    if loss == "clipped":
+    if loss == "ppo":
         terms, clipped = token_terms(log_probs, old_log_probs, advantages, **clips)
     elif loss == "gspo":
         terms, clipped = gspo_terms(

@@ -64,13 +64,13 @@ def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = 
 
 
 def repulsion_mask(
-    coactivation: Tensor, strangers: int, below: float | None = None, *, attract: Tensor | None = None
+    coactivation: Tensor, inactive_neighbors: int, below: float | None = None, *, attract: Tensor | None = None
 ) -> Tensor:
-    """M^rep `[N, N]` bool: the `strangers` experts that are most rarely active together with an active one; or all with
-    O_ij <= `below`. Those of the mask `attract` are not among them. A row without activity is empty."""
+    """M^rep `[N, N]` bool: the `inactive_neighbors` experts that are most rarely active together with an active one; or all
+    with O_ij <= `below`. Those of the mask `attract` are not among them. A row without activity is empty."""
     others = _others(coactivation) & (coactivation.diagonal() > 0)[:, None]
     others = others if attract is None else others & ~attract
-    return _first(coactivation, others, strangers) if below is None else others & (coactivation <= below)
+    return _first(coactivation, others, inactive_neighbors) if below is None else others & (coactivation <= below)
 
 
 def _others(matrix: Tensor) -> Tensor:

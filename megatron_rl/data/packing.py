@@ -17,7 +17,7 @@ from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.packed_layout import PackedLayout
 from megatron_rl.ops.placement import upload
 from megatron_rl.routing.replay import Features, RouteTable
-from megatron_rl.routing.table import RouteShape, has_route, spread
+from megatron_rl.routing.table import RouteShape, evenly_spaced, has_route
 
 IGNORED = -100
 """Label of a position whose prediction nobody asks for."""
@@ -283,7 +283,7 @@ def _route_table(
             rows = first + (sample.features.positions.numpy() if sample.features is not None else np.arange(0))
         else:
             rows = first + np.flatnonzero(sample.loss_mask)
-            rows = rows[spread(len(rows), layout.cached_tokens)]
+            rows = rows[evenly_spaced(len(rows), layout.cached_tokens)]
         cached[rows] = np.arange(sent, sent + len(rows))
         sent += len(rows)
     rows = np.flatnonzero(cached[own] >= 0)

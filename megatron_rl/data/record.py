@@ -59,9 +59,9 @@ def load_trajectories(path: Path) -> list[Trajectory]:
             rows = json.loads(arrays["rows"].tobytes())
             return [_trajectory(arrays, index, row) for index, row in enumerate(rows)]
     except FileNotFoundError:
-        raise UserError(f"rollout.replay: {path} does not exist (recorded on other data-parallel ranks?)") from None
+        raise UserError(f"rollout.load: {path} does not exist (recorded on other data-parallel ranks?)") from None
     except Exception as error:
-        raise UserError(f"rollout.replay: {path} is damaged ({type(error).__name__}: {error})") from None
+        raise UserError(f"rollout.load: {path} is damaged ({type(error).__name__}: {error})") from None
 
 
 def _trajectory(arrays, index: int, row: dict) -> Trajectory:

@@ -57,8 +57,8 @@ def examine() -> list[Finding]:
         _torch,
         _megatron_without_gpu,
         _transformer_engine,
-        lambda: _regimes("trainer"),
-        lambda: _regimes("rollout"),
+        lambda: _recipes("trainer"),
+        lambda: _recipes("rollout"),
         _flash_attention,
         _apex,
         _deepep,
@@ -210,17 +210,17 @@ def _transformer_engine() -> Finding:
     )
 
 
-def _regimes(side: Literal["trainer", "rollout"]) -> Finding:
-    """Which regimes of precision.train or precision.rollout run here, as a run is refused or admitted by them."""
-    from megatron_rl.models.precision import rollout_regimes, this_machine, trainer_regimes
+def _recipes(side: Literal["trainer", "rollout"]) -> Finding:
+    """Which recipes of precision.train or precision.rollout run here, as a run is refused or admitted by them."""
+    from megatron_rl.models.precision import rollout_recipes, this_machine, trainer_recipes
 
-    answers = (trainer_regimes if side == "trainer" else rollout_regimes)(this_machine()).values()
+    answers = (trainer_recipes if side == "trainer" else rollout_recipes)(this_machine()).values()
     found = {state: [a for a in answers if a.state == state] for state in ("runs", "simulated", "cannot")}
     here = [
-        f"{a.regime} (simulated)" if a.state == "simulated" else a.regime for a in found["runs"] + found["simulated"]
+        f"{a.recipe} (simulated)" if a.state == "simulated" else a.recipe for a in found["runs"] + found["simulated"]
     ]
     notes = [f"simulated: {reason}" for reason in {a.reason: 0 for a in found["simulated"]}]
-    notes += [f"{a.regime} {a.reason}" for a in found["cannot"]]
+    notes += [f"{a.recipe} {a.reason}" for a in found["cannot"]]
     return Finding(f"{side} precision", "missing" if found["cannot"] else "ok", ", ".join(here), "; ".join(notes))
 
 

@@ -22,7 +22,7 @@ from megatron_rl.models.sizes import Counts, Shape, Weight, count, model_counts,
 from megatron_rl.routing.cost import cache_cost
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.routing.table import route_dtype
-from megatron_rl.trainer.objective import score_before
+from megatron_rl.trainer.objective import log_probs_before
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -145,12 +145,12 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
     """Weights, gradients, optimizer state and reference of what one rank holds: 2 + 4 + 12 bytes a parameter in bf16 (the last
     shared by the data-parallel ranks), 4 + 4 + 8 in fp32. Padding of Megatron's buffers (below 256 bytes a tensor) is left out.
     """
-    regime = TRAIN[config.precision.train]
-    width = regime.dtype.itemsize
+    recipe = TRAIN[config.precision.train]
+    width = recipe.dtype.itemsize
     held = count(weights)
     trained = [w for w in weights if not (config.model.freeze_router and w.part == "router")]
     reference = config.algorithm.kl.coefficient > 0
-    copies = sum(w.size for w in weights if w.is_matrix) if regime.recipe else 0
+    copies = sum(w.size for w in weights if w.is_matrix) if recipe.fp8_recipe else 0
     return {
         "weights": held * width,
         "fp8_weights": 2 * copies,  # of Transformer Engine's layers, one a direction of their products
@@ -214,7 +214,7 @@ class _StepTokens:
 def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _StepTokens) -> dict[str, int]:
     """What all micro-batches of a step hold on the GPU until its last update."""
     per_token = 8 + 8 + 8 + 8 + 1 + 4 + 4  # ids, positions, labels, sequences, mask, log-probs, advantages
-    scores = bool(score_before(config))
+    scores = bool(log_probs_before(config))
     per_token += 4 * (scores + (config.algorithm.kl.coefficient > 0))
     found = {"batch": per_token * tokens.of_step, "routes": 0, "features": 0}
     if not moe_layers:
@@ -231,7 +231,7 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
     if source in FROM_ENGINE or config.rollout.routes:
         found["routes"] += table(len(shape.moe_layers))
     if scores:
-        found["routes"] += table(len(moe_layers)) * ((source not in FROM_ENGINE) + (source == "predicted"))
+        found["routes"] += table(len(moe_layers)) * ((source not in FROM_ENGINE) + (source == "pr2"))
         cached = min(config.routing.cached_tokens, config.rollout.max_new_tokens) * tokens.responses
         cached //= share * config.parallel.context
         found["features"] = 4 * shape.experts * cached  # logits

@@ -75,9 +75,9 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if kind != "sft" and not config.rollout.addresses:
         _check_extra_args(config, hf_config)
     _check_servers(config, kind, world_size)
-    if kind == "train" and config.rollout.replay and config.eval.prompts:
+    if kind == "train" and config.rollout.load and config.eval.prompts:
         raise UserError(
-            "config: rollout.replay starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
+            "config: rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
         )
     if kind == "train" and not config.pruning.enabled and config.pruning.rho != PruningConfig().rho:
         raise UserError(
@@ -114,7 +114,7 @@ def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
     if speculates(extra) and asks_routes(config):
         raise UserError(
             "config: rollout.server.extra_args asks for speculative decoding, for whose drafts SGLang's record of routes has no"
-            " room; leave it out, or set routing.source: recorded and rollout.routes: false"
+            " room; leave it out, or set routing.source: r2 and rollout.routes: false"
         )
     chosen = choices(hf_config.to_dict(), config.precision.rollout, this_machine(), routes=asks_routes(config))
     check_extra_args(extra, chosen)
@@ -149,21 +149,21 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
             " be kept apart from; set vp2o.orthogonality: 0"
         )
     for key, idle, reason, remedy in (
-        ("on_excess", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
+        ("on_violation", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
         ("probe_tokens", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
         ("orthogonality_tokens", not vp2o.orthogonality, "with vp2o.orthogonality: 0", "set vp2o.orthogonality: 0.01"),
         ("repulsion_scale", not vp2o.repulsion, "with vp2o.repulsion: 0", "set vp2o.repulsion: 0.1"),
         ("neighbors", vp2o.attract_above is not None, "beside vp2o.attract_above", "set one of the two"),
-        ("strangers", vp2o.repel_below is not None, "beside vp2o.repel_below", "set one of the two"),
+        ("inactive_neighbors", vp2o.repel_below is not None, "beside vp2o.repel_below", "set one of the two"),
     ):
         if idle and getattr(vp2o, key) != getattr(VP2OConfig(), key):
             raise UserError(f"config: vp2o.{key} {reason} does nothing; {remedy}")
     by_number = vp2o.attract_above is None and vp2o.repel_below is None
-    if vp2o.repulsion and by_number and vp2o.neighbors + vp2o.strangers > experts:
+    if vp2o.repulsion and by_number and vp2o.neighbors + vp2o.inactive_neighbors > experts:
         half = experts // 2
         raise UserError(
-            f"config: vp2o.neighbors = {vp2o.neighbors} and strangers = {vp2o.strangers} are more than {name}'s {experts}"
-            f" experts a layer, and a neighbor is no stranger; set vp2o.neighbors: {half} and vp2o.strangers:"
+            f"config: vp2o.neighbors = {vp2o.neighbors} and inactive_neighbors = {vp2o.inactive_neighbors} are more than"
+            f" {name}'s {experts} experts a layer, and no expert is both; set vp2o.neighbors: {half} and vp2o.inactive_neighbors:"
             f" {experts - half}"
         )
     if None not in (vp2o.attract_above, vp2o.repel_below) and vp2o.repel_below >= vp2o.attract_above:
@@ -271,7 +271,7 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
             "config: rollout.colocate with rollout.addresses: only servers that the trainer starts take turns with it; set"
             " addresses: [], or colocate: false"
         )
-    if kind == "sft" or rollout.addresses or rollout.replay:
+    if kind == "sft" or rollout.addresses or rollout.load:
         return
     places = place_here(config, trains=kind == "train")
     if kind == "ask" or config.sync.transport == "disk":
@@ -313,8 +313,8 @@ def _check_refresh(config: Config) -> None:
         )
     if not correction.bypass and correction.mode == "none":
         raise UserError(
-            f"config: sync.refresh.when = drift samples from weights that are up to {refresh.max_age} steps old, and nothing"
-            " corrects for it; set correction.bypass: true (the loss's ratio starts from the engine's log-probs), or"
+            f"config: sync.refresh.when = drift samples from weights that are up to {refresh.max_staleness} steps old, and"
+            " nothing corrects for it; set correction.bypass: true (the loss's ratio starts from the engine's log-probs), or"
             " correction.mode: truncate with high: 2.0"
         )
 
@@ -417,12 +417,12 @@ def _check_correction(config: Config) -> None:
     if config.algorithm.loss == "reinforce":
         raise UserError(
             "config: correction.bypass with algorithm.loss = reinforce, which has no ratio that could start from the"
-            " engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: clipped"
+            " engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo"
         )
-    if config.routing.source in ("recorded", *PREDICTING) and config.batch.updates_per_step > 1:
+    if config.routing.source in ("r2", *PREDICTING) and config.batch.updates_per_step > 1:
         raise UserError(
             f"config: correction.bypass leaves out the pass in which routing.source = {config.routing.source} records the"
-            " routes; set bypass: false, or routing.source: rollout"
+            " routes; set bypass: false, or routing.source: r3"
         )
 
 
@@ -436,19 +436,19 @@ _REMEDIES = {
 def _check_routing(config: Config, hf_config: PreTrainedConfig) -> None:
     """Errors: UserError for a source of routes that cannot work with the rest of the config."""
     source = config.routing.source
-    if source == "free":
+    if source == "none":
         return
     if not expert_count(hf_config):
-        raise UserError(f"config: routing.source = {source}, but {architecture(hf_config)} is dense; use free")
+        raise UserError(f"config: routing.source = {source}, but {architecture(hf_config)} is dense; use none")
     if config.model.moe_router_fusion:
         raise UserError(
             f"config: routing.source = {source} with model.moe_router_fusion: the fused router would ignore the routes;"
-            " turn the fusion off, or use routing.source = free"
+            " turn the fusion off, or use routing.source = none"
         )
     if source in PREDICTING and config.batch.updates_per_step < 2:
         raise UserError(
             f"config: routing.source = {source} predicts how routers move from one update of a rollout batch to the next;"
             " batch.updates_per_step = 1 has no next: raise it, or use recorded or rollout"
         )
-    if config.routing.features == "engine" and source != "predicted_rollout":
-        raise UserError("config: routing.features = engine goes with routing.source = predicted_rollout alone")
+    if config.routing.features == "engine" and source != "pr3":
+        raise UserError("config: routing.features = engine goes with routing.source = pr3 alone")

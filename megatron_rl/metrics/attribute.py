@@ -72,7 +72,9 @@ def _choose(run: Path, config: Config, step: int | None) -> tuple[int, int, Path
     start = Path(config.checkpoint.load) if config.checkpoint.load else None
     weights: dict[int, Path | None] = {0: start, **saved}
     lines = read_json_lines(run / METRICS_FILE)
-    ages = {line["step"] - 1: int(line["sync/age"]) for line in lines if line.get("sync/age")}  # refreshed by drift
+    ages = {
+        line["step"] - 1: int(line["sync/staleness"]) for line in lines if line.get("sync/staleness")
+    }  # refreshed by drift
     version = {number: number + 1 - ages.get(number, 1) for number in recorded}
     usable = sorted(number for number in recorded if version[number] in weights)
     if step is None and usable:
@@ -171,7 +173,7 @@ def attribute(
 def _scoring_alone(config: Config) -> Config:
     """Without what only training needs, or refuses for a single update."""
     algorithm = replace(config.algorithm, kl=KLConfig())
-    source = "predicted" if config.routing.source == "predicted" else "free"
+    source = "pr2" if config.routing.source == "pr2" else "none"
     routing = replace(config.routing, source=source, features="trainer")
     return replace(config, algorithm=algorithm, routing=routing, optimizer=OptimizerConfig())
 
@@ -208,15 +210,15 @@ class _Scorer:
         rho: tokens outside that safe set count 0.
         """
         trainer = self.trainer
-        routing = replace(self.routing, source="rollout") if replay else self.routing
+        routing = replace(self.routing, source="r3") if replay else self.routing
         trainer.config = replace(trainer.config, routing=routing)
         for module in self._attentions():
             module.in_fp64 = exact_attention
         self.batches = trainer.pack(self.samples)  # anew: routers remember in it what they saw in a pass
-        trainer.score(self.batches, "scored")
+        trainer.compute_log_probs(self.batches, "scored")
         if rho is not None:
             support, trainer.support = trainer.support, replace(trainer.support, min_p=rho)
-            trainer.score(self.batches, "pruned")
+            trainer.compute_log_probs(self.batches, "pruned")
             trainer.support = support
         return [self._k3(batch, rho is not None) for batch in self.batches if "scored" in batch.scored]
 

@@ -129,7 +129,7 @@ MISMATCH_CHARTS: tuple[dict[str, Any], ...] = (
     {
         "title": "Age of the engine's weights",
         "note": "steps, before a refresh",
-        "series": {"sync/age": "steps", "sync/refreshed": "refreshed"},
+        "series": {"sync/staleness": "steps", "sync/refreshed": "refreshed"},
     },
 )
 
@@ -194,9 +194,9 @@ EXPERT_CHARTS: tuple[dict[str, Any], ...] = (
         "series": {"vp2o/overlap": "all layers", "vp2o/layer_*/overlap": "layer *"},
     },
     {
-        "title": "Kernel of strangers",
+        "title": "Kernel of inactive neighbors",
         "note": "mean cos of the prototypes of pairs that repel",
-        "series": {"vp2o/stranger_kernel": "all layers", "vp2o/layer_*/stranger_kernel": "layer *"},
+        "series": {"vp2o/inactive_kernel": "all layers", "vp2o/layer_*/inactive_kernel": "layer *"},
     },
     {
         "title": "Kernel of neighbours",
@@ -225,7 +225,7 @@ EXPERT_CHARTS: tuple[dict[str, Any], ...] = (
         "note": "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
         "series": {"vp2o/shift": "mean of layers", "vp2o/layer_*/shift": "layer *"},
     },
-    {"title": "Halvings", "note": "by the trust region, in a step", "series": {"update/halvings": "halvings"}},
-    {"title": "Undone updates", "note": "by the trust region, in a step", "series": {"update/undone": "undone"}},
+    {"title": "Backtracks", "note": "by the trust region, in a step", "series": {"update/backtracks": "backtracks"}},
+    {"title": "Rejected updates", "note": "by the trust region, in a step", "series": {"update/rejected": "rejected"}},
 )
 """Of every MoE model, and what VP2O adds."""

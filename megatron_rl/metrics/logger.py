@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-TIMES = ("rollout", "sleep", "wake", "score", "train", "sync", "eval", "checkpoint", "other", "step")
+TIMES = ("rollout", "sleep", "wake", "log_probs", "train", "sync", "eval", "checkpoint", "other", "step")
 STANDARD = (
     "reward/mean",
     "eval/score",

@@ -16,7 +16,7 @@ from megatron_rl.routing.metrics import PREFIX, route_metrics
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.vp2o import transform as stein
 
-COUNTED = ("update/skipped", "update/predictors_skipped", "update/undone", "update/halvings")
+COUNTED = ("update/skipped", "update/predictors_skipped", "update/rejected", "update/backtracks")
 """Of the updates of a step these are added up."""
 
 
@@ -54,7 +54,7 @@ def reward_metrics(run: Run, trajectories: list[Trajectory]) -> dict[str, Any]:
     metrics: dict[str, Any] = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/no_spread": np.mean([min(g) == max(g) for g in groups.values()]),
+        "reward/zero_std": np.mean([min(g) == max(g) for g in groups.values()]),
         "response/length": np.mean([r[2] for r in rows]),
         "response/truncated": np.mean([r[4] == "length" for r in rows]),
         "tokens": int(sum(r[3] for r in rows)),

@@ -27,7 +27,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.bridges import IncompleteWeights, make_bridge
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, one_line, read_hf_config
-from megatron_rl.models.precision import TRAIN, Regime, check_precision, this_machine
+from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision, this_machine
 from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.models.spec import layer_spec
 
@@ -41,7 +41,7 @@ class Model:
     config: GPTModelProvider
     """Megatron's TransformerConfig; the chunks share it."""
     bridge: MegatronModelBridge
-    regime: Regime
+    recipe: PrecisionRecipe
     freeze_router: bool = False
 
     def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
@@ -74,10 +74,10 @@ class Model:
                 for name, parameter in chunk.named_parameters():
                     if ".mlp.router." in name:
                         parameter.requires_grad_(False)
-        if self.regime.recipe and not torch.cuda.is_available():
+        if self.recipe.fp8_recipe and not torch.cuda.is_available():
             from megatron_rl.models.fake_quant import FakeQuantizer
 
-            quantizer = FakeQuantizer(self.regime.block)
+            quantizer = FakeQuantizer(self.recipe.block)
             for chunk in chunks:
                 quantizer.attach(chunk)
         return chunks
@@ -182,7 +182,7 @@ def load(
 ) -> Model:
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
-    precision: a regime of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
+    precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
     experts and back by Transformer Engine's kernels, where it is there; off for who asks where each token's rows are.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
@@ -222,18 +222,18 @@ def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
 
 
-def _set_kernels(config: GPTModelProvider, regime: Regime, recompute: str) -> None:
+def _set_kernels(config: GPTModelProvider, recipe: PrecisionRecipe, recompute: str) -> None:
     """Precision, recomputation, and the fusions that this machine has."""
     gpu = torch.cuda.is_available()
-    config.params_dtype = config.pipeline_dtype = config.autocast_dtype = regime.dtype
-    config.bf16, config.fp16 = regime.dtype == torch.bfloat16, False
-    if regime.recipe and gpu and not HAVE_TE:
+    config.params_dtype = config.pipeline_dtype = config.autocast_dtype = recipe.dtype
+    config.bf16, config.fp16 = recipe.dtype == torch.bfloat16, False
+    if recipe.fp8_recipe and gpu and not HAVE_TE:
         raise UserError(
             "config: precision.train: Transformer Engine is installed and cannot be imported; its own error is that of"
             " python -c 'import transformer_engine.pytorch'"
         )
-    if regime.recipe and gpu:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
-        config.fp8, config.fp8_recipe = regime.fp8, regime.recipe
+    if recipe.fp8_recipe and gpu:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
+        config.fp8, config.fp8_recipe = recipe.fp8, recipe.fp8_recipe
     config.attention_softmax_in_fp32 = True
     config.transformer_impl = "transformer_engine" if HAVE_TE and gpu else "local"
     config.use_cpu_initialization = not gpu

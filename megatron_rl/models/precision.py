@@ -1,6 +1,6 @@
-"""Precision regimes of trainer and engine: one table, and one answer to the question which of them can run where.
+"""Precision recipes of trainer and engine: one table, and one answer to the question which of them can run where.
 
-`trainer_regimes` and `rollout_regimes` answer for every regime on a given machine; the refusal at start
+`trainer_recipes` and `rollout_recipes` answer for every recipe on a given machine; the refusal at start
 (`check_precision`) and `megatron-rl doctor` print the same answers. What a machine without a GPU computes in place of FP8
 products is in `fake_quant.py` (trainer) and `fp8.py` (weights of the engine).
 """
@@ -23,12 +23,12 @@ Capability = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Regime:
-    """How the trainer computes. fp8 regimes keep parameters in bf16, and optimizer and master weights as bf16 does."""
+class PrecisionRecipe:
+    """How the trainer computes. fp8 recipes keep parameters in bf16, and optimizer and master weights as bf16 does."""
 
     dtype: torch.dtype
     """Of the parameters."""
-    recipe: str = ""
+    fp8_recipe: str = ""
     """Megatron's fp8_recipe; empty: no FP8."""
     fp8: Literal["", "e4m3", "hybrid"] = ""
     """Megatron's fp8: of all tensors, or hybrid: gradients in e5m2."""
@@ -45,28 +45,28 @@ class Regime:
     block: int | None = None
     """Without a GPU: edge of the blocks that share a scale, 0 for whole tensors; None: not simulated."""
     near: tuple[str, ...] = ()
-    """Other regimes, the nearest first."""
+    """Other recipes, the nearest first."""
 
 
 _FP8 = {"dtype": torch.bfloat16, "multiple": 16}
-TRAIN: dict[str, Regime] = {
-    "bf16": Regime(torch.bfloat16),
-    "fp32": Regime(torch.float32),
-    "fp8_delayed": Regime(
-        **_FP8, recipe="delayed", fp8="hybrid", capability=(8, 9), near=("fp8_tensorwise", "fp8_blockwise")
+TRAIN: dict[str, PrecisionRecipe] = {
+    "bf16": PrecisionRecipe(torch.bfloat16),
+    "fp32": PrecisionRecipe(torch.float32),
+    "fp8_delayed": PrecisionRecipe(
+        **_FP8, fp8_recipe="delayed", fp8="hybrid", capability=(8, 9), near=("fp8_tensorwise", "fp8_blockwise")
     ),
-    "fp8_tensorwise": Regime(
+    "fp8_tensorwise": PrecisionRecipe(
         **_FP8,
-        recipe="tensorwise",
+        fp8_recipe="tensorwise",
         fp8="hybrid",
         capability=(8, 9),
         transformer_engine="2.2",
         block=0,
         near=("fp8_delayed", "fp8_blockwise"),
     ),
-    "fp8_blockwise": Regime(
+    "fp8_blockwise": PrecisionRecipe(
         **_FP8,
-        recipe="blockwise",
+        fp8_recipe="blockwise",
         fp8="e4m3",
         capability=(9, 0),
         transformer_engine="2.3",
@@ -74,9 +74,9 @@ TRAIN: dict[str, Regime] = {
         block=128,
         near=("fp8_tensorwise", "fp8_delayed"),
     ),
-    "mxfp8": Regime(
+    "mxfp8": PrecisionRecipe(
         **_FP8 | {"multiple": 32},
-        recipe="mxfp8",
+        fp8_recipe="mxfp8",
         fp8="e4m3",
         capability=(10, 0),
         below=(12, 0),
@@ -112,9 +112,9 @@ def this_machine() -> Machine:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a regime can run on a machine."""
+    """Whether a recipe can run on a machine."""
 
-    regime: str
+    recipe: str
     state: Literal["runs", "simulated", "cannot"]
     reason: str = ""
     """What simulated means, or what is missing."""
@@ -122,14 +122,14 @@ class Answer:
     """Of one that cannot: what to take instead."""
 
 
-def trainer_regimes(machine: Machine) -> dict[str, Answer]:
-    """Regime of precision.train -> its answer."""
-    answers = {name: _trainer(name, regime, machine) for name, regime in TRAIN.items()}
+def trainer_recipes(machine: Machine) -> dict[str, Answer]:
+    """Recipe of precision.train -> its answer."""
+    answers = {name: _trainer(name, recipe, machine) for name, recipe in TRAIN.items()}
     return {name: _with_nearest(answer, TRAIN[name].near, answers) for name, answer in answers.items()}
 
 
-def rollout_regimes(machine: Machine) -> dict[str, Answer]:
-    """Regime of precision.rollout -> its answer."""
+def rollout_recipes(machine: Machine) -> dict[str, Answer]:
+    """Recipe of precision.rollout -> its answer."""
     answers = {name: Answer(name, "runs") for name in ("bf16", "fp32")}
     if not machine.modelopt:
         fp8 = Answer("fp8", "cannot", "needs nvidia-modelopt, which quantises the weights")
@@ -145,35 +145,35 @@ def rollout_regimes(machine: Machine) -> dict[str, Answer]:
 def check_precision(
     precision: PrecisionConfig, machine: Machine, *, trains: bool = True, rolls_out: bool = True
 ) -> None:
-    """Errors: UserError naming the key, the reason and the nearest regime that this machine has."""
-    asked = [("train", trainer_regimes(machine)[precision.train])] if trains else []
-    asked += [("rollout", rollout_regimes(machine)[precision.rollout])] if rolls_out else []
+    """Errors: UserError naming the key, the reason and the nearest recipe that this machine has."""
+    asked = [("train", trainer_recipes(machine)[precision.train])] if trains else []
+    asked += [("rollout", rollout_recipes(machine)[precision.rollout])] if rolls_out else []
     for key, answer in asked:
         if answer.state == "cannot":
-            raise UserError(f"config: precision.{key} = {answer.regime} {answer.reason}; here {answer.nearest}")
+            raise UserError(f"config: precision.{key} = {answer.recipe} {answer.reason}; here {answer.nearest}")
 
 
-def _trainer(name: str, regime: Regime, machine: Machine) -> Answer:
-    if not regime.recipe:
+def _trainer(name: str, recipe: PrecisionRecipe, machine: Machine) -> Answer:
+    if not recipe.fp8_recipe:
         return Answer(name, "runs")
     if machine.gpu is None:
-        if regime.block is None:
-            return Answer(name, "cannot", f"needs Transformer Engine and {_card(regime.capability)}")
+        if recipe.block is None:
+            return Answer(name, "cannot", f"needs Transformer Engine and {_card(recipe.capability)}")
         if not machine.modelopt:
             return Answer(
-                name, "cannot", f"needs nvidia-modelopt, or Transformer Engine and {_card(regime.capability)}"
+                name, "cannot", f"needs nvidia-modelopt, or Transformer Engine and {_card(recipe.capability)}"
             )
         return Answer(name, "simulated", "inputs and weights are rounded to FP8, products and gradients are bf16")
-    if not machine.transformer_engine or Version(machine.transformer_engine) < Version(regime.transformer_engine):
-        oldest = "" if regime.transformer_engine == "0" else f" {regime.transformer_engine} or later"
+    if not machine.transformer_engine or Version(machine.transformer_engine) < Version(recipe.transformer_engine):
+        oldest = "" if recipe.transformer_engine == "0" else f" {recipe.transformer_engine} or later"
         return Answer(
             name, "cannot", f"needs Transformer Engine{oldest} (found: {machine.transformer_engine or 'none'})"
         )
-    if not regime.capability <= machine.gpu < regime.below:
-        limit = f" and below {dotted(regime.below)}" if machine.gpu >= regime.below else ""
-        return Answer(name, "cannot", f"needs {_card(regime.capability)}{limit}, this one has {dotted(machine.gpu)}")
-    if Version(machine.cuda or "0") < Version(regime.cuda):
-        return Answer(name, "cannot", f"needs torch with CUDA {regime.cuda} or later (found: {machine.cuda or 'none'})")
+    if not recipe.capability <= machine.gpu < recipe.below:
+        limit = f" and below {dotted(recipe.below)}" if machine.gpu >= recipe.below else ""
+        return Answer(name, "cannot", f"needs {_card(recipe.capability)}{limit}, this one has {dotted(machine.gpu)}")
+    if Version(machine.cuda or "0") < Version(recipe.cuda):
+        return Answer(name, "cannot", f"needs torch with CUDA {recipe.cuda} or later (found: {machine.cuda or 'none'})")
     return Answer(name, "runs")
 
 
@@ -182,7 +182,7 @@ def _with_nearest(answer: Answer, near: tuple[str, ...], answers: dict[str, Answ
         return answer
     other = next(name for name in (*near, "bf16") if answers[name].state != "cannot")
     can = "can be simulated" if answers[other].state == "simulated" else "can run"
-    return Answer(answer.regime, "cannot", answer.reason, f"{other} {can}")
+    return Answer(answer.recipe, "cannot", answer.reason, f"{other} {can}")
 
 
 def _card(capability: Capability) -> str:

@@ -80,7 +80,7 @@ class Engine:
         self.stats = EngineStats()
         self._stack = ExitStack()
         self._servers: ChildServers | None = None
-        self._colocated = config.rollout.colocate and kind == "train" and not config.rollout.replay
+        self._colocated = config.rollout.colocate and kind == "train" and not config.rollout.load
         self._asleep = self._colocated
         """Whether the servers have left the GPUs to the trainer (the same on every process)."""
         self._trainer: Trainer | None = None
@@ -95,7 +95,7 @@ class Engine:
         # What the trainer would refuse should not start a server first.
         hf_config, *_ = preflight(self.config, self.kind)
         rollout = self.config.rollout
-        if rollout.replay or rollout.addresses:
+        if rollout.load or rollout.addresses:
             return self
         _check_served(self.config, hf_config, pushes=self.kind == "train")
         if int(os.environ.get("RANK", 0)) == 0:
@@ -120,7 +120,7 @@ class Engine:
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
         self._features = FeatureLayout.from_config(model, self._dtype) if feature_stride(self.config) else None
         self._stop_tokens = run.stop_tokens()
-        if self.config.rollout.replay:
+        if self.config.rollout.load:
             return
         work = partial(check_servers, self.config, run.hf_config, pushes=self.kind == "train")
         if self._servers:
@@ -152,7 +152,7 @@ class Engine:
     def push(self, trainer: Trainer, version: int) -> None:
         """Send the trainer's weights to every server and compare checksums; a server that has died is restarted first."""
         self._trainer, self._now = trainer, version
-        if not self.config.rollout.replay:
+        if not self.config.rollout.load:
             self._revive()
             self._push()
             return
@@ -269,8 +269,8 @@ class Engine:
         rollout = self.config.rollout
         rank = self.run.ranks.data_rank
         self._now = step
-        if rollout.replay:
-            trajectories = self._on_leaders(lambda: self._load(file_of(Path(rollout.replay), step, rank)))
+        if rollout.load:
+            trajectories = self._on_leaders(lambda: self._load(file_of(Path(rollout.load), step, rank)))
             fresh = [t.weights == self._weights for t in trajectories]
         else:
             samples = self.config.batch.samples_per_prompt
@@ -312,7 +312,7 @@ class Engine:
                 if t.features is not None:
                     self._features.check(t.features, t.response_length)
             except ValueError as error:
-                raise UserError(f"rollout.replay: {path}, trajectory {number}: {error}") from None
+                raise UserError(f"rollout.load: {path}, trajectory {number}: {error}") from None
         return trajectories
 
     def ask(

@@ -120,7 +120,7 @@ def asks_routes(config: Config) -> bool:
 def feature_stride(config: Config) -> int:
     """s, where router features of every s-th response token are wanted: at most cached_tokens in a full response; 0: none."""
     routing = config.routing
-    if routing.source != "predicted_rollout" or routing.features != "engine":
+    if routing.source != "pr3" or routing.features != "engine":
         return 0
     return -(-config.rollout.max_new_tokens // routing.cached_tokens)
 
@@ -199,7 +199,7 @@ class RolloutServer:
             dtype=config.precision.rollout,
             context_length=config.rollout.context_length,
             routes=asks_routes(config),
-            predictor=config.routing.source == "predicted_rollout",
+            predictor=config.routing.source == "pr3",
             feature_stride=feature_stride(config),
             pruning=config.pruning.enabled,
             kept_sets=SamplingSupport.from_config(config.rollout.sampling, config.pruning).keeps_sets,

@@ -3,7 +3,7 @@
 Names of the sums of one update: `routing/LAYER/deviation/J` (tokens whose replayed experts differ from the current
 router's in J slots), `routing/LAYER/unpredicted/J` (so, had nothing been predicted), `routing/LAYER/engine/J` (the
 engine's experts against what the trainer would choose in its place before the first update),
-`routing/LAYER/cached`, `/kl`, `/staleness`, `/drift`, `/predictor_loss` (the last four summed over the cached tokens),
+`routing/LAYER/cached`, `/kl`, `/staleness`, `/kl_unpredicted`, `/predictor_loss` (the last four summed over the cached tokens),
 `routing/LAYER/load` (an array: tokens of each expert), `routing/LAYER/counted`, `/entropy`, `/orthogonality` (the last two
 summed over the counted tokens).
 """
@@ -19,7 +19,7 @@ import torch
 from megatron_rl.routing.replay import RoutePass
 
 PREFIX = "routing/"
-OF_CACHED = ("kl", "staleness", "drift", "predictor_loss")
+OF_CACHED = ("kl", "staleness", "kl_unpredicted", "predictor_loss")
 OF_COUNTED = ("entropy", "orthogonality")
 
 
@@ -55,8 +55,8 @@ def route_sums(passes: Iterable[RoutePass | None]) -> dict[str, float | np.ndarr
                 sums[cached] = sums.get(cached, 0.0) + stats.cached
                 add(f"{PREFIX}{layer}/kl", stats.kl)
                 add(f"{PREFIX}{layer}/staleness", stats.staleness)
-                if stats.drift is not None:
-                    add(f"{PREFIX}{layer}/drift", stats.drift)
+                if stats.kl_unpredicted is not None:
+                    add(f"{PREFIX}{layer}/kl_unpredicted", stats.kl_unpredicted)
                 if stats.predictor_loss is not None:
                     add(f"{PREFIX}{layer}/predictor_loss", stats.predictor_loss)
     numbers = iter(torch.cat(values).tolist() if values else ())  # one transfer from the device
@@ -77,8 +77,8 @@ def route_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
     routing/agreement (mean over tokens, layers and updates of |replayed and current| / k), routing/deviation_J (shares),
     routing/kl and routing/staleness (total variation), both a token and layer, from the distribution that the replayed
-    routes stand for to the current router's; routing/agreement_unpredicted and routing/drift, agreement and KL had nothing
-    been predicted; routing/predictor_loss; routing/engine_agreement. The same below routing/update_U/ (from 1) and
+    routes stand for to the current router's; routing/agreement_unpredicted and routing/kl_unpredicted, agreement and KL had
+    nothing been predicted; routing/predictor_loss; routing/engine_agreement. The same below routing/update_U/ (from 1) and
     routing/layer_LL/, agreement and kl also below routing/layer_LL/update_U/.
     """
     cells: dict[tuple[int, int], dict[str, float]] = {}  # (layer, update) -> sums

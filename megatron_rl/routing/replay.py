@@ -21,11 +21,11 @@ from megatron_rl.algorithms.stein import coactivation_counts, orthogonality_of_p
 from megatron_rl.ops.placement import upload
 from megatron_rl.routing.agreement import deviation_counts, kl_divergence, routing_log_probs, total_variation
 from megatron_rl.routing.predictor import PredictorLoss, RoutePredictor, delta_loss, predicted_bias, predictive_loss
-from megatron_rl.routing.table import has_route, route_dtype, spread
+from megatron_rl.routing.table import evenly_spaced, has_route, route_dtype
 
-RouteSource = Literal["free", "recorded", "rollout", "predicted", "predicted_rollout"]
-PREDICTING = ("predicted", "predicted_rollout")
-FROM_ENGINE = ("rollout", "predicted_rollout")
+RouteSource = Literal["none", "r2", "r3", "pr2", "pr3"]
+PREDICTING = ("pr2", "pr3")
+FROM_ENGINE = ("r3", "pr3")
 
 
 class Router(Protocol):
@@ -82,8 +82,8 @@ class RouteTable:
     """[E, E] counted tokens by layer on which two experts are both active, in the first pass that counts pairs."""
     counted_rows: Tensor = field(default_factory=lambda: torch.arange(0))
     """[M] int64: those that are counted; as rows, because a GPU would be waited for to find them."""
-    _spread: dict[int, Tensor] = field(default_factory=dict)
-    """What `spread` answered, by budget: every layer asks."""
+    _evenly_spaced: dict[int, Tensor] = field(default_factory=dict)
+    """What `evenly_spaced` answered, by budget: every layer asks."""
 
     def to(self, device: torch.device) -> RouteTable:
         """On a device, as it was packed: before its first pass."""
@@ -91,12 +91,12 @@ class RouteTable:
         features = {layer: kept.to(device) for layer, kept in self.features.items()}
         return replace(self, **moved, features=features)
 
-    def spread(self, budget: int) -> Tensor:
+    def evenly_spaced(self, budget: int) -> Tensor:
         """[C] int64: at most `budget` of the counted rows, evenly spread."""
-        if budget not in self._spread:
-            places = torch.from_numpy(spread(len(self.counted_rows), budget))
-            self._spread[budget] = self.counted_rows[upload(places, self.counted_rows.device)]
-        return self._spread[budget]
+        if budget not in self._evenly_spaced:
+            places = torch.from_numpy(evenly_spaced(len(self.counted_rows), budget))
+            self._evenly_spaced[budget] = self.counted_rows[upload(places, self.counted_rows.device)]
+        return self._evenly_spaced[budget]
 
     def engine_route(self, layer: int) -> Tensor | None:
         """[T, k] ids of the engine for a model layer."""
@@ -115,7 +115,7 @@ class LayerStats:
     """Tokens behind the sums below."""
     kl: Tensor | float = 0.0
     staleness: Tensor | float = 0.0
-    drift: Tensor | None = None
+    kl_unpredicted: Tensor | None = None
     """KL as above, had nothing been predicted."""
     predictor_loss: Tensor | None = None
     entropy: Tensor | None = None
@@ -154,7 +154,7 @@ class RoutePass:
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Router input [T, d] and logits [T, E] before the choice of experts; returns the logits to choose with."""
         if self.probe is not None and layer not in self.probe:
-            self.probe[layer] = hidden.detach()[self.table.spread(self.probe_tokens)]
+            self.probe[layer] = hidden.detach()[self.table.evenly_spaced(self.probe_tokens)]
         if self.stage == "score":
             return self._record_features(layer, hidden.detach(), logits, router)
         if layer not in self.stats:  # recomputation runs a layer again
@@ -165,7 +165,7 @@ class RoutePass:
         """Expert ids [T, k] int64 of this pass. own: [T, k], the choice of the model's router by itself."""
         replayed = self._replayed(layer)
         engine_like = self._engine_like.pop(layer, own)
-        if self.stage == "score" and self.source == "predicted":
+        if self.stage == "score" and self.source == "pr2":
             self.table.unpredicted[layer] = engine_like.to(route_dtype(self.experts))
         self._compare(layer, replayed, own, engine_like)
         chosen = own if replayed is None else torch.where(has_route(replayed)[:, None], replayed.long(), own)
@@ -186,7 +186,7 @@ class RoutePass:
         Returns `outputs`, whose backward is that of the loss too. Its gradient is taken here, of at most orthogonality_tokens
         evenly spread tokens that stand for all: no more than that is kept until the backward.
         """
-        tokens = self.table.spread(self.orthogonality_tokens)
+        tokens = self.table.evenly_spaced(self.orthogonality_tokens)
         share = self.table.counted.sum() / max(len(tokens), 1)
         some = rows[tokens]
         seen = outputs.detach()[some].float()  # [C, k, D]
@@ -207,7 +207,7 @@ class RoutePass:
         """[T, k] ids that stand in for the router's own; None: it chooses."""
         if self.source in FROM_ENGINE:
             return self.table.engine_route(layer)
-        if self.source == "free" or self.stage == "score":
+        if self.source == "none" or self.stage == "score":
             return None
         return self.table.recorded.get(layer)  # one update per rollout batch has no recording pass, and needs none
 
@@ -245,7 +245,7 @@ class RoutePass:
             entropy=entropy,
         )
         if features.bias is not None:
-            stats.drift = kl_divergence(now, log_probs(features.logits)).sum()
+            stats.kl_unpredicted = kl_divergence(now, log_probs(features.logits)).sum()
         if self.learn is not None:
             with torch.enable_grad():
                 # Not the parameter itself, which must never have a gradient: it would be the policy's.

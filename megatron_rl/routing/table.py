@@ -70,7 +70,7 @@ def names_one_twice(routes: np.ndarray) -> bool:
     return any((one == other).any() for one, other in combinations(columns, 2))
 
 
-def spread(count: int, budget: int) -> np.ndarray:
+def evenly_spaced(count: int, budget: int) -> np.ndarray:
     """At most `budget` of the positions 0..count-1, evenly spread from the first to the last (Pr2, Appendix E.1)."""
     if count <= budget:
         return np.arange(count)

@@ -53,7 +53,7 @@ def measure(trainer: Trainer, samples: list[Sample], config: RefreshConfig) -> D
         return None
     every = max(1, -(-sum(len(s.tokens) for s in samples) // config.tokens))
     batches = trainer.pack(samples[::every])
-    trainer.score(batches, "drift", learn_routes=False)
+    trainer.compute_log_probs(batches, "drift", learn_routes=False)
     mine = torch.zeros(5, dtype=torch.float64)
     for batch in batches if trainer.reports else ():
         ratios = (batch.scored["drift"] - batch.rollout_log_probs).cpu()
@@ -65,7 +65,12 @@ def refresh_metrics(drift: Drift | None, age: int, refreshed: bool) -> dict[str,
     """Of the log, where the engine is not refreshed after every step anyway."""
     if drift is None:
         return {}
-    return {"sync/kl": drift.kl, "sync/ess": drift.ess, "sync/age": float(age), "sync/refreshed": float(refreshed)}
+    return {
+        "sync/kl": drift.kl,
+        "sync/ess": drift.ess,
+        "sync/staleness": float(age),
+        "sync/refreshed": float(refreshed),
+    }
 
 
 class RefreshSchedule:
@@ -85,4 +90,4 @@ class RefreshSchedule:
         limit = config.calm if self.refreshing else 1.0
         within = drift.kl <= limit * config.kl and 1 - drift.ess <= limit * (1 - config.ess)
         self.refreshing = not within  # what is no number is not within
-        return self.refreshing or confined or age >= config.max_age
+        return self.refreshing or confined or age >= config.max_staleness

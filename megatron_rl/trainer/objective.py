@@ -38,7 +38,7 @@ def is_pointwise(config: Config) -> bool:
     return config.algorithm.loss in losses.POINTWISE and correction_of(config).per_token
 
 
-def score_before(config: Config) -> str | None:
+def log_probs_before(config: Config) -> str | None:
     """What has to be scored before the updates of a rollout batch, by its name in `Batch.scored`.
 
     old: log-probs that differ from those that an update starts with; normalizer: no more than what `Trainer.scale` needs for

@@ -72,7 +72,7 @@ class Trainer:
             context_rank=parallel_state.get_context_parallel_rank(),
             routes=None if config.model.moe_router_fusion else route_shape(model),
             cached_tokens=config.routing.cached_tokens,
-            multiple=model.regime.multiple if torch.cuda.is_available() else 1,
+            multiple=model.recipe.multiple if torch.cuda.is_available() else 1,
             vocabulary=model.hf_config.vocab_size,
         )
         self.chunks = model.make_chunks()
@@ -137,7 +137,7 @@ class Trainer:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def score(
+    def compute_log_probs(
         self,
         batches: list[Batch],
         name: str,
@@ -165,11 +165,11 @@ class Trainer:
         if probes:
             probes.probed(passes)
 
-    def score_reference(self, batches: list[Batch]) -> None:
+    def compute_reference_log_probs(self, batches: list[Batch]) -> None:
         """Log-probs of the frozen reference, as batch.scored['reference']. It is not pruned: its own safe set would give
         tokens that the policy samples a log-prob of -inf, and the policy an infinite KL."""
         if self.reference is not None:
-            self.score(batches, "reference", self.reference)
+            self.compute_log_probs(batches, "reference", self.reference)
 
     def update(
         self,
@@ -186,7 +186,7 @@ class Trainer:
         pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves).
         learn_routes: route predictors learn too, from the routers as they are now. rollout_batch: that of all updates,
         over which VP2O counts co-activation. A step whose gradient norm is not finite changes nothing and is reported as
-        'update/skipped' = 1; one that the trust region refuses changes nothing, as 'update/undone' = 1.
+        'update/skipped' = 1; one that the trust region refuses changes nothing, as 'update/rejected' = 1.
 
         Errors: UserError, before anything is changed, where engine and trainer agree less than rollout.agreement_floor.
         """
@@ -250,8 +250,8 @@ class Trainer:
     def _verdict_metrics(self, verdict: Verdict | None) -> dict[str, float]:
         shifts = verdict.shifts if verdict else {}
         return {
-            "update/undone": float(verdict is not None and not verdict.scale),
-            "update/halvings": float(verdict.halvings if verdict else 0),
+            "update/rejected": float(verdict is not None and not verdict.scale),
+            "update/backtracks": float(verdict.backtracks if verdict else 0),
             **self._total([], {f"{PREFIX}{layer}/shift": shift for layer, shift in shifts.items()}),
         }
 
@@ -411,7 +411,7 @@ class Trainer:
         self.residence.require("weights")
         gather_parameters(self.ddp)
         if self._export_plan is None:  # an engine has predictors where it records the routes
-            with_predictors = self.config.routing.source == "predicted_rollout"
+            with_predictors = self.config.routing.source == "pr3"
             self._export_plan = self.model.export_plan(self.chunks, predictors=with_predictors)
         return self.model.export_hf_weights(self.chunks, self._export_plan)
 

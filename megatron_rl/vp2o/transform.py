@@ -131,7 +131,7 @@ class Stein:
             layer = self.layers[number]
             weights = self.output_weights(layer.outputs)
             start = layer.start.expand(len(weights), -1)
-            self._prototypes[number] = self.prototypes_of(layer, weights, start, self.config.power_steps)
+            self._prototypes[number] = self.prototypes_of(layer, weights, start, self.config.power_iterations)
         return self._prototypes[number]
 
     def prototypes_of(self, layer: ExpertLayer, weights: Tensor, start: Tensor, steps: int) -> Tensor:
@@ -172,7 +172,7 @@ class Stein:
         config = self.config
         temperature = 1.0 if config.temperature is None else config.temperature / len(together)
         attract = stein.attraction_mask(together, config.neighbors, config.attract_above)
-        repel = stein.repulsion_mask(together, config.strangers, config.repel_below, attract=attract)
+        repel = stein.repulsion_mask(together, config.inactive_neighbors, config.repel_below, attract=attract)
         return _Interaction(
             together,
             stein.neighbor_weights(attract),
@@ -260,7 +260,7 @@ class Stein:
         p = self.prototypes(number)
         apart = ~torch.eye(len(p), dtype=torch.bool, device=p.device)
         similar = p @ p.t()
-        pairs = {"overlap": apart, "neighbor_kernel": (found.attract > 0) & apart, "stranger_kernel": found.repel > 0}
+        pairs = {"overlap": apart, "neighbor_kernel": (found.attract > 0) & apart, "inactive_kernel": found.repel > 0}
         figures = {"attraction_square": square, "processes": 1.0}
         for name, mask in pairs.items():
             values = similar[mask]
@@ -301,7 +301,7 @@ def _rank_two_square(a: Tensor, x: Tensor, b: Tensor, p: Tensor) -> float:
 def vp2o_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Figures of one step from the sums of its updates over all processes; means over updates, and over layers.
 
-    vp2o/overlap: mean |cos| of two prototypes; /neighbor_kernel, /stranger_kernel: mean cos over the pairs that attract and
+    vp2o/overlap: mean |cos| of two prototypes; /neighbor_kernel, /inactive_kernel: mean cos over the pairs that attract and
     repel; /attraction, /repulsion: norms of the two parts of the expert gradients, before clipping. Of a layer below
     vp2o/layer_LL/.
     """

@@ -33,7 +33,7 @@ PARTS = 4
 TRACKING = 8
 """Power iterations from the anchor's prototypes to those of other weights. The fewer they are, the less it counts that a
 prototype turns among directions that its weights hardly prefer to one another."""
-MOST_HALVINGS = 10
+MOST_BACKTRACKS = 10
 """After which an update is left out: it began beyond the limit."""
 MOST_REFUSED = 16
 """Updates in a row, after which a run that learns nothing ends."""
@@ -57,7 +57,7 @@ class Verdict:
 
     scale: float
     """Of the learning rate: 1, a power of 1/2, or 0: leave the step out."""
-    halvings: int
+    backtracks: int
     shifts: dict[int, float]
     """Barycentre shift by layer of this process's pipeline stage, of the step as it was proposed."""
 
@@ -116,25 +116,25 @@ class TrustRegion:
         """
         first: dict[int, float] = {}
         scale = 1.0
-        for halvings in range(MOST_HALVINGS + 1):
+        for backtracks in range(MOST_BACKTRACKS + 1):
             shifts = self._shifts(preview, scale)
             first = first or shifts
             worst = max((s if math.isfinite(s) else math.inf for s in shifts.values()), default=0.0)
             if self._maximum(worst) <= self.config.trust_region:
                 self._refused = 0
-                return Verdict(scale, halvings, first)
-            if self.config.on_excess == "undo":
+                return Verdict(scale, backtracks, first)
+            if self.config.on_violation == "reject":
                 break
             scale /= 2
         self._refused += 1
         if self._refused == MOST_REFUSED:
-            remedy = "set vp2o.on_excess: halve," if self.config.on_excess == "undo" else "set"
+            remedy = "set vp2o.on_violation: backtrack," if self.config.on_violation == "reject" else "set"
             raise UserError(
                 f"vp2o.trust_region: {MOST_REFUSED} updates in a row would have moved the experts of a layer by more than"
                 f" {self.config.trust_region:g}, and were left out; {remedy} a larger vp2o.trust_region or a smaller"
                 " optimizer.lr"
             )
-        return Verdict(0.0, halvings, first)
+        return Verdict(0.0, backtracks, first)
 
     def _shifts(self, preview: StepPreview, scale: float) -> dict[int, float]:
         """Mean over the probe tokens of all processes, by layer."""

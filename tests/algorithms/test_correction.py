@@ -218,9 +218,13 @@ def test_without_a_mode_nothing_is_bounded_and_nothing_underflows():
 def test_rejection_by_hand():
     ln2 = math.log(2.0)
     # k1 of the tokens: ln2, ln2; 2 ln2, 0, ln2. k2: ln2^2 / 2 twice; 2 ln2^2, 0, ln2^2 / 2.
-    close(packed(reject="k1", reject_level="token", reject_above=1.01 * ln2).weights, [1, 1, 0, 0, 1, 1, 0])
-    close(packed(reject="k1", reject_level="sequence", reject_above=2.01 * ln2).weights, [1, 1, 0, 0, 0, 0, 0])
-    close(packed(reject="k1", reject_level="geometric", reject_above=1.01 * ln2).weights, [1, 1, 0, 1, 1, 1, 0])
+    close(packed(reject="abs_log_ratio", reject_level="token", reject_above=1.01 * ln2).weights, [1, 1, 0, 0, 1, 1, 0])
+    close(
+        packed(reject="abs_log_ratio", reject_level="sequence", reject_above=2.01 * ln2).weights, [1, 1, 0, 0, 0, 0, 0]
+    )
+    close(
+        packed(reject="abs_log_ratio", reject_level="geometric", reject_above=1.01 * ln2).weights, [1, 1, 0, 1, 1, 1, 0]
+    )
     close(packed(reject="k2", reject_level="geometric", reject_above=0.6 * ln2**2).weights, [1, 1, 0, 0, 0, 0, 0])
     # k3: 2 - 1 - ln2 = 0.307, 0.5 - 1 + ln2 = 0.193; 4 - 1 - 2 ln2 = 1.614, 0, 0.307.
     close(packed(reject="k3", reject_level="token", reject_above=0.25).weights, [0, 1, 0, 0, 1, 0, 0])
@@ -235,7 +239,7 @@ def test_rejection_by_hand():
 def test_a_pruned_token_is_rejected_by_every_statistic():
     pruned = LOG_RATIOS.clone()
     pruned[0] = -torch.inf
-    for statistic in ("k1", "k2", "k3"):
+    for statistic in ("abs_log_ratio", "k2", "k3"):
         correction = Correction(reject=statistic, reject_level="sequence", reject_above=5.0)
         found = token_weights(pruned, INSIDE, SEQUENCES, correction, num_sequences=2)
         close(found.weights, [0, 0, 0, 1, 1, 1, 0])
@@ -246,7 +250,7 @@ def test_a_pruned_token_is_rejected_by_every_statistic():
     seed=st.integers(0, 2**31),
     level=st.sampled_from(["token", "sequence", "geometric"]),
     reject_level=st.sampled_from(["token", "sequence", "geometric"]),
-    reject=st.sampled_from(["none", "k1", "k2", "k3"]),
+    reject=st.sampled_from(["none", "abs_log_ratio", "k2", "k3"]),
     veto=st.sampled_from([None, 0.2]),
 )
 def test_sequences_that_are_cut_over_ranks(seed, level, reject_level, reject, veto):
@@ -282,7 +286,7 @@ def test_sequences_that_are_cut_over_ranks(seed, level, reject_level, reject, ve
     ("options", "message"),
     [
         ({"mode": "mask", "low": 2.0, "high": 0.5}, "low = 2 is above high = 0.5"),
-        ({"reject": "k4"}, "reject 'k4': choose none, k1, k2 or k3"),
+        ({"reject": "k4"}, "reject 'k4': choose none, abs_log_ratio, k2 or k3"),
         ({"reject": "k3"}, "needs reject_above"),
         ({"reject_level": "word"}, "reject_level 'word'"),
     ],

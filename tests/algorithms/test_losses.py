@@ -74,7 +74,7 @@ def test_clip_fraction_counts_only_where_the_clip_binds():
     torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 2.0, -0.5, 0.0]]) / 4)
 
 
-@pytest.mark.parametrize("loss", ["clipped", "gspo", "reinforce"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "reinforce"])
 def test_on_policy_all_losses_have_the_policy_gradient(loss):
     log_probs, _, advantages, mask, ids = packed(1)
     log_probs = log_probs.detach().float().requires_grad_()
@@ -147,7 +147,7 @@ def test_weights_give_token_mean_and_mean_of_sequence_means():
     torch.testing.assert_close(given_lengths, torch.where(mask, 1 / lengths[ids.clamp(min=0)], 0.0))
 
 
-@pytest.mark.parametrize("loss", ["clipped", "gspo", "reinforce"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "reinforce"])
 def test_nothing_masked_in_and_garbage_elsewhere_gives_zeros(loss):
     log_probs = torch.full((5,), torch.nan, requires_grad=True)
     garbage = torch.full((5,), torch.nan)

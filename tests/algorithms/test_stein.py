@@ -92,7 +92,7 @@ def test_no_pair_attracts_and_repels():
         repel = stein.repulsion_mask(together, 4, attract=attract)
         assert not (attract & repel).any()
         active = together.diagonal() > 0
-        assert (repel.sum(-1)[active] == 4).all(), "the strangers are among the others"
+        assert (repel.sum(-1)[active] == 4).all(), "the inactive_neighbors are among the others"
     above, below = stein.attraction_mask(together, 1, 0.1), stein.repulsion_mask(together, 4, attract=together >= 0.1)
     assert not (above & below).any()
 

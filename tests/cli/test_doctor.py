@@ -146,7 +146,7 @@ def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
     from megatron_rl.models import precision
 
     monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine(None, None, "0.47.0", "13.0"))
-    trainer, rollout = doctor._regimes("trainer"), doctor._regimes("rollout")
+    trainer, rollout = doctor._recipes("trainer"), doctor._recipes("rollout")
     assert trainer.part == "trainer precision" and trainer.state == "missing"
     assert trainer.found == "bf16, fp32, fp8_tensorwise (simulated), fp8_blockwise (simulated)"
     assert "mxfp8 needs Transformer Engine and a GPU of compute capability 10.0 (Blackwell)" in trainer.note
@@ -157,7 +157,7 @@ def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
     ) and "products are bf16" in rollout.note
     monkeypatch.setattr(precision, "this_machine", lambda: precision.Machine((10, 0), "2.20.2", "0.47.0", "13.0"))
     everything = doctor.Finding("trainer precision", "ok", ", ".join(precision.TRAIN))
-    assert doctor._regimes("trainer") == everything
+    assert doctor._recipes("trainer") == everything
 
 
 def test_command_prints_json_and_a_table():

@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 import yaml
 
-from megatron_rl.config import build_config, key_paths, load_config, parse_overrides, to_yaml
+from megatron_rl.config import (
+    RENAMED_KEYS,
+    RENAMED_VALUES,
+    build_config,
+    key_paths,
+    load_config,
+    parse_overrides,
+    to_yaml,
+)
 from megatron_rl.errors import UserError
 
 
@@ -69,3 +77,20 @@ def test_the_tree_is_frozen_and_has_few_knobs():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
     assert len(key_paths()) <= 150
+
+
+def test_old_names_are_errors_that_name_the_new_one():
+    for old, new in RENAMED_KEYS.items():
+        section, _, key = old.rpartition(".")
+        values = {key: 1}
+        for part in reversed(section.split(".")):
+            values = {part: values}
+        with pytest.raises(UserError, match=f"unknown key '{old}'; it is called '{new}' now"):
+            build_config(values)
+        assert new in key_paths() and old not in key_paths()
+    for key, values in RENAMED_VALUES.items():
+        section, _, name = key.rpartition(".")
+        for old, new in values.items():
+            with pytest.raises(UserError, match=f"'{key}' = '{old}': .*; it is called '{new}' now"):
+                build_config({section: {name: old}})
+            build_config({section: {name: new}})

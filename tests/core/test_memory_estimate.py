@@ -94,7 +94,7 @@ def test_features_are_those_of_the_papers_formula():
     """Beside the paper's router inputs and logits we keep the predictor's bias, 4 E bytes more; of the first update's
     responses, from which no predictor learns, no router inputs."""
     updates = 4
-    found = plan("Qwen3-30B-A3B", 8, routing__source="predicted", batch__updates_per_step=updates)
+    found = plan("Qwen3-30B-A3B", 8, routing__source="pr2", batch__updates_per_step=updates)
     responses, cached = 64 * 8 // 8, 1024
     paper = cache_cost(48, 2048, 128, 8, 16_384, cached)
     assert found.usage.kinds["features"] == responses * (

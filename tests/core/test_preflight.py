@@ -45,7 +45,7 @@ REFUSED = {
         {"rollout": {"server": {"extra_args": ["--base-gpu-id", "4"]}}},
         "extra_args has --base-gpu-id, which is rollout.server.count, or rollout.colocate; set that key",
     ),
-    "turns with strangers": (
+    "turns with inactive_neighbors": (
         {"rollout": {"colocate": True, "addresses": ["http://10.0.0.1:30000"]}},
         r"colocate with rollout.addresses.*set addresses: \[\], or colocate: false",
     ),
@@ -72,18 +72,21 @@ REFUSED = {
         "correction.veto with correction.bypass: there are no log-probs.*set correction.bypass: false, or veto: null",
     ),
     "mode with bypass": ({"correction": {"bypass": True, "mode": "truncate", "high": 2.0}}, "or mode: none"),
-    "rejection with bypass": ({"correction": {"bypass": True, "reject": "k1", "reject_above": 1.0}}, "or reject: none"),
+    "rejection with bypass": (
+        {"correction": {"bypass": True, "reject": "abs_log_ratio", "reject_above": 1.0}},
+        "or reject: none",
+    ),
     "bypass without a ratio": (
         {"correction": {"bypass": True}, "algorithm": {"loss": "reinforce"}},
-        "loss = reinforce, which has no ratio.*algorithm.loss: clipped",
+        "loss = reinforce, which has no ratio.*algorithm.loss: ppo",
     ),
     "bypass of the recording": (
         {
             "correction": {"bypass": True},
-            "routing": {"source": "recorded"},
+            "routing": {"source": "r2"},
             "batch": {"prompts_per_step": 4, "updates_per_step": 2},
         },
-        "leaves out the pass in which routing.source = recorded records.*routing.source: rollout",
+        "leaves out the pass in which routing.source = r2 records.*routing.source: r3",
     ),
     "top_p alone": (
         {"rollout": {"sampling": {"top_p": 0.9}}},
@@ -115,8 +118,8 @@ REFUSED |= {
         "orthogonality needs.*model.moe_dispatcher = allgather.*use alltoall, or set vp2o.orthogonality: 0",
     ),
     "excess of no region": (
-        {"vp2o": {"enabled": True, "on_excess": "halve"}},
-        "on_excess without vp2o.trust_region does nothing; set vp2o.trust_region: 0.1",
+        {"vp2o": {"enabled": True, "on_violation": "backtrack"}},
+        "on_violation without vp2o.trust_region does nothing; set vp2o.trust_region: 0.1",
     ),
     "vp2o's probes of nothing": (
         {"vp2o": {"enabled": True, "probe_tokens": 64}},
@@ -134,13 +137,13 @@ REFUSED |= {
         {"vp2o": {"enabled": True, "neighbors": 2, "attract_above": 0.5}},
         "neighbors beside vp2o.attract_above does nothing; set one of the two",
     ),
-    "vp2o's strangers twice": (
-        {"vp2o": {"enabled": True, "strangers": 2, "repel_below": 0.5}},
-        "strangers beside vp2o.repel_below does nothing; set one of the two",
+    "vp2o's inactive_neighbors twice": (
+        {"vp2o": {"enabled": True, "inactive_neighbors": 2, "repel_below": 0.5}},
+        "inactive_neighbors beside vp2o.repel_below does nothing; set one of the two",
     ),
     "vp2o of pairs that attract and repel": (
-        {"vp2o": {"enabled": True, "neighbors": 5, "strangers": 4}},
-        "strangers = 4 are more than .* 8 experts a layer, and .* set vp2o.neighbors: 4 and vp2o.strangers: 4",
+        {"vp2o": {"enabled": True, "neighbors": 5, "inactive_neighbors": 4}},
+        "inactive_neighbors = 4 are more than .* 8 experts a layer.* set vp2o.neighbors: 4 and vp2o.inactive_neighbors: 4",
     ),
     "vp2o of bounds that cross": (
         {"vp2o": {"enabled": True, "attract_above": 0.1, "repel_below": 0.2}},
@@ -157,11 +160,11 @@ REFUSED |= {
     "old routes": (
         {
             "sync": {"refresh": {"when": "drift"}},
-            "routing": {"source": "rollout"},
+            "routing": {"source": "r3"},
             "rollout": {"routes": True},
             "correction": {"bypass": True},
         },
-        "when = drift with routing.source = rollout: what is replayed must be of the weights that are trained",
+        "when = drift with routing.source = r3: what is replayed must be of the weights that are trained",
     ),
 }
 REFUSED |= {

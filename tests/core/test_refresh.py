@@ -14,7 +14,7 @@ SMALL, LARGE = Drift(kl=1e-4, ess=0.999), Drift(kl=0.02, ess=0.99)
 
 
 def schedule(**settings) -> RefreshSchedule:
-    return RefreshSchedule(RefreshConfig(when="drift", kl=0.01, ess=0.9, calm=0.5, max_age=4, **settings))
+    return RefreshSchedule(RefreshConfig(when="drift", kl=0.01, ess=0.9, hysteresis=0.5, max_staleness=4, **settings))
 
 
 def test_drift_of_all_tokens_of_two_distributions():
@@ -60,7 +60,7 @@ def test_once_begun_it_goes_on_until_the_drift_is_calm():
     assert one.due(between, age=1, confined=False), "the drift is below its limit, and not yet calm"
     assert one.due(Drift(kl=1e-4, ess=0.94), age=1, confined=False), "the sample size is not yet calm"
     assert not one.due(SMALL, age=1, confined=False)
-    assert not one.due(between, age=1, confined=False), "calm again: the limit itself counts"
+    assert not one.due(between, age=1, confined=False), "hysteresis again: the limit itself counts"
 
 
 def test_age_and_the_trust_region_refresh_without_drift():

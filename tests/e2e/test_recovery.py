@@ -1,6 +1,6 @@
 """Runs that die: the trainer is killed in mid-step and while saving; what it goes on with is bit-identical.
 
-The trainer's side runs from recorded rollouts here (rollout.replay), so that two runs see the same trajectories.
+The trainer's side runs from recorded rollouts here (rollout.load), so that two runs see the same trajectories.
 """
 
 from __future__ import annotations
@@ -58,11 +58,17 @@ def folder(tmp_path_factory, tiny_model):
         "model": {"path": str(model)},
         "data": {"task": "number_sorting"},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "updates_per_step": 2, "tokens_per_micro_batch": 96},
-        "vp2o": {"enabled": True, "neighbors": 2, "strangers": 2, "trust_region": 0.2, "on_excess": "halve"},
+        "vp2o": {
+            "enabled": True,
+            "neighbors": 2,
+            "inactive_neighbors": 2,
+            "trust_region": 0.2,
+            "on_violation": "backtrack",
+        },
         "optimizer": {"lr": 1e-3},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {
-            "replay": str(folder / "rollouts"),
+            "load": str(folder / "rollouts"),
             "context_length": 32,
             "max_new_tokens": 8,
             "agreement_floor": None,  # log-probs are made up
@@ -196,7 +202,7 @@ def test_resume_on_another_layout(folder, undisturbed, mid_step):
         rows = load_trajectories(file_of(folder / "rollouts", step, 0))
         save_trajectories(file_of(folder / "halves", step, 0), rows[:8])
         save_trajectories(file_of(folder / "halves", step, 1), rows[8:])
-    finish(folder, "layout", "--nproc", "2", "--parallel.expert", "2", "--rollout.replay", str(folder / "halves"))
+    finish(folder, "layout", "--nproc", "2", "--parallel.expert", "2", "--rollout.load", str(folder / "halves"))
     tensors = final_tensors(folder, "layout")
     for key, value in undisturbed.items():
         if key.startswith(("decoder", "embedding", "output_layer")):

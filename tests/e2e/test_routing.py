@@ -18,7 +18,7 @@ TIMEOUT = 420
 STEPS = 3
 PR3 = {
     "routing": {
-        "source": "predicted_rollout",
+        "source": "pr3",
         "features": "engine",
         "cached_tokens": 12,
         "predictor_lr_multiplier": 20.0,
@@ -102,7 +102,7 @@ def test_the_engine_exports_the_features_that_were_asked_for(finished):
 
 
 def offline(rollouts: Path, source: str) -> dict:
-    rollout = {"max_new_tokens": 24, "context_length": 64, "replay": str(rollouts)}
+    rollout = {"max_new_tokens": 24, "context_length": 64, "load": str(rollouts)}
     return {"rollout": rollout, "routing": {"source": source}}
 
 
@@ -110,7 +110,7 @@ def test_a_replayed_run_is_the_run_again(finished):
     """From its rollouts, with no engine: the same updates to the last bit, so that the routes of all steps are its own."""
     folder, model, lines = finished
     again = train(folder, "again", model, PR3 | {"rollout": offline(folder / "pr3" / "rollouts", "")["rollout"]}, STEPS)
-    names = ("loss/policy", "routing/kl", "routing/drift", "routing/agreement", "routing/fallback_tokens")
+    names = ("loss/policy", "routing/kl", "routing/kl_unpredicted", "routing/agreement", "routing/fallback_tokens")
     for now, before in zip(again, lines[-STEPS:], strict=True):
         assert {name: now[name] for name in names} == {name: before[name] for name in names}
 
@@ -119,12 +119,12 @@ def test_replayed_routes_bring_the_trainer_to_the_engine(finished):
     """The same rollouts, bf16 in the engine and fp32 in the trainer, with the trainer's own routes and the engine's."""
     folder, model, _ = finished
     apart = {}
-    for source, steps in (("free", 1), ("rollout", 2)):
+    for source, steps in (("none", 1), ("r3", 2)):
         changes = offline(folder / "pr3" / "rollouts", source) | {"optimizer": {"lr": 5e-4}}
         line, *after = train(folder, source, model, changes, steps)
         apart[source] = line["mismatch/abs_median"], line["mismatch/abs_p99"]
     print(f"median and 99 % of |dlogp|: {apart}")
-    assert apart["rollout"][0] < apart["free"][0] and apart["rollout"][1] < apart["free"][1]
+    assert apart["r3"][0] < apart["none"][0] and apart["r3"][1] < apart["none"][1]
     assert line["routing/fallback_tokens"] == 0
     # This run's second step has moved elsewhere: its weights are not those that the second rollouts came from.
     [line] = after
@@ -136,7 +136,7 @@ def test_replayed_routes_bring_the_trainer_to_the_engine(finished):
 def test_routes_of_another_model_are_refused_by_name(finished, tiny_model):
     folder, _, _ = finished
     other = tiny_model("qwen3_moe", "--layers", "4", "--tokenizer", "numbers")
-    done = start(folder, "other", other, offline(folder / "pr3" / "rollouts", "rollout"), 1)
+    done = start(folder, "other", other, offline(folder / "pr3" / "rollouts", "r3"), 1)
     assert done.returncode == 2
     errors = [
         line for line in done.stderr.splitlines() if "trajectory 0: routes have 2 MoE layers, the model wants 4" in line

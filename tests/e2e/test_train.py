@@ -190,9 +190,9 @@ def test_the_mismatch_is_attributed(finished, capsys):
         (["--batch.samples_per_prompt", "1"], ["batch.samples_per_prompt"]),
         (["--rollout.sampling.top_p", "0.9"], ["rollout.sampling", "top_p"]),
         (["--rollout.addresses", "[http://127.0.0.1:9]", "--rollout.retries", "0"], ["127.0.0.1:9"]),
-        (["--rollout.replay", "RUN/rollouts"], ["eval.prompts: 0"]),
+        (["--rollout.load", "RUN/rollouts"], ["eval.prompts: 0"]),
         (
-            ["--rollout.sampling.temperature", "0.5", "--rollout.replay", "RUN/rollouts", "--eval.prompts", "0"],
+            ["--rollout.sampling.temperature", "0.5", "--rollout.load", "RUN/rollouts", "--eval.prompts", "0"],
             ["temperature 1 and not 0.5"],
         ),
     ],

@@ -30,7 +30,7 @@ def finished(tmp_path_factory, tiny_model):
         # A random model earns nothing: without the entropy its weights would not move.
         "algorithm": {"entropy_coefficient": 0.01},
         "vp2o": {"enabled": True, "neighbors": 2, "repulsion_scale": "relative", "trust_region": 2.0},
-        "sync": {"refresh": {"when": "drift", "kl": 10.0, "ess": 0.01, "max_age": MAX_AGE, "tokens": 400}},
+        "sync": {"refresh": {"when": "drift", "kl": 10.0, "ess": 0.01, "max_staleness": MAX_AGE, "tokens": 400}},
         "correction": {"bypass": True},
         "optimizer": {"lr": 1e-3},
         "precision": {"train": "fp32", "rollout": "fp32"},
@@ -61,7 +61,7 @@ def test_the_engine_keeps_its_weights_and_a_new_server_gets_the_newest(finished)
     """What is in the log is what is in the trajectories."""
     run_dir, lines = finished
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    versions = [int(line["step"] - line["sync/age"]) for line in lines]
+    versions = [int(line["step"] - line["sync/staleness"]) for line in lines]
     assert versions[:4] == [0, 0, 0, 3] and lines[-1]["rollout/restarts"] >= 1
     before = {"sync/refreshed": 0, "rollout/restarts": 0}
     for line, version, kept in zip(lines, versions, [0, *versions], strict=False):
@@ -72,7 +72,7 @@ def test_the_engine_keeps_its_weights_and_a_new_server_gets_the_newest(finished)
         # A server that came back in the middle of a step has the weights of that step; what was done is kept.
         assert version == (step if before["sync/refreshed"] or restarted else kept)
         assert version in found and found <= ({kept, version} if restarted else {version})
-        assert line["sync/refreshed"] == (line["sync/age"] == MAX_AGE)
+        assert line["sync/refreshed"] == (line["sync/staleness"] == MAX_AGE)
         before = line
 
 
@@ -81,7 +81,7 @@ def test_drift_is_of_the_policy_after_the_step(finished):
     _, lines = finished
     for line in lines:
         assert 1e-7 < line["sync/kl"] < 1 and 0 < line["sync/ess"] < 1 - 1e-7
-        fresh = line["sync/age"] == 1 and not line["rollout/restarts"]
+        fresh = line["sync/staleness"] == 1 and not line["rollout/restarts"]
         if fresh:
             assert line["mismatch/kl"] < 1e-6 and line["mismatch/abs_median"] <= 1e-4
     assert lines[2]["sync/kl"] > lines[0]["sync/kl"]
@@ -91,8 +91,8 @@ def test_drift_is_of_the_policy_after_the_step(finished):
 def test_what_vp2o_measures_is_in_the_log_and_the_report(finished, capsys):
     run_dir, lines = finished
     for line in lines:
-        assert line["update/skipped"] == line["update/undone"] == line["update/halvings"] == 0
-        for name in ("attraction", "repulsion", "overlap", "shift", "stranger_kernel", "neighbor_kernel"):
+        assert line["update/skipped"] == line["update/rejected"] == line["update/backtracks"] == 0
+        for name in ("attraction", "repulsion", "overlap", "shift", "inactive_kernel", "neighbor_kernel"):
             layers = [line[f"vp2o/layer_{layer:02}/{name}"] for layer in range(LAYERS)]
             assert line[f"vp2o/{name}"] == pytest.approx(sum(layers) / LAYERS)
         assert line["vp2o/attraction"] > 0 and line["vp2o/repulsion"] > 0

@@ -57,7 +57,7 @@ def make_training(folder: Path) -> None:
     rl += ["--eval.prompts", "0", "--rollout.routes", "true", "--optimizer.warmup_steps", "1"]
     command(*rl, "--name", "recorded", "--rollout.record", "true")
     record = str(work / "recorded" / "rollouts")
-    command(*rl, "--name", "replayed", "--rollout.replay", record)
+    command(*rl, "--name", "replayed", "--rollout.load", record)
     shutil.copytree(work / "sft" / "hf", folder / "model")
     shutil.copytree(record, folder / "rollouts")
     shutil.copy(work / "replayed" / "metrics.jsonl", folder)

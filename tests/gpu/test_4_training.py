@@ -33,7 +33,7 @@ def train(recorded: Path, out: Path, *overrides: str) -> list[dict]:
     """`megatron-rl train` on the record, in a process of its own; its log, a line a step."""
     command = [sys.executable, "-m", "megatron_rl.cli", "train", "configs/quickstart.yaml", "--runs_dir", str(out)]
     command += ["--name", "run", "--steps", str(STEPS), "--model.path", str(recorded / "model"), "--eval.prompts", "0"]
-    command += ["--rollout.replay", str(recorded / "rollouts"), "--rollout.routes", "true"]
+    command += ["--rollout.load", str(recorded / "rollouts"), "--rollout.routes", "true"]
     command += ["--optimizer.warmup_steps", "1", "--logging.tensorboard", "false", *overrides]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -41,7 +41,15 @@ def train(recorded: Path, out: Path, *overrides: str) -> list[dict]:
 
 
 def figures(lines: list[dict]) -> dict:
-    keys = ("loss/policy", "entropy", "mismatch/kl", "update/grad_norm", "time/score_s", "time/train_s", "time/step_s")
+    keys = (
+        "loss/policy",
+        "entropy",
+        "mismatch/kl",
+        "update/grad_norm",
+        "time/log_probs_s",
+        "time/train_s",
+        "time/step_s",
+    )
     keys += ("throughput/tokens_per_s", "memory/peak_gb", "memory/reserved_gb", "throughput/mfu")
     return {key: [line.get(key) for line in lines] for key in keys}
 

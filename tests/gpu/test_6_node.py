@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.metrics.logger import read_json_lines
-from megatron_rl.models.precision import this_machine, trainer_regimes
+from megatron_rl.models.precision import this_machine, trainer_recipes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -94,7 +94,7 @@ def test_colocated_servers_sleep_while_the_trainer_works(model, tmp_path, record
 
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"])
 def test_fp8_updates(precision, tmp_path, record_property):
-    answer = trainer_regimes(this_machine())[precision]
+    answer = trainer_recipes(this_machine())[precision]
     if answer.state != "runs":
         pytest.skip(f"{precision} {answer.reason}")
     out = tmp_path / "slice.json"

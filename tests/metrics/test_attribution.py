@@ -37,7 +37,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     from megatron_rl.trainer import parallel
     from megatron_rl.trainer.trainer import build_trainer
 
-    def config(precision, source="free"):
+    def config(precision, source="none"):
         return build_config(
             {
                 "routing": {"source": source},
@@ -58,14 +58,14 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     def score(routes=None, min_p=0.0):
         """(log-probs, own routes) of each sequence, one micro-batch each."""
         trainer.support = SamplingSupport(min_p=min_p)
-        source = "free" if routes is None else "rollout"
+        source = "none" if routes is None else "r3"
         trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
         found = []
         for i, sequence in enumerate(tokens):
             sample = Sample.demonstration(sequence[:2].tolist(), sequence[2:].tolist())
             sample.routes = None if routes is None else routes[i]
             [batch] = trainer.pack([sample])
-            trainer.score([batch], "scored")
+            trainer.compute_log_probs([batch], "scored")
             table = [batch.routes.recorded[layer] for layer in shape.moe_layers] if routes is None else []
             own = torch.stack(table, 1).numpy()[: sample.inputs] if table else None
             found.append((batch.scored["scored"][batch.mask].float().numpy(), own))
@@ -110,7 +110,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
         CoreAttention.forward = wrong if name == "attention" else forward
         found[name] = attribute(config(precision), ranks, trajectories, None, STEP, STEP)
         if name == "routes":
-            found["predicted"] = attribute(config(precision, "predicted"), ranks, trajectories, None, STEP, STEP)
+            found["predicted"] = attribute(config(precision, "pr2"), ranks, trajectories, None, STEP, STEP)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which regimes run on which machine, and with which words a run is refused: facts of machines that this is not."""
+"""Which recipes run on which machine, and with which words a run is refused: facts of machines that this is not."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_rl.models.precision import (
     TRAIN,
     Machine,
     check_precision,
-    rollout_regimes,
+    rollout_recipes,
     this_machine,
-    trainer_regimes,
+    trainer_recipes,
 )
 
 MACHINES = {
@@ -54,13 +54,13 @@ STATES = {  # delayed, tensorwise, blockwise, mxfp8; rollout fp8. r runs, s simu
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_runs_where(name):
     letter = {"runs": "r", "simulated": "s", "cannot": "-"}
-    train, rollout = trainer_regimes(MACHINES[name]), rollout_regimes(MACHINES[name])
+    train, rollout = trainer_recipes(MACHINES[name]), rollout_recipes(MACHINES[name])
     found = "".join(letter[train[r].state] for r in ("fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"))
     assert f"{found} {letter[rollout['fp8'].state]}" == STATES[name]
     assert all(answers[r].state == "runs" for answers in (train, rollout) for r in ("bf16", "fp32"))
     for key, answers in (("train", train), ("rollout", rollout)):
-        for regime, answer in answers.items():
-            precision = PrecisionConfig(**{key: regime})
+        for recipe, answer in answers.items():
+            precision = PrecisionConfig(**{key: recipe})
             if answer.state != "cannot":
                 check_precision(precision, MACHINES[name])
                 assert bool(answer.reason) == (answer.state == "simulated")
@@ -68,7 +68,7 @@ def test_what_runs_where(name):
             with pytest.raises(UserError) as error:
                 check_precision(precision, MACHINES[name])
             text = str(error.value)
-            assert text.startswith(f"config: precision.{key} = {regime} needs ") and "\n" not in text
+            assert text.startswith(f"config: precision.{key} = {recipe} needs ") and "\n" not in text
             nearest, can = re.search(r"; here (\w+) can (run|be simulated)$", text).groups()
             assert answers[nearest].state == {"run": "runs", "be simulated": "simulated"}[can]
 
@@ -91,11 +91,11 @@ cpu alone: rollout fp8 needs nvidia-modelopt, which quantises the weights; here 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_refusals_name_the_reason_and_the_nearest(refusal):
     machine, words = refusal.split(": ", 1)
-    key, regime, reason = words.split(" ", 2)
-    precision = PrecisionConfig(**{key: regime})
+    key, recipe, reason = words.split(" ", 2)
+    precision = PrecisionConfig(**{key: recipe})
     with pytest.raises(UserError) as error:
         check_precision(precision, MACHINES[machine])
-    assert str(error.value) == f"config: precision.{key} = {regime} {reason}"
+    assert str(error.value) == f"config: precision.{key} = {recipe} {reason}"
     check_precision(precision, MACHINES[machine], trains=key != "train", rolls_out=key == "train")
 
 

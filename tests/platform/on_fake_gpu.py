@@ -162,7 +162,7 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
             "model": {"path": str(folder), "head_chunk_tokens": 16},
             "batch": {"tokens_per_micro_batch": 48, "updates_per_step": 2},
             "precision": {"train": "bf16"},
-            "routing": {"source": "rollout"},
+            "routing": {"source": "r3"},
             "pruning": {"enabled": True},
             "correction": {"mode": "truncate", "high": 2.0, "normalize": True},
         }
@@ -183,7 +183,7 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     stage("pack")
     TOKENS = batches[0].tokens.numel() * (shape.topk if shape else 1)
     batches = [b for b in batches if b.tokens.numel() == batches[0].tokens.numel()][:1]
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     stage("score")
     scale = trainer.scale(batches)
     stage("scale")

@@ -43,7 +43,7 @@ def trainer_log_probs(model: str, asked: list[tuple[str, list[Sample], SamplingS
         trainer = trainers[precision]
         trainer.support = support
         batches = trainer.pack(samples)
-        trainer.score(batches, "scored")
+        trainer.compute_log_probs(batches, "scored")
         found = {}
         for batch in batches:
             for row, sample in enumerate(batch.samples):
@@ -76,11 +76,11 @@ def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request,
         ) as server:
             served = prefill_log_probs(client_of(server), sequences)
     samples = [Sample.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
-    regimes = [dtype] if dtype == "fp32" else [dtype, "fp8_blockwise", "fp8_tensorwise"]
-    trained, *in_fp8 = ask_trainer(reference, *((regime, samples, SamplingSupport()) for regime in regimes))
-    for regime, found in zip(regimes[1:], in_fp8, strict=True):
+    recipes = [dtype] if dtype == "fp32" else [dtype, "fp8_blockwise", "fp8_tensorwise"]
+    trained, *in_fp8 = ask_trainer(reference, *((recipe, samples, SamplingSupport()) for recipe in recipes))
+    for recipe, found in zip(recipes[1:], in_fp8, strict=True):
         factor = gap(found, served) / gap(trained, served)
-        print(f"{regime}: {gap(found, served):.2g}, {factor:.0f} times that of {dtype}")
+        print(f"{recipe}: {gap(found, served):.2g}, {factor:.0f} times that of {dtype}")
         assert factor > 5
     assert sum(map(len, served)) == sum(len(sequence) - 1 for sequence in sequences)
     assert_agree(trained, served, median=median, largest=largest)
@@ -113,7 +113,7 @@ def test_fp32_heads_bring_both_sides_together(tmp_path):
         settings = {"dtype": "bf16", "context_length": 512, "log_path": tmp_path / "log", "fp32_lm_head": head}
         with RolloutServer(folder, CPU_SERVER, **settings) as server:
             served[head] = prefill_log_probs(client_of(server), sequences)
-    asked = [(regime, samples, SamplingSupport()) for regime in ("bf16", "bf16 fp32_lm_head")]
+    asked = [(recipe, samples, SamplingSupport()) for recipe in ("bf16", "bf16 fp32_lm_head")]
     [trained] = run_ranks(1, "tests.rollout.test_agreement:trainer_log_probs", (str(folder), asked))
     trained = dict(zip((False, True), trained, strict=True))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -47,7 +47,7 @@ WRONG = {
         r"has room for 32768 tokens \(--max-total-tokens\), and rollout.context_length is 40000",
     ),
     "router features": (
-        {"routing": {"source": "predicted_rollout", "features": "engine"}},
+        {"routing": {"source": "pr3", "features": "engine"}},
         "router features with a stride of 0, and this config wants 1",
     ),
     "larger sets": (

@@ -57,7 +57,7 @@ def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, f
     lines = []
     for step in range(DRIFTING_STEPS):
         batches = trainer.pack(make_samples(seed + step, 24, 64, shape))
-        trainer.score(batches, "old")
+        trainer.compute_log_probs(batches, "old")
         sums = []
         for number in range(UPDATES):
             sums.append(update(trainer, batches, learn=number > 0)[0])
@@ -74,7 +74,7 @@ def trained(model: str, seed: int, source: str) -> dict:
     """Four updates of one rollout batch; in `predicted` the predictors learn in all but the first."""
     trainer = make_trainer(make_config(model, LEARNING, source))
     batches = trainer.pack(make_samples(seed, 8, 64, shape_of(read_hf_config(model))))
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     sums = [update(trainer, batches, learn=number > 0)[0] for number in range(4)]
     result = {
         "scored": [b.scored["old"].numpy().copy() for b in batches],
@@ -88,7 +88,7 @@ def trained(model: str, seed: int, source: str) -> dict:
 
 def gradients(model: str, seed: int) -> dict:
     """Gradients of a replayed pass in which every token goes to the same experts, other ones in each layer."""
-    trainer = make_trainer(make_config(model, {}, "predicted_rollout"))
+    trainer = make_trainer(make_config(model, {}, "pr3"))
     samples = make_samples(seed, 8, 64, shape_of(read_hf_config(model)))
     for sample in samples:
         sample.routes[:] = EXPERTS
@@ -96,7 +96,7 @@ def gradients(model: str, seed: int) -> dict:
     plant_predictors(trainer, 0.3)
     for _, router in routers(trainer.chunks):
         router.predictor.requires_grad_(True)  # as if something had forgotten that they are not the policy's
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     captured: dict = {}
     step = trainer._step
     trainer._step = lambda: (
@@ -121,12 +121,12 @@ def gradients(model: str, seed: int) -> dict:
 
 def save_and_go_on(model: str, seed: int, folder: str) -> dict:
     """Two learned batches, a checkpoint, one more; then the same one more from the checkpoint."""
-    config = make_config(model, LEARNING, "predicted")
+    config = make_config(model, LEARNING, "pr2")
     shape = shape_of(read_hf_config(model))
 
     def batch(trainer: Trainer, number: int) -> None:
         batches = trainer.pack(make_samples(seed + number, 6, 64, shape))
-        trainer.score(batches, "old")
+        trainer.compute_log_probs(batches, "old")
         for index in range(3):
             update(trainer, batches, learn=index > 0)
 
@@ -166,14 +166,14 @@ def weights_alone(config: Config, path: Path, **options) -> dict[int, np.ndarray
 
 def changed_source(model: str, folder: str) -> tuple[dict, dict, dict]:
     """A checkpoint of an R2 run: its weights, and weights and predictors of a Pr2 run that goes on from it."""
-    before = make_trainer(make_config(model, LEARNING, "recorded"))
+    before = make_trainer(make_config(model, LEARNING, "r2"))
     batches = before.pack(make_samples(1, 4, 64, shape_of(read_hf_config(model))))
     before.score(batches, "old")
     update(before, batches)
     path = checkpoint.save(Path(folder) / "r2", 1, before, before.ranks, extra={}, keep=1)
     weights = weights_of(before)
     parallel_state.destroy_model_parallel()
-    after = make_trainer(make_config(model, LEARNING, "predicted"))
+    after = make_trainer(make_config(model, LEARNING, "pr2"))
     checkpoint.load(path, after, after.ranks)
     found = weights, weights_of(after), predictors_of(after)
     parallel_state.destroy_model_parallel()
@@ -185,14 +185,14 @@ def everything(model: str, seed: int, folder: str) -> dict:
     keeps, shipped = {"predictor_lr_multiplier": 0.25}, RoutingConfig()
     shipped = {key: getattr(shipped, key) for key in ("predictor_lr_multiplier", "predictor_decay", "predictor_loss")}
     cases = {
-        "recorded": ("recorded", keeps),
-        "kl": ("predicted", keeps),
-        "delta": ("predicted", keeps | {"predictor_loss": "delta"}),
-        "shipped": ("predicted", shipped),
+        "r2": ("r2", keeps),
+        "kl": ("pr2", keeps),
+        "delta": ("pr2", keeps | {"predictor_loss": "delta"}),
+        "shipped": ("pr2", shipped),
     }
     return {
         "drift": {name: drift(model, seed, *case) for name, case in cases.items()},
-        "trained": {source: trained(model, seed, source) for source in ("recorded", "predicted")},
+        "trained": {source: trained(model, seed, source) for source in ("r2", "pr2")},
         "gradients": gradients(model, seed),
         "steps": steps(model),
         "checkpoint": save_and_go_on(model, seed, folder),
@@ -201,14 +201,14 @@ def everything(model: str, seed: int, folder: str) -> dict:
 
 def steps(model: str) -> dict:
     """Predictors before and after an update without a gradient, one that is not finite, one without a cached token."""
-    trainer = make_trainer(make_config(model, {"routing": {"predictor_decay": 0.15}}, "predicted"))
+    trainer = make_trainer(make_config(model, {"routing": {"predictor_decay": 0.15}}, "pr2"))
     plant_predictors(trainer, 0.3)
     table = RouteTable((0, 1), torch.ones(1, dtype=torch.bool), torch.arange(1))
     results = {"before": predictors_of(trainer)}
     for name, gradient, cached in (("infinite", float("inf"), 1), ("nothing", 0.0, 0), ("zero", 0.0, 1)):
         gradients = {layer: torch.full_like(w, gradient) for layer, w in trainer.predictors.weights.items()}
         stats = {layer: LayerStats(cached=cached) for layer in gradients}
-        done = trainer.predictors.step([RoutePass(table, "predicted", 8, "update", "kl", gradients, stats)], 1e-3)
+        done = trainer.predictors.step([RoutePass(table, "pr2", 8, "update", "kl", gradients, stats)], 1e-3)
         results[name] = done, predictors_of(trainer)
     parallel_state.destroy_model_parallel()
     return results
@@ -220,7 +220,7 @@ def load_under(model: str, path: str, layouts: list[dict]) -> list[dict]:
 
 def load_elsewhere(model: str, path: str, layout: dict) -> dict:
     """The predictors and their moments, as another layout finds them in the checkpoint."""
-    trainer = make_trainer(make_config(model, layout, "predicted"))
+    trainer = make_trainer(make_config(model, layout, "pr2"))
     checkpoint.load(Path(path), trainer, trainer.ranks)
     moments = {
         layer: trainer.predictors.adam.state[weight]["exp_avg"].numpy().copy()

@@ -124,7 +124,7 @@ def replay(trainer: Trainer, samples: list[Sample], source: str) -> dict:
     ranks = trainer.ranks
     mine = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
     batches = trainer.pack([samples[i] for i in mine])
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     result: dict = {"log_probs": log_probs(trainer, batches, mine)}
     first, current = update(trainer, batches)
     scored = [b.scored["old"] for b in batches if "old" in b.scored]
@@ -132,7 +132,7 @@ def replay(trainer: Trainer, samples: list[Sample], source: str) -> dict:
     result["identical"] = all(ranks.gather(all(torch.equal(a[m], b[m]) for a, b, m in pairs)))
     result["compared"] = sum(ranks.gather(len(pairs)))
     result["sums"] = [first]
-    if source == "predicted":
+    if source == "pr2":
         result["sums"].append(update(trainer, batches, learn=True)[0])
         found = {layer: router.predictor.weight for layer, router in routers(trainer.chunks)}
         result["predictors"] = ranks.gather({layer: weight.cpu().numpy().copy() for layer, weight in found.items()})
@@ -156,7 +156,7 @@ def replayed_weights(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
     ids = torch.stack([torch.randperm(experts, generator=generator)[: router.topk] for _ in logits])
     ones = torch.ones(len(logits), dtype=torch.bool)
     table = RouteTable((layer,), ones, torch.arange(0), engine=ids[:, None].to(route_dtype(experts)))
-    with router.router_replay.during(RoutePass(table, "rollout", experts, "score")):
+    with router.router_replay.during(RoutePass(table, "r3", experts, "score")):
         weights, _ = router.routing(logits[:, None])
     return {"logits": logits, "ids": ids, "weights": weights.detach()}
 
@@ -165,7 +165,7 @@ def replays(cases: list[tuple[str, list[Sample], dict]], sources: list[str]) -> 
     """Several (model, samples, layout) of one world size, one after the other on the same processes, all sources each."""
     results = []
     for model, samples, layout in cases:
-        trainer = make_trainer(make_config(model, layout, "predicted"))
+        trainer = make_trainer(make_config(model, layout, "pr2"))
         plant_predictors(trainer, 0.3)
         beside = {"exported": exported_predictors(trainer), "weights": replayed_weights(trainer, len(results))}
         results.append({source: replay(trainer, samples, source) | beside for source in sources})

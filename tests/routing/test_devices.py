@@ -44,7 +44,7 @@ def forward(route_pass: RoutePass, router: Router) -> None:
 def test_router_inputs_are_kept_for_an_update_that_learns(source, learns):
     """And for no other: they are most of what is kept. Of layer 3 the engine has sent the logits alone."""
     with FakeTensorMode(), torch.no_grad():
-        kept = {3: Features(None, torch.zeros(5, EXPERTS), None)} if source == "predicted_rollout" else {}
+        kept = {3: Features(None, torch.zeros(5, EXPERTS), None)} if source == "pr3" else {}
         table = RouteTable((1, 3), torch.ones(TOKENS, dtype=torch.bool), torch.arange(5), features=kept)
         table = table.to(torch.device("cuda"))
         with torch.device("cuda"):
@@ -60,14 +60,14 @@ def test_router_inputs_are_kept_for_an_update_that_learns(source, learns):
 
 
 @pytest.mark.parametrize("loss", ["kl", "delta"])
-@pytest.mark.parametrize("source", ["free", "recorded", "rollout", "predicted", "predicted_rollout"])
+@pytest.mark.parametrize("source", ["none", "r2", "r3", "pr2", "pr3"])
 def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypatch):
     # A backward pass would want the driver of the device; what it does is the reverse of the forward pass.
     monkeypatch.setattr(torch.autograd, "grad", lambda loss, weight: (torch.zeros_like(weight) * loss.detach(),))
     with FakeTensorMode():
         engine = torch.zeros(TOKENS, 2, TOPK, dtype=torch.uint8) if source in FROM_ENGINE else None
         features = Features(torch.zeros(5, HIDDEN, dtype=torch.bfloat16), torch.zeros(5, EXPERTS), None)
-        kept = {3: features} if source == "predicted_rollout" else {}  # the other layer's are the trainer's own
+        kept = {3: features} if source == "pr3" else {}  # the other layer's are the trainer's own
         table = RouteTable((1, 3), torch.ones(TOKENS, dtype=torch.bool), torch.arange(5), engine, features=kept)
         table.counted_rows = torch.arange(TOKENS)
         table = table.to(torch.device("cuda"))
@@ -94,5 +94,5 @@ def test_sums_without_a_tensor_are_sums():
     assert route_sums([None]) == {}
     table = RouteTable((0,), torch.ones(1, dtype=torch.bool), torch.arange(1))
     stats = {0: LayerStats(cached=3, kl=torch.tensor(0.5), staleness=torch.tensor(0.25))}
-    passes = [RoutePass(table, "free", EXPERTS, "update", stats=stats) for _ in range(2)]
+    passes = [RoutePass(table, "none", EXPERTS, "update", stats=stats) for _ in range(2)]
     assert route_sums(passes) == {"routing/0/cached": 6.0, "routing/0/kl": 1.0, "routing/0/staleness": 0.5}

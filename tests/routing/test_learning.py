@@ -34,26 +34,26 @@ def test_predictors_learn_a_drift_that_goes_on(found):
         return statistics.fmean(line[f"routing/{metric}"] for line in found["drift"][name][-4:])
 
     for learned in ("kl", "delta"):
-        lost, kept = 1 - late("recorded", "agreement"), 1 - late(learned, "agreement")
+        lost, kept = 1 - late("r2", "agreement"), 1 - late(learned, "agreement")
         assert kept < 0.92 * lost, f"experts that differ: {kept:.4f} with predictors, {lost:.4f} without"
-        lost, kept = (1 - late(name, "update_8/agreement") for name in ("recorded", learned))
+        lost, kept = (1 - late(name, "update_8/agreement") for name in ("r2", learned))
         assert kept < 0.7 * lost, f"at the last update: {kept:.4f} with predictors, {lost:.4f} without"
-        assert late(learned, "kl") < 0.6 * late("recorded", "kl")
-        assert late(learned, "kl") < 0.6 * late(learned, "drift")
+        assert late(learned, "kl") < 0.6 * late("r2", "kl")
+        assert late(learned, "kl") < 0.6 * late(learned, "kl_unpredicted")
         assert 1 - late(learned, "agreement_unpredicted") > (1 - late(learned, "agreement")) / 0.92
-        assert late(learned, "staleness") < 0.8 * late("recorded", "staleness")
+        assert late(learned, "staleness") < 0.8 * late("r2", "staleness")
     # As shipped a predictor reaches no further than one update, of which 11.5 instead of 17.5 would be left.
     left = {name: f"{late(name, 'kl') / late(name, 'drift'):.2f}" for name in ("shipped", "kl", "delta")}
     print(f"route KL as a share of what it were without predictors: {left}")
-    assert late("shipped", "kl") < 0.85 * late("shipped", "drift")
+    assert late("shipped", "kl") < 0.85 * late("shipped", "kl_unpredicted")
     assert late("shipped", "agreement") > late("shipped", "agreement_unpredicted")
-    for name in ("recorded", "kl"):
+    for name in ("r2", "kl"):
         assert found["drift"][name][0]["routing/update_1/agreement"] == 1.0
 
 
 def test_with_a_zero_predictor_pr2_is_r2_bit_for_bit(found):
     """All four updates of a rollout batch recorded by zero predictors, which learn meanwhile and disturb nothing."""
-    recorded, predicted = found["trained"]["recorded"], found["trained"]["predicted"]
+    recorded, predicted = found["trained"]["r2"], found["trained"]["pr2"]
     for ours, theirs in zip(predicted["scored"], recorded["scored"], strict=True):
         assert np.array_equal(ours, theirs)
     of_predictors = ("/drift", "/unpredicted/0", "/unpredicted/1", "/unpredicted/2", "/predictors_skipped")

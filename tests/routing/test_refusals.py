@@ -14,17 +14,17 @@ from megatron_rl.routing.predictor import PredictorLoss
 from megatron_rl.routing.replay import RouteSelector, RouteSource
 
 REFUSED = {
-    "dense": ("qwen3", {"routing": {"source": "recorded"}}, "Qwen3ForCausalLM is dense; use free"),
+    "dense": ("qwen3", {"routing": {"source": "r2"}}, "Qwen3ForCausalLM is dense; use none"),
     "fused router": (
         "qwen3_moe",
-        {"routing": {"source": "recorded"}, "model": {"moe_router_fusion": True}},
+        {"routing": {"source": "r2"}, "model": {"moe_router_fusion": True}},
         "the fused router would ignore the routes",
     ),
-    "one update": ("qwen3_moe", {"routing": {"source": "predicted"}}, "batch.updates_per_step = 1 has no next"),
+    "one update": ("qwen3_moe", {"routing": {"source": "pr2"}}, "batch.updates_per_step = 1 has no next"),
     "features": (
         "qwen3_moe",
-        {"routing": {"source": "rollout", "features": "engine"}},
-        "features = engine goes with routing.source = predicted_rollout",
+        {"routing": {"source": "r3", "features": "engine"}},
+        "features = engine goes with routing.source = pr3",
     ),
 }
 
@@ -74,13 +74,13 @@ def freely(model: str) -> tuple[list, list]:
     """Log-probs of Megatron's own router and of ours without a pass. Runs in a process of its own."""
     from learning import make_config, make_samples, make_trainer, read_hf_config, shape_of
 
-    trainer = make_trainer(make_config(model, {}, "free"))
+    trainer = make_trainer(make_config(model, {}, "none"))
     batches = trainer.pack(make_samples(5, 4, 64, shape_of(read_hf_config(model))))
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     with_pass = [b.scored["old"].tolist() for b in batches]
     for batch in batches:
         batch.scored.clear()
-    trainer.score(batches, "old", trainer.chunks)  # as the reference is scored: routers are told nothing
+    trainer.compute_log_probs(batches, "old", trainer.chunks)  # as the reference is scored: routers are told nothing
     return with_pass, [b.scored["old"].tolist() for b in batches]
 
 

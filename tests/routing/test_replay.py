@@ -14,7 +14,7 @@ from replays import make_samples, shape_of
 
 from megatron_rl.models.parallel_check import read_hf_config
 
-SOURCES = ("rollout", "recorded", "predicted")
+SOURCES = ("r3", "r2", "pr2")
 ONE_RANK = {
     "reference": {},
     "full_recompute": {"model": {"recompute": "full"}},
@@ -101,7 +101,7 @@ def compare(name: str, source: str, reference: dict, result: dict) -> None:
     where = f"{name}, {source}"
     assert result["compared"] > 0
     # Pr2 weights its experts by the prediction where it records, and by the router where it replays.
-    assert result["identical"] == (source != "predicted"), f"{where}: replayed log-probs are not those of the recording"
+    assert result["identical"] == (source != "pr2"), f"{where}: replayed log-probs are not those of the recording"
     assert result["log_probs"].keys() == reference["log_probs"].keys()
     worst = max(abs(result["log_probs"][key] - value) for key, value in reference["log_probs"].items())
     assert worst < 3e-5, f"{where}: log-probs differ by {worst} from one process"  # a wrong slice: by 1e-3 and more
@@ -138,13 +138,13 @@ def test_two_ranks(model, samples, deepseek, reference):
 
 def test_four_ranks(model, samples, reference):
     cases = {name: (model, samples, layout) for name, layout in FOUR_RANKS.items()}
-    for (name, source), result in run(cases, 4, ("rollout", "predicted")).items():
+    for (name, source), result in run(cases, 4, ("r3", "pr2")).items():
         compare(name, source, reference["reference", source], result)
 
 
 def test_what_is_pushed_for_predictors_is_what_routes(model, reference):
     """By the names under which the served model has them (`megatron_rl_models`)."""
-    exported = reference["reference", "rollout"]["exported"]
+    exported = reference["reference", "r3"]["exported"]
     assert list(exported) == [f"model.layers.{layer}.mlp.gate.predictor.weight" for layer in range(4)]
     for layer, weight in enumerate(exported.values()):
         planted = 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(layer))
@@ -154,7 +154,7 @@ def test_what_is_pushed_for_predictors_is_what_routes(model, reference):
 def test_the_measured_sums_are_those_of_the_tokens(samples, reference):
     """Random routes agree with a router by chance alone, recorded ones fully; every counted token is counted once."""
     counted = sum(int(s.loss_mask.sum()) for s in samples)
-    rollout, recorded = (reference["reference", source]["sums"] for source in ("rollout", "recorded"))
+    rollout, recorded = (reference["reference", source]["sums"] for source in ("r3", "r2"))
     for layer in range(4):
         assert recorded[0][f"routing/{layer}/deviation/0"] == counted
         assert recorded[0][f"routing/{layer}/kl"] == 0.0
@@ -165,7 +165,7 @@ def test_the_measured_sums_are_those_of_the_tokens(samples, reference):
         cached = sum(min(9, int(s.loss_mask.sum())) for s in samples)
         assert recorded[0][f"routing/{layer}/cached"] == cached
     missing = sum(int((s.routes[:, 0, 0] == 255).sum()) for s in samples)
-    assert reference["reference", "rollout"]["without_route"] == missing > 0
+    assert reference["reference", "r3"]["without_route"] == missing > 0
 
 
 def check_weights(family: str, config, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -196,7 +196,7 @@ def test_families(tiny_model):
         compare(name, source, results[name.removesuffix(" recomputed"), source], result)
     for family in FAMILIES:
         random, *others = (results[family, source]["log_probs"] for source in SOURCES)
-        check_weights(family, read_hf_config(cases[family][0]), **results[family, "rollout"]["weights"])
+        check_weights(family, read_hf_config(cases[family][0]), **results[family, "r3"]["weights"])
         for other in others:
             moved = np.mean([abs(random[key] - other[key]) for key in random])
             assert moved > 1e-5, f"{family}: random routes change log-probs by {moved}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.routing.metrics import route_metrics
-from megatron_rl.routing.table import RouteShape, has_route, route_dtype, spread
+from megatron_rl.routing.table import RouteShape, evenly_spaced, has_route, route_dtype
 
 SHAPE = RouteShape(moe_layers=(1, 2, 3), experts=8, topk=2)
 
@@ -59,13 +59,13 @@ def test_a_table_that_cannot_be_replayed_is_refused(case):
 
 
 def test_cached_tokens_are_spread_from_the_first_to_the_last():
-    assert spread(5, 9).tolist() == [0, 1, 2, 3, 4]
-    kept = spread(1000, 9)
+    assert evenly_spaced(5, 9).tolist() == [0, 1, 2, 3, 4]
+    kept = evenly_spaced(1000, 9)
     assert len(kept) == 9 and kept[0] == 0 and kept[-1] == 999
     assert np.ptp(np.diff(kept)) <= 1
     for count in range(1, 60):
         for budget in (1, 2, 7, 58):
-            kept = spread(count, budget)
+            kept = evenly_spaced(count, budget)
             assert len(set(kept.tolist())) == len(kept) == min(count, budget)
 
 

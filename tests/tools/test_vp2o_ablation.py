@@ -40,7 +40,7 @@ def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
                 if step % 4 == 0:
                     line |= {"eval/score": score * step / 8, "eval/distinct@8": 2.0} | evaluation
                 if method == "vp2o":
-                    line |= {"update/halvings": 1.0, "vp2o/repulsion": 0.5}
+                    line |= {"update/backtracks": 1.0, "vp2o/repulsion": 0.5}
                 lines.append(line)
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "runs" / "attraction-seed0").mkdir()
@@ -52,7 +52,7 @@ def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
     assert (figures["before"], figures["score"], figures["distinct"], figures["pass"]) == (0.125, 0.5, 2.0, 0.875)
     assert figures["different"] == pytest.approx(2.0 / (0.5 * 8))
     assert figures["entropy"] == pytest.approx((7 + 8) / 16), "of the last quarter"
-    assert (figures["halvings"], figures["undone"], figures["refreshes"]) == (8, 0, 4)
+    assert (figures["backtracks"], figures["undone"], figures["refreshes"]) == (8, 0, 4)
     assert figures["vp2o/repulsion"] == 0.5 and found["runs"]["grpo-seed0"]["figures"]["vp2o/repulsion"] is None
     rows = (tmp_path / "out" / "vp2o-ablation.md").read_text().splitlines()
     [grpo] = [row for row in rows if row.startswith("| GRPO |")]

@@ -100,7 +100,7 @@ def trains(model: str, trajectories: list[Trajectory], overrides: dict) -> dict[
         packed = [trainer.pack(one) for one in updates]
         tokens = []
         for batches in packed:
-            trainer.score(batches, "old")
+            trainer.compute_log_probs(batches, "old")
             tokens.append(ranks.gather(sum(int((b.sequence_ids >= 0).sum()) for b in batches)))
         for batches in packed:
             objective = partial(policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum)

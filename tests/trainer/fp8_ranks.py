@@ -22,10 +22,10 @@ def run(model: str, samples: list, cases: list[dict]) -> list[dict]:
 
 def alone(model: str, samples: list, cases: list[dict], folder: str) -> dict:
     """All that one process shows."""
-    regimes = {}
+    recipes = {}
     for name in ("fp8_blockwise", "fp8_tensorwise", "bf16"):
         trainer = make_trainer(make_config(model, {"precision": {"train": name}}))
-        regimes[name] = {
+        recipes[name] = {
             "quantised": quantised_modules(trainer.chunks[0]),
             "state": sorted(trainer.chunks[0].state_dict()),
             "sharded": sorted(trainer.chunks[0].sharded_state_dict(metadata={"dp_cp_group": None})),
@@ -34,9 +34,9 @@ def alone(model: str, samples: list, cases: list[dict], folder: str) -> dict:
             "experts": expert_paths(trainer.chunks[0]),
         }
         if name == "fp8_blockwise":
-            regimes["saved"] = save_and_load(trainer, Path(folder))
+            recipes["saved"] = save_and_load(trainer, Path(folder))
         parallel_state.destroy_model_parallel()
-    return {"regimes": regimes, "cases": run(model, samples, cases)}
+    return {"recipes": recipes, "cases": run(model, samples, cases)}
 
 
 def quantised_modules(chunk: torch.nn.Module) -> list[str]:

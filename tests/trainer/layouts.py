@@ -16,7 +16,7 @@ from megatron_rl.metrics.mismatch_metrics import panel_metrics
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.sync.refresh import measure
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
+from megatron_rl.trainer.objective import is_pointwise, log_probs_before, policy_objective
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from megatron_rl.vp2o.transform import vp2o_metrics
 
@@ -106,8 +106,8 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2, *, whole
     result: dict = {"micro_batches": 0}
     for update in range(updates):
         batches = trainer.pack(mine)
-        name = score_before(config) or "seen"
-        trainer.score(batches, name)
+        name = log_probs_before(config) or "seen"
+        trainer.compute_log_probs(batches, name)
         if update == 0:
             result["scored"] = gather_scored(trainer, batches, mine_index, name)
             for batch in batches:  # make ratios differ from 1, the same in every layout

@@ -13,7 +13,7 @@ from layouts import make_config, make_trainer
 from megatron_rl.data.packing import Sample
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer import trainer as trainer_module
-from megatron_rl.trainer.objective import is_pointwise, policy_objective, score_before
+from megatron_rl.trainer.objective import is_pointwise, log_probs_before, policy_objective
 from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
 from megatron_rl.trainer.trainer import Trainer
 
@@ -24,9 +24,9 @@ from megatron.core import parallel_state  # isort: skip (after megatron_rl, whic
 def one_update(trainer: Trainer, samples: list[Sample]) -> None:
     ranks, config = trainer.ranks, trainer.config
     batches = trainer.pack(samples[ranks.data_rank :: ranks.data_size])
-    if name := score_before(config):
-        trainer.score(batches, name)
-    trainer.score_reference(batches)
+    if name := log_probs_before(config):
+        trainer.compute_log_probs(batches, name)
+    trainer.compute_reference_log_probs(batches)
     objective = partial(policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum)
     trainer.update(batches, objective, pointwise=is_pointwise(config), learn_routes=trainer.predictors is not None)
 
@@ -130,7 +130,7 @@ def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[st
     old |= {t.untyped_storage()._cdata: t.untyped_storage() for t in before.values()}
     trainer.sleep()
     sizes["asleep"], refused = new_bytes(old), []
-    for verb in (trainer.export_weights, lambda: trainer.score(trainer.pack(samples), "x")):
+    for verb in (trainer.export_weights, lambda: trainer.compute_log_probs(trainer.pack(samples), "x")):
         try:
             verb()
         except RuntimeError as error:

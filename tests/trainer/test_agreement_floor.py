@@ -21,12 +21,12 @@ def update_from_engines(model: str, floors: list[float | None], seed: int) -> li
 
     from megatron_rl.trainer.objective import policy_objective
 
-    config = make_config(model, {"routing": {"source": "rollout"}, "precision": {"train": "bf16"}})
+    config = make_config(model, {"routing": {"source": "r3"}, "precision": {"train": "bf16"}})
     trainer = make_trainer(config)
     samples = make_samples(seed, 8, trainer.model.hf_config.vocab_size)
     shape = trainer.layout.routes
     batches = trainer.pack(samples)
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     healthy: list = [None] * len(samples)
     for batch in batches:
         recorded = torch.stack([batch.routes.recorded[layer] for layer in shape.moe_layers], 1).numpy()

@@ -9,7 +9,7 @@ from models.test_fp8 import e4m3_values
 from ranks import run_ranks
 from trainer.layouts import make_samples
 
-REGIMES = ("fp8_blockwise", "fp8_tensorwise")
+RECIPES = ("fp8_blockwise", "fp8_tensorwise")
 CASES = {
     "bf16": {"precision": {"train": "bf16"}},
     "bf16 again": {"precision": {"train": "bf16"}},
@@ -54,8 +54,8 @@ def alone(found) -> dict:
 
 @pytest.fixture
 def looked_at(found) -> dict:
-    """Regime -> what its trainer looks like."""
-    return found["regimes"]
+    """PrecisionRecipe -> what its trainer looks like."""
+    return found["recipes"]
 
 
 def nearest_e4m3(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -76,14 +76,14 @@ def nearest_e4m3(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_a_linear_layer_is_its_definition(regime, looked_at):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linear_layer_is_its_definition(recipe, looked_at):
     """Rounded input times rounded weight; the gradients are those of this product, straight through the rounding."""
-    found = looked_at[regime]["linear"]
+    found = looked_at[recipe]["linear"]
     rows, columns = found["weight"].shape
-    block = (128, 128) if regime == "fp8_blockwise" else (rows, columns)
+    block = (128, 128) if recipe == "fp8_blockwise" else (rows, columns)
     x = nearest_e4m3(
-        found["x"], 1 if regime == "fp8_blockwise" else len(found["x"]), min(block[1], found["x"].shape[1])
+        found["x"], 1 if recipe == "fp8_blockwise" else len(found["x"]), min(block[1], found["x"].shape[1])
     )
     weight = nearest_e4m3(found["weight"], *block)
     exact = {
@@ -110,22 +110,22 @@ def test_what_is_quantised(looked_at):
         expected |= {f"decoder.layers.{i}.self_attention.{name}" for name in ("linear_proj", "linear_qkv")}
         for e in range(4):
             expected |= {f"decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc{n}" for n in (1, 2)}
-    for regime in REGIMES:
-        assert set(looked_at[regime]["quantised"]) == expected
+    for recipe in RECIPES:
+        assert set(looked_at[recipe]["quantised"]) == expected
     assert looked_at["bf16"]["quantised"] == []
 
 
-@pytest.mark.parametrize("regime", [*REGIMES, "bf16"])
-def test_both_paths_of_the_experts_agree(regime, looked_at):
-    ours, megatrons = looked_at[regime]["experts"]
+@pytest.mark.parametrize("recipe", [*RECIPES, "bf16"])
+def test_both_paths_of_the_experts_agree(recipe, looked_at):
+    ours, megatrons = looked_at[recipe]["experts"]
     torch.testing.assert_close(ours, megatrons, rtol=0.03, atol=2e-3)
 
 
 def test_checkpoints_and_exports_are_those_of_bf16(looked_at):
-    for regime in REGIMES:
+    for recipe in RECIPES:
         for kind in ("state", "sharded"):
-            assert looked_at[regime][kind] == looked_at["bf16"][kind]
-        exported, plain = looked_at[regime]["exported"], looked_at["bf16"]["exported"]
+            assert looked_at[recipe][kind] == looked_at["bf16"][kind]
+        exported, plain = looked_at[recipe]["exported"], looked_at["bf16"]["exported"]
         assert exported.keys() == plain.keys()
         assert all(dtype == torch.bfloat16 for dtype, _ in exported.values())
         assert all(torch.equal(exported[name][1], tensor) for name, (_, tensor) in plain.items())
@@ -149,9 +149,9 @@ def gradient_distance(a: dict, b: dict) -> float:
 def test_fp8_is_seen_and_bf16_is_not_touched(alone):
     assert np.array_equal(log_probs(alone["bf16"]), log_probs(alone["bf16 again"]))
     bf16 = distance(alone["bf16"], alone["fp32"])
-    for regime in REGIMES:
-        assert distance(alone[regime], alone["bf16"]) > 2 * bf16
-        assert gradient_distance(alone["bf16"], alone["fp32"]) < gradient_distance(alone[regime], alone["bf16"]) < 1
+    for recipe in RECIPES:
+        assert distance(alone[recipe], alone["bf16"]) > 2 * bf16
+        assert gradient_distance(alone["bf16"], alone["fp32"]) < gradient_distance(alone[recipe], alone["bf16"]) < 1
 
 
 def test_recomputation_changes_nothing(alone):

@@ -28,7 +28,7 @@ SLEEPS = {
     "replicated optimizer": {"parallel": {"distributed_optimizer": False}},
     "replicated optimizer in bf16": {**BF16, "parallel": {"distributed_optimizer": False}},
     "reference": {"algorithm": {"kl": {"coefficient": 0.1}}},
-    "predictors": {"routing": {"source": "predicted"}},
+    "predictors": {"routing": {"source": "pr2"}},
     "overlapped": PLAIN["overlapped"],
 }
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.config import build_config
 from megatron_rl.data.packing import Layout, Sample, pack
-from megatron_rl.trainer.objective import Scale, importance_weights, is_pointwise, policy_objective, score_before
+from megatron_rl.trainer.objective import Scale, importance_weights, is_pointwise, log_probs_before, policy_objective
 
 
 def alone(tensor):
@@ -52,13 +52,13 @@ def config_of(correction=None, updates=1, **algorithm):
     )
 
 
-@pytest.mark.parametrize("loss", ["clipped", "reinforce"])
+@pytest.mark.parametrize("loss", ["ppo", "reinforce"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_on_policy_the_gradient_is_minus_weight_times_advantage(loss, level):
     batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
     correction = {"mode": "truncate", "level": level, "high": 1.3, "veto": 0.4}
     config = config_of(correction, loss=loss)
-    assert is_pointwise(config) is False and score_before(config) is None
+    assert is_pointwise(config) is False and log_probs_before(config) is None
     _, grad = objective(config, batch, current)
     d = (current.detach() - batch.rollout_log_probs).double()
     for t in range(len(d)):
@@ -85,13 +85,13 @@ def test_decoupled_and_bypass_are_two_ratios_and_one():
     _, decoupled = objective(config_of({"mode": "clip", "high": 1e6}, 2), batch, current, old)
     _, bypass = objective(config_of({"bypass": True}, 2), batch, current)
     assert (decoupled - bypass).abs().max() > 1e-3
-    assert score_before(config_of({"bypass": True}, 2)) is None and score_before(config_of({}, 2)) == "old"
+    assert log_probs_before(config_of({"bypass": True}, 2)) is None and log_probs_before(config_of({}, 2)) == "old"
 
 
 def test_normalised_weights_have_mean_one_over_the_update():
     batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
     config = config_of({"mode": "truncate", "high": 1.2, "normalize": True}, loss="reinforce")
-    assert score_before(config) == "normalizer"
+    assert log_probs_before(config) == "normalizer"
     old = current.detach().clone()
     weights = importance_weights(config, batch, old, alone).weights
     mean = float(weights.sum()) / int(batch.mask.sum())
@@ -103,7 +103,7 @@ def test_normalised_weights_have_mean_one_over_the_update():
 
 
 @pytest.mark.parametrize(
-    ("loss", "bypass"), [("clipped", False), ("clipped", True), ("reinforce", False), ("gspo", False), ("gspo", True)]
+    ("loss", "bypass"), [("ppo", False), ("ppo", True), ("reinforce", False), ("gspo", False), ("gspo", True)]
 )
 @pytest.mark.parametrize("where", ["now", "then"])
 def test_a_token_outside_the_safe_set_has_ratio_zero(loss, where, bypass):
@@ -157,7 +157,9 @@ def test_drift_out_of_the_safe_set_is_no_mismatch():
     assert ((batch.corrected.weights == 0) == (~batch.mask | (torch.arange(len(old)) == token))).all()
 
 
-@pytest.mark.parametrize("correction", [{"veto": 1e-4}, {"reject": "k1", "reject_above": 2.0, "reject_level": "token"}])
+@pytest.mark.parametrize(
+    "correction", [{"veto": 1e-4}, {"reject": "abs_log_ratio", "reject_above": 2.0, "reject_level": "token"}]
+)
 def test_what_is_dropped_has_no_kl_and_no_entropy_either(correction):
     """A token that the trainer finds impossible has a KL to the reference that would outweigh the whole update."""
     batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))

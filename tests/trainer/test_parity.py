@@ -67,7 +67,7 @@ ALGORITHMS = {
         "vp2o": {
             "enabled": True,
             "neighbors": 3,
-            "strangers": 2,
+            "inactive_neighbors": 2,
             "temperature": 2.0,
             "repulsion": 1.0,
             "repulsion_scale": "relative",

@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 from megatron_rl.algorithms import stein
 
-VP2O = {"enabled": True, "neighbors": 3, "strangers": 2, "repulsion": 1e-3}
+VP2O = {"enabled": True, "neighbors": 3, "inactive_neighbors": 2, "repulsion": 1e-3}
 
 
 EXPERTS = 6
@@ -54,7 +54,7 @@ def found(model, tiny_model, samples, stored):
     calls = {
         "preview_all": (model, samples, ONE_RANK),
         "refused_and_halved": (model, samples, VP2O),
-        "past_a_right_angle": (model, samples, VP2O | {"power_steps": 32}),
+        "past_a_right_angle": (model, samples, VP2O | {"power_iterations": 32}),
         "always_refused": (model, samples, VP2O),
         "not_finite": (model, samples, VP2O | {"trust_region": 2.0}),
         "never_active": (str(tiny_model("gpt_oss", "--layers", "2")), samples, VP2O | {"repulsion": 0.1}),
@@ -86,16 +86,16 @@ def test_all_processes_refuse_a_step(on_two_ranks):
 
 
 def test_a_step_beyond_the_trust_region_is_refused_or_halved(found):
-    wide, undo, halve = (found["refused_and_halved"][name] for name in ("wide", "undo", "halve"))
+    wide, undo, halve = (found["refused_and_halved"][name] for name in ("wide", "reject", "backtrack"))
     assert 0.02 < wide["shift"] < 2 and not wide["unchanged"]
     assert wide["shift_after"] == wide["shift"]
-    assert (wide["metrics"]["update/undone"], wide["metrics"]["update/halvings"]) == (0, 0)
+    assert (wide["metrics"]["update/rejected"], wide["metrics"]["update/backtracks"]) == (0, 0)
 
     assert undo["unchanged"], "a refused step changed parameters, optimizer, scheduler or random states"
-    assert undo["metrics"]["update/undone"] == 1 and undo["metrics"]["update/skipped"] == 0
+    assert undo["metrics"]["update/rejected"] == 1 and undo["metrics"]["update/skipped"] == 0
     assert undo["shift"] > 1e-4 and undo["shift_after"] == 0
 
-    assert halve["metrics"]["update/undone"] == 0 and halve["metrics"]["update/halvings"] >= 1
+    assert halve["metrics"]["update/rejected"] == 0 and halve["metrics"]["update/backtracks"] >= 1
     assert not halve["unchanged"]
     assert 0 < halve["shift_after"] <= 0.02 < halve["shift"]
 
@@ -103,7 +103,7 @@ def test_a_step_beyond_the_trust_region_is_refused_or_halved(found):
 def test_a_run_whose_updates_are_all_refused_ends(found):
     count, message = found["always_refused"]
     assert count == 16
-    assert "vp2o.trust_region: 16 updates in a row" in message and "vp2o.on_excess: halve" in message
+    assert "vp2o.trust_region: 16 updates in a row" in message and "vp2o.on_violation: backtrack" in message
 
 
 def test_a_small_turn_past_the_start_of_the_iteration_is_a_small_shift(found):
@@ -114,7 +114,7 @@ def test_a_small_turn_past_the_start_of_the_iteration_is_a_small_shift(found):
 
 def test_a_gradient_that_is_not_finite_skips_the_update(found):
     found = found["not_finite"]
-    assert found["unchanged"] and found["metrics"]["update/skipped"] == 1 and found["metrics"]["update/undone"] == 0
+    assert found["unchanged"] and found["metrics"]["update/skipped"] == 1 and found["metrics"]["update/rejected"] == 0
     assert not math.isfinite(found["metrics"]["update/grad_norm"])
     assert found["next"]["update/skipped"] == 0 and math.isfinite(found["next"]["update/grad_norm"])
 

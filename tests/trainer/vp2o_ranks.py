@@ -80,7 +80,7 @@ def _preview(model: str, samples: list[Sample], overrides: dict) -> float:
     trainer._step = previewed
     for _ in range(2):
         batches = trainer.pack(mine(trainer, samples))
-        trainer.score(batches, "old")
+        trainer.compute_log_probs(batches, "old")
         update(trainer, batches)
     parallel_state.destroy_model_parallel()
     return max(trainer.ranks.gather(worst))
@@ -90,15 +90,17 @@ def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
     """An update inside a wide region; then one that is refused, and one that is halved, in narrow ones."""
     trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0}}))
     found = {}
-    for name in ("wide", "undo", "halve"):
-        settings = {"wide": {}, "undo": {"trust_region": 1e-4}, "halve": {"trust_region": 0.02, "on_excess": "halve"}}[
-            name
-        ]
+    for name in ("wide", "reject", "backtrack"):
+        settings = {
+            "wide": {},
+            "reject": {"trust_region": 1e-4},
+            "backtrack": {"trust_region": 0.02, "on_violation": "backtrack"},
+        }[name]
         region = trainer.trust_region
         region.config = make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0, **settings}}).vp2o
         trainer.weights_pushed()
         batches = trainer.pack(mine(trainer, samples))
-        trainer.score(batches, "old")
+        trainer.compute_log_probs(batches, "old")
         before = state_of(trainer)
         judge, verdicts = region.judge, []
         region.judge = lambda preview, judge=judge, verdicts=verdicts: verdicts.append(judge(preview)) or verdicts[0]
@@ -116,14 +118,14 @@ def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
 
 def always_refused(model: str, samples: list[Sample], vp2o: dict) -> tuple[int, str]:
     """How many updates in a row are refused, from the first one on, before the run ends, and what it says."""
-    overrides = {"vp2o": {**vp2o, "trust_region": 1e-4}, "routing": {"source": "predicted"}}
+    overrides = {"vp2o": {**vp2o, "trust_region": 1e-4}, "routing": {"source": "pr2"}}
     trainer = make_trainer(make_config(model, overrides))
     batches = trainer.pack(samples[:2])
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     before = state_of(trainer)
     for count in range(1, 100):
         try:
-            assert update(trainer, batches, learn_routes=True)["update/undone"] == 1
+            assert update(trainer, batches, learn_routes=True)["update/rejected"] == 1
         except UserError as error:
             return count, str(error)
         assert same(before, state_of(trainer)), (
@@ -138,9 +140,9 @@ def refused_on_all(model: str, samples: list[Sample], vp2o: dict, layouts: list[
     for overrides in layouts:
         trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 1e-4}, **overrides}))
         batches = trainer.pack(mine(trainer, samples))
-        trainer.score(batches, "old")
+        trainer.compute_log_probs(batches, "old")
         before = state_of(trainer)
-        undone = update(trainer, batches)["update/undone"] == 1
+        undone = update(trainer, batches)["update/rejected"] == 1
         found.append(all(trainer.ranks.gather(undone and same(before, state_of(trainer)))))
         parallel_state.destroy_model_parallel()
     return found
@@ -158,7 +160,7 @@ def past_a_right_angle(model: str, samples: list[Sample], vp2o: dict) -> dict[st
     """
     trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0}}))
     angle = 0.03
-    ratio = angle ** (1 / (2 * vp2o["power_steps"]))
+    ratio = angle ** (1 / (2 * vp2o["power_iterations"]))
 
     def turn(angle: float) -> None:
         for layer in trainer.stein.layers.values():
@@ -175,7 +177,7 @@ def past_a_right_angle(model: str, samples: list[Sample], vp2o: dict) -> dict[st
     turn(angle)
     trainer.weights_pushed()
     fixed = {n: trainer.stein.prototypes(n) for n in trainer.stein.layers}
-    trainer.score(trainer.pack(samples[:4]), "old")
+    trainer.compute_log_probs(trainer.pack(samples[:4]), "old")
     turn(-angle)
     cosines = [(p * trainer.stein.prototypes(n)).sum(-1).abs().max() for n, p in fixed.items()]
     return {"shift": _shift_now(trainer), "fixed": float(max(cosines))}
@@ -185,7 +187,7 @@ def not_finite(model: str, samples: list[Sample], vp2o: dict) -> dict:
     """One expert's gradient is NaN."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
     batches = trainer.pack(samples)
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     attract = trainer.stein.attract
 
     def poisoned():
@@ -210,7 +212,7 @@ def never_active(model: str, samples: list[Sample], vp2o: dict) -> dict:
     trainer.optimizer.reload_model_params()
     before = [s.data.clone() for layer in layers for slices in layer.slices.values() for s in slices[:1]]
     batches = trainer.pack(samples)
-    trainer.score(batches, "old")
+    trainer.compute_log_probs(batches, "old")
     metrics = update(trainer, batches)
     after = [s.data for layer in layers for slices in layer.slices.values() for s in slices[:1]]
     repel = torch.stack([found.repel for found in trainer.stein._interactions.values()])
@@ -223,7 +225,7 @@ def counted(model: str, samples: list[Sample], vp2o: dict) -> dict:
     trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
     updates = [trainer.pack(samples[:7]), trainer.pack(samples[7:])]
     for batches in updates:
-        trainer.score(batches, "old")
+        trainer.compute_log_probs(batches, "old")
     first = next(iter(trainer.stein.layers))
     topk = [b.routes.recorded[first][b.routes.counted] for batches in updates for b in batches]
     own = [b.routes.recorded[first][b.routes.counted] for b in updates[0]]
@@ -266,7 +268,7 @@ def _of_last_layer(model: str, samples: list[Sample], vp2o: dict) -> SimpleNames
     saw, and its gradients before they are clipped."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
     (batch,) = trainer.pack(samples[:2])
-    trainer.score([batch], "old")
+    trainer.compute_log_probs([batch], "old")
     number, layer = list(moe_layers(trainer.chunks))[-1]
     local = layer.experts.local_experts
     weights = [{k: v.detach().clone().requires_grad_() for k, v in e.named_parameters()} for e in local]

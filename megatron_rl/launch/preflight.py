@@ -163,8 +163,8 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
         half = experts // 2
         raise UserError(
             f"config: vp2o.neighbors = {vp2o.neighbors} and inactive_neighbors = {vp2o.inactive_neighbors} are more than"
-            f" {name}'s {experts} experts a layer, and no expert is both; set vp2o.neighbors: {half} and vp2o.inactive_neighbors:"
-            f" {experts - half}"
+            f" {name}'s {experts} experts a layer, and no expert is both; set vp2o.neighbors: {half} and"
+            f" vp2o.inactive_neighbors: {experts - half}"
         )
     if None not in (vp2o.attract_above, vp2o.repel_below) and vp2o.repel_below >= vp2o.attract_above:
         raise UserError(

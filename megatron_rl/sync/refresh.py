@@ -79,7 +79,7 @@ class RefreshSchedule:
     def __init__(self, config: RefreshConfig) -> None:
         self.config = config
         self.refreshing = False
-        """Whether the drift went beyond its limit, and has not come back to calm since."""
+        """Whether the drift went beyond its limit, and has not come back below the lower one since."""
 
     def due(self, drift: Drift | None, *, age: int, confined: bool) -> bool:
         """age: steps since the last refresh. confined: the trust region, which is around the engine's weights, refused or
@@ -87,7 +87,7 @@ class RefreshSchedule:
         config = self.config
         if drift is None:
             return True
-        limit = config.calm if self.refreshing else 1.0
+        limit = config.hysteresis if self.refreshing else 1.0
         within = drift.kl <= limit * config.kl and 1 - drift.ess <= limit * (1 - config.ess)
         self.refreshing = not within  # what is no number is not within
         return self.refreshing or confined or age >= config.max_staleness

@@ -26,7 +26,7 @@ from megatron_rl.errors import UserError
         (["--lr", "1e-4"], ["'lr'", "optimizer.lr"]),
         (["--optimizer.lr", "-1"], ["optimizer.lr", "greater than 0"]),
         (["--optimizer.lr", "nan"], ["optimizer.lr"]),
-        (["--algorithm.loss", "cliped"], ["algorithm.loss", "'cliped'", "did you mean 'clipped'?"]),
+        (["--algorithm.loss", "gpso"], ["algorithm.loss", "'gpso'", "did you mean 'gspo'?"]),
         (["--sync.transport", "nccl"], ["sync.transport", "'distributed', 'tensor' or 'disk'"]),
         (["--steps", "0"], ["steps", "greater than or equal to 1"]),
         (["--steps", "many"], ["steps", "valid integer"]),

@@ -50,8 +50,8 @@ def test_the_choices_of_the_config_are_those_of_the_code():
 
 
 def test_a_near_miss_names_the_choice():
-    with pytest.raises(UserError, match="did you mean 'predicted_rollout'"):
-        build_config({"routing": {"source": "predictd_rollout"}})
+    with pytest.raises(UserError, match="did you mean 'pr3'"):
+        build_config({"routing": {"source": "ppr3"}})
     with pytest.raises(UserError, match="did you mean 'routing.predictor_decay'"):
         build_config({"routing": {"predictor_deacy": 0.1}})
 

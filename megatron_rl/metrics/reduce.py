@@ -10,7 +10,7 @@ This is the one place that reduces: no name, and no prefix of a name, decides ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,8 +30,12 @@ class Metric:
     parts: tuple[Value, ...]
     """Numbers or arrays; those of one name have the same shapes everywhere."""
     operation: Literal["sum", "max", "min"]
-    finish: Callable[..., float]
-    """Merged parts -> the figure; NaN where it has no value."""
+    finish: Callable[..., float | Sequence[float] | None]
+    """Merged parts -> the figure, NaN or None where it has no value; a sequence: one figure a place, as in NAME_0, NAME_1."""
+    across: Literal["parts", "mean", "sum"] = "parts"
+    """What updates, and layers, have together: their parts are merged, or their figures are averaged or added up."""
+    also: tuple[str, ...] = ()
+    """Further names that it counts towards: a layer's, of all layers."""
 
 
 Metrics = dict[str, Metric]
@@ -62,7 +66,12 @@ def mean(total_of_values: Value, count: Value) -> Metric:
     return Metric((total_of_values, count), "sum", _mean)
 
 
-def derived(finish: Callable[..., float], *parts: Value) -> Metric:
+def alike(value: float, *, across: Literal["mean", "sum"]) -> Metric:
+    """A number of an update that all ranks have alike."""
+    return Metric((value,), "max", float, across)
+
+
+def derived(finish: Callable[..., float | Sequence[float] | None], *parts: Value) -> Metric:
     """A figure of sums that is no ratio: `finish` (a function of a module) is called with the merged parts."""
     return Metric(parts, "sum", finish)
 
@@ -107,22 +116,43 @@ _OPERATIONS = {"sum": lambda a, b: a + b, "max": _larger, "min": _smaller}
 
 def on_host(metrics: Mapping[str, Metric]) -> Metrics:
     """The same with numbers and numpy arrays (fp64) in place of tensors, in one transfer from the device."""
-    tensors = [part for metric in metrics.values() for part in metric.parts if torch.is_tensor(part)]
+    parts = (part for metric in metrics.values() for part in metric.parts)
+    tensors = {id(part): part for part in parts if torch.is_tensor(part)}
     if not tensors:
         return dict(metrics)
-    flat = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).cpu().numpy()
-    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
-    arrays = iter(np.split(flat, ends))
+    # As a list, and not as an array: it is what tensors without data can be asked for too.
+    flat = np.array(torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors.values()]).tolist())
+    ends = np.cumsum([tensor.numel() for tensor in tensors.values()])[:-1]
+    arrays = dict(zip(tensors, np.split(flat, ends), strict=True))
 
     def moved(part: Value) -> Value:
         if not torch.is_tensor(part):
             return part
-        array = next(arrays)
-        return array if part.ndim else float(array[0])
+        return arrays[id(part)] if part.ndim else float(arrays[id(part)][0])
 
     return {name: replace(metric, parts=tuple(map(moved, metric.parts))) for name, metric in metrics.items()}
 
 
+def of_update(metrics: Mapping[str, Metric]) -> Metrics:
+    """Metrics of one update, merged over its micro-batches and ranks, as they count towards those of a step."""
+    found: list[Metrics] = []
+    for name, metric in metrics.items():
+        if metric.across != "parts":
+            figure = metric.finish(*metric.parts)
+            if figure is None:
+                continue
+            metric = replace(mean(figure, 1) if metric.across == "mean" else total(figure), also=metric.also)
+        found.append({each: replace(metric, also=()) for each in (name, *metric.also)})
+    return merge(found)
+
+
 def figures(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Name -> figure, of merged metrics on the host."""
-    return {name: metric.finish(*metric.parts) for name, metric in metrics.items()}
+    """Name -> figure, of merged metrics on the host; without those that have no value (None)."""
+    found: dict[str, float] = {}
+    for name, metric in metrics.items():
+        figure = metric.finish(*metric.parts)
+        if isinstance(figure, Sequence):
+            found |= {f"{name}_{place}": value for place, value in enumerate(figure)}
+        elif figure is not None:
+            found[name] = figure
+    return found

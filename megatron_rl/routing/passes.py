@@ -1,0 +1,130 @@
+"""One pass of a micro-batch through the routers, as a list of observers that each router asks in turn.
+
+A pass goes through the model beside the packing, so that micro-batches in flight, pipeline stages and recomputation each meet
+their own. A router holds a `RouteSelector`, which is told of the pass for the duration of its layer's forward and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.routing.predictor import RoutePredictor
+from megatron_rl.routing.table import has_route
+
+
+class Router(Protocol):
+    """What observers ask of a layer's router."""
+
+    predictor: RoutePredictor | None
+    score_function: str
+
+    def choice(self, logits: Tensor) -> Tensor:
+        """[T, E] logits -> [T, k] int64: the experts that it would choose, whatever is replayed."""
+
+
+class RouteObserver:
+    """What a feature does at the routers in one pass; by itself nothing. The methods are called in this order in each layer.
+
+    Recomputation runs a layer again: what is measured is kept by layer, and measured once.
+    """
+
+    reads_outputs: bool = False
+    """Whether it is shown what experts put out."""
+
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Router input [T, d] (detached) and logits [T, E] before the choice; returns the logits to choose with."""
+        return logits
+
+    def replay(self, layer: int) -> Tensor | None:
+        """[T, k] ids that stand in for the router's own, sentinels where it chooses; None: it does for all tokens."""
+        return None
+
+    def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Expert ids [T, k] int64 that the router chose by itself, and those that the tokens go to."""
+
+    def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        """What experts put out [T k, D] times their router weights [T, k], and the rows [T, k] of each token's; where
+        gradients are computed. Returns the outputs to go on with."""
+        return outputs
+
+    def metrics(self) -> Metrics:
+        """What it measured, after the pass."""
+        return {}
+
+
+class RoutePass:
+    """One forward (and backward) of one micro-batch."""
+
+    def __init__(self, observers: Sequence[RouteObserver]) -> None:
+        """Of several that replay, the first that has routes of a layer is obeyed."""
+        self.observers = observers
+        self.reads_outputs = any(observer.reads_outputs for observer in observers)
+
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """As `RouteObserver.see_logits`."""
+        for observer in self.observers:
+            logits = observer.see_logits(layer, hidden, logits, router)
+        return logits
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        """Expert ids [T, k] int64 of this pass. own: [T, k], the choice of the model's router by itself."""
+        replayed = next((ids for o in self.observers if (ids := o.replay(layer)) is not None), None)
+        chosen = own if replayed is None else torch.where(has_route(replayed)[:, None], replayed.long(), own)
+        for observer in self.observers:
+            observer.see_choice(layer, own, chosen)
+        return chosen
+
+    def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        """As `RouteObserver.see_outputs`."""
+        for observer in self.observers:
+            outputs = observer.see_outputs(layer, outputs, rows, weights)
+        return outputs
+
+
+class RouteSelector:
+    """What a router asks for its experts; it has the interface of Megatron-Core's RouterReplay, and none of its globals."""
+
+    def __init__(self) -> None:
+        self.layer_number: int | None = None
+        """Of the model, from 1; Megatron's router sets it."""
+        self.route_pass: RoutePass | None = None
+        self._asked = False
+
+    @property
+    def layer(self) -> int:
+        return self.layer_number - 1
+
+    @contextmanager
+    def during(self, route_pass: RoutePass | None) -> Iterator[None]:
+        """Obey `route_pass` inside the block. Errors: RuntimeError where the router chose without asking."""
+        self.route_pass, self._asked = route_pass, False
+        try:
+            yield
+        finally:
+            self.route_pass = None
+        if route_pass is not None and not self._asked:
+            raise RuntimeError(
+                f"router of layer {self.layer}: chose its experts without looking at the routes to replay"
+            )
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        own: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """(scores [T, k], ids [T, k]) of this pass's experts. scores: [T, E] in which `own` finds the router's choice."""
+        if self.route_pass is None:
+            return own(scores, topk, num_groups, group_topk)
+        self._asked = True
+        _, ids = own(scores.detach(), topk, num_groups, group_topk)
+        chosen = self.route_pass.choose(self.layer, ids)
+        return scores.gather(1, chosen), chosen

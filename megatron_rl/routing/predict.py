@@ -1,0 +1,77 @@
+"""Prediction of routes: what predictors add where routes are recorded, and what they learn from in the updates after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.routing.compare import Foreseen, Unpredicted
+from megatron_rl.routing.memory import Features, RouteTable
+from megatron_rl.routing.metrics import of_layers, per_token
+from megatron_rl.routing.passes import RouteObserver, Router
+from megatron_rl.routing.predictor import PredictorLoss, delta_loss, predicted_bias, predictive_loss
+from megatron_rl.routing.table import route_dtype
+
+
+class PredictRoutes(RouteObserver):
+    """Adds the predictors' bias to the logits that choose experts, and keeps what predictors saw of the cached tokens.
+
+    Where the engine has chosen already, with its predictors, nothing is added: weights are the router's alone.
+    """
+
+    def __init__(self, table: RouteTable, experts: int, *, chosen_by_engine: bool, learns: bool) -> None:
+        """learns: an update of this micro-batch will, from the router inputs that are then kept too."""
+        self.table, self.dtype = table, route_dtype(experts)
+        self.chosen_by_engine, self.learns = chosen_by_engine, learns
+
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        table = self.table
+        bias = router.predictor(hidden)
+        features = table.features.get(layer)  # those of the engine
+        if features is None:
+            features = table.features[layer] = Features(None, logits[table.cached], None)
+        features.bias = bias[table.cached] if features.hidden is None else router.predictor(features.hidden)
+        if features.hidden is None and self.learns:
+            features.hidden = hidden[table.cached]
+        # What the engine would choose here: it predicts where its routes are replayed.
+        table.kept(Foreseen)[layer] = router.choice(logits + bias if self.chosen_by_engine else logits)
+        return logits if self.chosen_by_engine else logits + bias
+
+    def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        foreseen = self.table.kept(Foreseen).pop(layer)
+        if not self.chosen_by_engine:
+            self.table.kept(Unpredicted)[layer] = foreseen.to(self.dtype)
+
+
+class PredictorGradients(RouteObserver):
+    """Sums the gradient of the predictors' loss over the cached tokens, from the routers as they are in this update."""
+
+    def __init__(self, table: RouteTable, loss: PredictorLoss, update: int, sums: dict[int, Tensor]) -> None:
+        """sums: [E, d] by layer, to which it adds: one dictionary for all micro-batches."""
+        self.table, self.loss, self.update = table, delta_loss if loss == "delta" else predictive_loss, update
+        self.sums = sums
+        self._losses: dict[int, Tensor] = {}
+
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        features = self.table.features.get(layer)
+        if layer in self._losses or features is None or not len(features.logits):
+            return logits
+        current = logits.detach()[self.table.cached]
+        with torch.enable_grad():
+            # Not the parameter itself, which must never have a gradient: it would be the policy's.
+            weight = router.predictor.weight.detach().requires_grad_()
+            bias = predicted_bias(features.hidden, weight)
+            loss = self.loss(current, features.logits, bias, score_function=router.score_function) * len(current)
+        (gradient,) = torch.autograd.grad(loss, weight)
+        self.sums[layer] = self.sums[layer] + gradient if layer in self.sums else gradient
+        self._losses[layer] = loss.detach()
+        return logits
+
+    def tokens(self, layer: int) -> int:
+        """Behind what it added to a layer's."""
+        return len(self.table.features[layer].logits) if layer in self._losses else 0
+
+    def metrics(self) -> Metrics:
+        losses = {layer: per_token(loss, self.tokens(layer)) for layer, loss in self._losses.items()}
+        return of_layers("predictor_loss", losses, self.update)

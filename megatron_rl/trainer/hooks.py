@@ -1,0 +1,117 @@
+"""What a feature adds to the trainer's passes and updates: one class a feature, which the trainer calls and does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from megatron_rl.data.packing import Batch
+from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.routing.passes import RouteObserver
+from megatron_rl.trainer.preview import StepPreview
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.trainer import Trainer
+
+Stage = Literal["log_probs", "update"]
+"""A pass of the old policy, before the first update of a rollout batch; or the forward and backward of an update."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a pass stands in the work on a rollout batch."""
+
+    update: int = 0
+    """Of which of its updates the micro-batches are."""
+    rollout: Sequence[Sequence[Batch]] = ()
+    """The micro-batches of all its updates, as far as they are packed; empty: there is but this one."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of one optimizer step."""
+
+    done: bool
+    """False: the gradients were not finite, or a hook refused it; nothing has changed."""
+    norm: float
+    """Of all gradients, before clipping."""
+    lr: float
+    """Of the step: 0 where a hook refused it."""
+    scale: float = 1.0
+    """What hooks made of the learning rate."""
+
+
+class UpdateHook:
+    """A feature of training; by itself it does nothing. The methods are called in this order, on all processes."""
+
+    name: str = ""
+    """Of its state in checkpoints; none is kept without."""
+    reads_outputs: bool = False
+    """Whether its observers are shown what experts put out."""
+    changes_gradients: bool = False
+    """Whether it does so before they are reduced, which then may not begin in the backward."""
+    parameters: str = ""
+    """How the names of the parameters end that it gives the model."""
+    served: bool = False
+    """Whether the rollout engine has these too."""
+
+    def attach(self, trainer: Trainer) -> None:
+        """The model is built, and unless the trainer only scores its optimizer (else None) too."""
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+        """A pass of the policy begins, over these micro-batches."""
+
+    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+        """What it has at the routers in the pass of one micro-batch of a model with experts."""
+        return []
+
+    def after_backward(self) -> None:
+        """In an update: gradients are this process's own sums, not reduced yet."""
+
+    def after_reduction(self) -> None:
+        """In an update: gradients are means over the tokens of all processes, reduced where the optimizer wants them."""
+
+    def after_pass(self, stage: Stage) -> None:
+        """The forward, and in an update the backward, of all micro-batches is done; weights are as they were."""
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def before_step(self, preview: StepPreview) -> float:
+        """What the learning rate of the step is multiplied with, the same on all processes; 0: the step is left out. Not
+        called where gradients are not finite."""
+        return 1.0
+
+    def after_step(self, step: Step) -> None:
+        """The step is done, or left out."""
+
+    def metrics(self) -> Metrics:
+        """What this process measured in the update, but for what its observers say."""
+        return {}
+
+    def check(self, metrics: Metrics) -> None:
+        """Metrics of the update's passes, of all processes, before the step. Errors: UserError; nothing was learnt then."""
+
+    # -- between updates ----------------------------------------------------------------------------------------------
+
+    def weights_pushed(self) -> None:
+        """The rollout engine has just got the weights as they are."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """What it keeps on the device beside the model: it leaves with the trainer's memory."""
+        return ()
+
+    def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Its tensors as Megatron's dist_checkpointing stores them; model_state: that of the model's chunks."""
+        return {}
+
+    def progress(self) -> dict[str, int]:
+        """Numbers of its state; in a checkpoint the largest of all processes."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
+        """What was loaded in the place of the two above."""

@@ -10,7 +10,7 @@ This is the one place that reduces: no name, and no prefix of a name, decides ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,11 +105,12 @@ def _smaller(a: Value, b: Value) -> Value:
 _OPERATIONS = {"sum": lambda a, b: a + b, "max": _larger, "min": _smaller}
 
 
-def on_host(metrics: Mapping[str, Metric]) -> Metrics:
+def on_host(several: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
     """The same with numbers and numpy arrays (fp64) in place of tensors, in one transfer from the device."""
-    tensors = [part for metric in metrics.values() for part in metric.parts if torch.is_tensor(part)]
+    parts = [part for metrics in several for metric in metrics.values() for part in metric.parts]
+    tensors = [part for part in parts if torch.is_tensor(part)]
     if not tensors:
-        return dict(metrics)
+        return [dict(metrics) for metrics in several]
     flat = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).cpu().numpy()
     ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
     arrays = iter(np.split(flat, ends))
@@ -120,7 +121,10 @@ def on_host(metrics: Mapping[str, Metric]) -> Metrics:
         array = next(arrays)
         return array if part.ndim else float(array[0])
 
-    return {name: replace(metric, parts=tuple(map(moved, metric.parts))) for name, metric in metrics.items()}
+    return [
+        {name: replace(metric, parts=tuple(map(moved, metric.parts))) for name, metric in metrics.items()}
+        for metrics in several
+    ]
 
 
 def figures(metrics: Mapping[str, Metric]) -> dict[str, float]:

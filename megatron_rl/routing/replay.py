@@ -126,12 +126,12 @@ class LayerStats:
 
 @dataclass
 class RoutePass:
-    """One pass of a micro-batch: `score` before the first update of a rollout batch, `update` in each of them."""
+    """One pass of a micro-batch: `log_probs` before the first update of a rollout batch, `update` in each of them."""
 
     table: RouteTable
     source: RouteSource
     experts: int
-    stage: Literal["score", "update"]
+    stage: Literal["log_probs", "update"]
     learn: PredictorLoss | None = None
     """Loss of the predictors in this pass (of `score`: in an update to come); None: they rest."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class RoutePass:
         """Router input [T, d] and logits [T, E] before the choice of experts; returns the logits to choose with."""
         if self.probe is not None and layer not in self.probe:
             self.probe[layer] = hidden.detach()[self.table.evenly_spaced(self.probe_tokens)]
-        if self.stage == "score":
+        if self.stage == "log_probs":
             return self._record_features(layer, hidden.detach(), logits, router)
         if layer not in self.stats:  # recomputation runs a layer again
             self.stats[layer] = self._measure(layer, logits.detach(), router)
@@ -165,7 +165,7 @@ class RoutePass:
         """Expert ids [T, k] int64 of this pass. own: [T, k], the choice of the model's router by itself."""
         replayed = self._replayed(layer)
         engine_like = self._engine_like.pop(layer, own)
-        if self.stage == "score" and self.source == "pr2":
+        if self.stage == "log_probs" and self.source == "pr2":
             self.table.unpredicted[layer] = engine_like.to(route_dtype(self.experts))
         self._compare(layer, replayed, own, engine_like)
         chosen = own if replayed is None else torch.where(has_route(replayed)[:, None], replayed.long(), own)
@@ -175,7 +175,7 @@ class RoutePass:
             self.table.load[layer] = load.scatter_add_(0, chosen.flatten(), tokens.flatten())
         if self.count_pairs and layer not in self.table.coactivation:
             self.table.coactivation[layer] = coactivation_counts(chosen, self.experts, self.table.counted)
-        if replayed is None and self.stage == "score":
+        if replayed is None and self.stage == "log_probs":
             self.table.recorded[layer] = own.to(route_dtype(self.experts))
         return chosen
 
@@ -207,7 +207,7 @@ class RoutePass:
         """[T, k] ids that stand in for the router's own; None: it chooses."""
         if self.source in FROM_ENGINE:
             return self.table.engine_route(layer)
-        if self.source == "none" or self.stage == "score":
+        if self.source == "none" or self.stage == "log_probs":
             return None
         return self.table.recorded.get(layer)  # one update per rollout batch has no recording pass, and needs none
 
@@ -263,7 +263,7 @@ class RoutePass:
         engine = table.engine_route(layer)
         if engine is not None and layer not in table.engine_deviations:
             table.engine_deviations[layer] = self._deviations(engine, engine_like, engine)
-        if self.stage == "score" or self.stats[layer].deviations is not None:
+        if self.stage == "log_probs" or self.stats[layer].deviations is not None:
             return
         reference = replayed
         if replayed is None and self.source not in FROM_ENGINE:  # where the engine has sent none, none are replayed

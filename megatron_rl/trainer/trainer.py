@@ -1,10 +1,10 @@
-"""The trainer's verbs: score, update, export_weights, sleep, wake. One object per process; every process calls every verb."""
+"""The trainer's verbs: pack, compute_log_probs, update, export_weights, sleep, wake. Every process calls every verb."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Config
-from megatron_rl.data.packing import Batch, Layout, Sample, micro_batch_count, pack_all
+from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.reduce import Metrics, figures, mean, merge, on_host, total
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
@@ -31,16 +33,13 @@ from megatron_rl.routing.replay import PREDICTING, PredictorLoss, RoutePass
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.trainer.agreement import check_agreement
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
-from megatron_rl.trainer.objective import Scale, Sums, importance_weights
+from megatron_rl.trainer.objective import HeadOutputs, LogProbs, Objective, Result, Totals
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.vp2o.preview import StepPreview, owned_ranges, scaled_lr
 from megatron_rl.vp2o.transform import PREFIX, Stein
 from megatron_rl.vp2o.trust_region import TrustRegion, Verdict
-
-Objective = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Sums]]
-"""(micro-batch, values [3, T] of the head) -> (loss sum, metric sums)."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,21 @@ class Step:
     """Of all gradients, before clipping."""
     verdict: Verdict | None = None
     """Of the trust region, where there is one and the gradients are finite."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update leaves behind."""
+
+    metrics: Metrics
+    """Over all micro-batches and ranks."""
+    tokens: list[Mapping[str, torch.Tensor]]
+    """[T] values by name of each micro-batch (`Result.tokens`); nothing on pipeline stages without the head."""
+    lr_scale: float = 1.0
+    """Share of the learning rate at which the step was taken: below 1 where the trust region confined it, 0 where it left it
+    out."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """What routers and VP2O measured."""
 
 
 class Trainer:
@@ -74,6 +88,7 @@ class Trainer:
             cached_tokens=config.routing.cached_tokens,
             multiple=model.recipe.multiple if torch.cuda.is_available() else 1,
             vocabulary=model.hf_config.vocab_size,
+            all_reduce=self.context_sum if config.parallel.context > 1 else None,
         )
         self.chunks = model.make_chunks()
         self.predictors = self._make_predictors()
@@ -125,7 +140,7 @@ class Trainer:
 
     # -- micro-batches ------------------------------------------------------------------------------------------------
 
-    def pack(self, samples: list[Sample]) -> list[Batch]:
+    def pack(self, samples: list[Sequence]) -> list[Batch]:
         """This data-parallel rank's samples as micro-batches, equally many on all ranks."""
         count = micro_batch_count([s.inputs for s in samples], self.config.batch.tokens_per_micro_batch)
         count = self.ranks.maximum(count)
@@ -140,50 +155,54 @@ class Trainer:
     def compute_log_probs(
         self,
         batches: list[Batch],
-        name: str,
         chunks: list[torch.nn.Module] | None = None,
         *,
+        support: SamplingSupport | None = None,
         learn_routes: bool = True,
-    ) -> None:
-        """Forward alone: store log-probs [T] as batch.scored[name] on the last pipeline stage.
+    ) -> list[torch.Tensor | None]:
+        """Forward alone: log-probs [T] of each micro-batch; None on pipeline stages without the head.
 
-        The policy's own pass (no other `chunks`) is that of the old snapshot: routers record their routes and features;
-        their inputs, which are most of these, only where an update of these micro-batches will `learn_routes`.
+        chunks: of another model than the policy. support: under which they are, by default the policy's. The policy's own
+        pass is that of the old snapshot: routers record their routes and features; their inputs, which are most of these, only
+        where an update of these micro-batches will `learn_routes`.
         """
-
-        def objective(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-            batch.scored[name] = values[0]
-            return values.new_zeros(()), {}
-
         learn = self.config.routing.predictor_loss if learn_routes and self.predictors else None
-        passes = self._passes(batches, "score", learn) if chunks is None else [None] * len(batches)
-        options = {"with_entropy": False, "pointwise": False, "pruned": chunks is None}
+        passes = self._passes(batches, "log_probs", learn) if chunks is None else [None] * len(batches)
         probes = self.trust_region if chunks is None else None
         if probes:
             probes.probe(passes)
-        self._run(chunks or self.chunks, batches, passes, objective, forward_only=True, **options)
+        results = self._run(
+            chunks or self.chunks, batches, passes, LogProbs(), support or self.support, forward_only=True
+        )
         if probes:
             probes.probed(passes)
+        return [result and result.tokens["log_probs"] for result in results]
 
-    def compute_reference_log_probs(self, batches: list[Batch]) -> None:
-        """Log-probs of the frozen reference, as batch.scored['reference']. It is not pruned: its own safe set would give
-        tokens that the policy samples a log-prob of -inf, and the policy an infinite KL."""
-        if self.reference is not None:
-            self.compute_log_probs(batches, "reference", self.reference)
+    def compute_fields(self, batches: list[Batch], needs: frozenset[str], *, learn_routes: bool = True) -> None:
+        """Add to the micro-batches what an objective needs, each by a pass over them (`Objective.needs`)."""
+        found: dict[str, list[torch.Tensor | None]] = {}
+        if "old_log_probs" in needs:
+            found["old_log_probs"] = self.compute_log_probs(batches, learn_routes=learn_routes)
+        if "reference_log_probs" in needs:
+            # It is not pruned: its own safe set would give tokens that the policy samples a log-prob of -inf, and the policy an
+            # infinite KL.
+            support = replace(self.support, min_p=0.0)
+            found["reference_log_probs"] = self.compute_log_probs(batches, self.reference, support=support)
+        for name, values in found.items():
+            for batch, of_batch in zip(batches, values, strict=True):
+                if of_batch is not None:
+                    batch.fields[name] = of_batch
 
     def update(
         self,
         batches: list[Batch],
         objective: Objective,
         *,
-        pointwise: bool,
-        with_entropy: bool = True,
         learn_routes: bool = False,
         rollout_batch: list[list[Batch]] | None = None,
-    ) -> dict[str, float]:
-        """Forward, backward, gradient reduction, clipping, one optimizer step. Returns metric sums over all ranks.
+    ) -> Update:
+        """Forward, backward, gradient reduction, clipping, one optimizer step.
 
-        pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves).
         learn_routes: route predictors learn too, from the routers as they are now. rollout_batch: that of all updates,
         over which VP2O counts co-activation. A step whose gradient norm is not finite changes nothing and is reported as
         'update/skipped' = 1; one that the trust region refuses changes nothing, as 'update/rejected' = 1.
@@ -195,32 +214,38 @@ class Trainer:
             ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        options = {"with_entropy": with_entropy, "pointwise": pointwise, "pruned": True}
+        totals = self.totals(batches)
+        objective = objective.for_update(batches, totals, self._total_of)
         learn = self.config.routing.predictor_loss if learn_routes and self.predictors else None
         passes = self._passes(batches, "update", learn)
         if self.stein:
             self.stein.begin(batch.routes for one in rollout_batch or [batches] for batch in one)
         if self.trust_region:
             self.trust_region.probe(passes)
-        sums = self._run(self.ddp, batches, passes, objective, forward_only=False, **options)
+        results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False)
         if self.trust_region:
             self.trust_region.probed(passes)
-        metrics = self._total(sums, route_sums(passes) | (self.stein.sums() if self.stein else {}))
-        check_agreement(metrics, self.config.rollout.agreement_floor)
+        metrics = self._reduce([result.metrics for result in results if result] if self.reports else [])
+        sums = self._total(route_sums(passes) | (self.stein.sums() if self.stein else {}))
+        check_agreement(figures(metrics), sums, totals.tokens, self.config.rollout.agreement_floor)
         lr = self.optimizer.param_groups[0]["lr"]
         step = self._step()
-        lr = metrics["update/lr"] = lr * step.verdict.scale if step.verdict else lr
+        scale = step.verdict.scale if step.verdict else 1.0
+        metrics["update/lr"] = mean(lr * scale, 1)
         if self.config.routing.source in PREDICTING:
-            learn = learn if lr else None  # what is undone changes no predictor either
-            failed = bool(learn) and not self.predictors.step(passes, lr)
-            metrics["update/predictors_skipped"] = float(self.ranks.maximum(int(failed)))
-        metrics["update/grad_norm"] = step.norm
-        metrics["update/skipped"] = float(not step.done and not step.verdict)
+            learn = learn if lr * scale else None  # what is rejected changes no predictor either
+            failed = bool(learn) and not self.predictors.step(passes, lr * scale)
+            metrics["update/predictors_skipped"] = total(float(self.ranks.maximum(int(failed))))
+        metrics["update/grad_norm"] = mean(step.norm, 1)
+        metrics["update/skipped"] = total(float(not step.done and not step.verdict))
         if self.trust_region:
-            metrics |= self._verdict_metrics(step.verdict)
+            metrics["update/rejected"] = total(float(scale == 0.0))
+            metrics["update/backtracks"] = total(float(step.verdict.backtracks if step.verdict else 0))
+            shifts = step.verdict.shifts if step.verdict else {}
+            sums |= self._total({f"{PREFIX}{layer}/shift": shift for layer, shift in shifts.items()})
         if step.done:
             self.scheduler.step(1)
-        return metrics
+        return Update(metrics, [result.tokens if result else {} for result in results], scale, sums)
 
     def _step(self) -> Step:
         """Clip and step, unless the norm is not finite (Megatron's own check raises, or steps on NaN) or the trust region
@@ -247,35 +272,21 @@ class Trainer:
         if self.stein:
             self.stein.repel(self._owned)
 
-    def _verdict_metrics(self, verdict: Verdict | None) -> dict[str, float]:
-        shifts = verdict.shifts if verdict else {}
-        return {
-            "update/rejected": float(verdict is not None and not verdict.scale),
-            "update/backtracks": float(verdict.backtracks if verdict else 0),
-            **self._total([], {f"{PREFIX}{layer}/shift": shift for layer, shift in shifts.items()}),
-        }
-
     def weights_pushed(self) -> None:
         """The rollout engine has just got the weights as they are: VP2O's trust region is around them. Collective."""
         self.residence.require("weights")
         if self.trust_region:
             self.trust_region.anchor()
 
-    def scale(self, batches: list[Batch]) -> Scale:
-        """Counted tokens and sequences of these micro-batches over all ranks, and their mean importance weight."""
+    def totals(self, batches: list[Batch]) -> Totals:
+        """Counted tokens and sequences of these micro-batches over all ranks. Collective."""
         lengths = torch.cat([b.sequence_lengths for b in batches]).tolist()
         tokens = self.ranks.total(round(sum(lengths)), of_leaders=True)
-        sequences = self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True)
-        if not self.config.correction.normalize:
-            return Scale(tokens, sequences)
-        scored = [(b, b.scored.get("old", b.scored.get("normalizer"))) for b in batches]
-        found = [
-            importance_weights(self.config, batch, log_probs, self.context_sum).weights.sum()
-            for batch, log_probs in scored
-            if log_probs is not None  # of another pipeline stage
-        ]
-        total = sum(self.ranks.gather(float(sum(found)) if self.reports else 0.0))
-        return Scale(tokens, sequences, total / tokens if total else 1.0)
+        return Totals(tokens, self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True))
+
+    def _total_of(self, value: float) -> float:
+        """Sum over the ranks whose per-token results count. Collective."""
+        return sum(self.ranks.gather(value if self.reports else 0.0))
 
     def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks, which hold the other parts of the same sequences (not differentiable)."""
@@ -286,7 +297,7 @@ class Trainer:
         return total.to(tensor.device)
 
     def _passes(
-        self, batches: list[Batch], stage: Literal["score", "update"], learn: PredictorLoss | None = None
+        self, batches: list[Batch], stage: Literal["log_probs", "update"], learn: PredictorLoss | None = None
     ) -> list[RoutePass | None]:
         """What the routers of the policy do with each micro-batch; None for a dense model."""
         source, shape, gradients = self.config.routing.source, self.layout.routes, {}
@@ -299,25 +310,24 @@ class Trainer:
 
     def _run(
         self,
-        chunks,
-        batches,
-        passes,
-        objective,
+        chunks: list[torch.nn.Module],
+        batches: list[Batch],
+        passes: list[RoutePass | None],
+        objective: Objective,
+        support: SamplingSupport,
         *,
         forward_only: bool,
-        with_entropy: bool,
-        pointwise: bool,
-        pruned: bool,
-    ) -> list[Sums]:
+    ) -> list[Result | None]:
+        """What the objective makes of each micro-batch; None on pipeline stages without the head."""
         self.residence.require("all")
         if forward_only:
             for chunk in chunks:
                 chunk.eval()
-        data = [zip(batches, passes, strict=True) for _ in chunks]
-        options = {"with_entropy": with_entropy, "pointwise": pointwise, "pruned": pruned}
+        results: list[Result | None] = [None] * len(batches)
+        data = [zip(range(len(batches)), batches, passes, strict=True) for _ in chunks]
         late = LateChecks()
-        step = partial(self._forward_step, objective=objective, late=late, **options)
-        sums = get_forward_backward_func()(
+        step = partial(self._forward_step, objective=objective, support=support, results=results, late=late)
+        get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=data if len(chunks) > 1 else data[0],
             model=chunks if len(chunks) > 1 else chunks[0],
@@ -327,24 +337,23 @@ class Trainer:
             forward_only=forward_only,
         )
         late.look()
-        return sums
+        return results
 
     def _forward_step(
         self,
-        iterator: Iterator[tuple[Batch, RoutePass | None]],
-        chunk,
+        iterator: Iterator[tuple[int, Batch, RoutePass | None]],
+        chunk: torch.nn.Module,
         *,
         objective: Objective,
-        with_entropy: bool,
-        pointwise: bool,
-        pruned: bool,
+        support: SamplingSupport,
+        results: list[Result | None],
         late: LateChecks,
     ):
-        batch, route_pass = next(iterator)
+        index, batch, route_pass = next(iterator)
 
         def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
             entropy = torch.zeros_like(log_probs) if entropy is None else entropy
-            return objective(batch.take(rows), torch.stack([log_probs, entropy, torch.ones_like(entropy)]))[0]
+            return objective(batch.take(rows), HeadOutputs(log_probs, entropy, torch.ones_like(entropy))).loss
 
         borders = batch.cu_seqlens
         packed = PackedBatch(
@@ -367,34 +376,31 @@ class Trainer:
             output_processor_context=HeadRequest(
                 batch.labels,
                 batch.label_rows,
-                self.support.temperature,
-                self.support.log_rho if pruned else None,
+                support.temperature,
+                support.log_rho,
                 batch.kept,
-                with_entropy,
+                objective.with_entropy,
                 self.model.hf_config.vocab_size,
                 self.config.model.head_chunk_tokens,
-                token_loss if pointwise else None,
+                token_loss if objective.per_token else None,
                 late,
                 self.config.precision.fp32_lm_head,
             ),
         )
 
-        def loss(values: torch.Tensor):
-            total, sums = objective(batch, values)
-            tokens = batch.mask.sum().int()
-            return total, tokens, sums | {"tokens": tokens}
+        def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            result = objective(batch, HeadOutputs(*values))
+            results[index] = replace(result, loss=result.loss.detach())
+            return result.loss, batch.mask.sum().int(), {}
 
         return values, loss
 
-    def _total(self, micro_batch_sums: list[Sums], of_routers: dict[str, float]) -> dict[str, float]:
-        """Add up metric sums over micro-batches and over the ranks that computed them: those of tokens are counted once
-        per tensor-parallel group, those of routers on every rank, as each has tokens or layers of its own."""
-        mine = dict(of_routers)
-        if self.reports and micro_batch_sums:
-            values = [value.double() for sums in micro_batch_sums for value in sums.values()]
-            numbers = torch.stack(values).tolist()  # one transfer from the device
-            for key, value in zip((key for sums in micro_batch_sums for key in sums), numbers, strict=True):
-                mine[key] = mine.get(key, 0.0) + value
+    def _reduce(self, mine: list[Metrics]) -> Metrics:
+        """Metrics of this process's micro-batches -> of all processes. Collective."""
+        return merge(self.ranks.gather(merge(on_host(mine))))
+
+    def _total(self, mine: dict[str, float]) -> dict[str, float]:
+        """Add up what routers measured on every rank, as each has tokens or layers of its own."""
         total: dict[str, float] = {}
         for part in self.ranks.gather(mine):
             for key, value in part.items():

@@ -102,8 +102,9 @@ class KLConfig:
 class AlgorithmConfig:
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r - mean; rloo: r - mean of the others."""
-    loss: Literal["ppo", "gspo", "reinforce"] = "ppo"
-    """ppo: PPO and GRPO's clipped token ratio; gspo: the sequence ratio; reinforce: no ratio."""
+    loss: Literal["ppo", "gspo", "reinforce", "cispo"] = "ppo"
+    """ppo: PPO and GRPO's clipped token ratio; gspo: the sequence ratio; reinforce: no ratio; cispo: a clipped ratio as a
+    weight, without gradient."""
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
     """DAPO's clip-higher: a clip_high above clip_low."""

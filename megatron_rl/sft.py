@@ -6,12 +6,12 @@ import random
 
 from megatron_rl.config import Config
 from megatron_rl.data.balance import plan_updates
-from megatron_rl.data.packing import Sample
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments.task import encode_response
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.hardware import hardware_metrics
-from megatron_rl.metrics.step import update_metrics
-from megatron_rl.trainer.objective import sft_objective
+from megatron_rl.metrics.reduce import figures
+from megatron_rl.trainer.objective import SFT
 
 
 def sft(config: Config) -> None:
@@ -25,18 +25,18 @@ def sft(config: Config) -> None:
                 rng = random.Random(f"{config.seed}/{run.step}")
                 texts = [run.task.demonstration(prompt, rng) for prompt in prompts]
                 samples = [
-                    Sample.demonstration(prompt.tokens, encode_response(run.tokenizer, text))
+                    Sequence.demonstration(prompt.tokens, encode_response(run.tokenizer, text))
                     for prompt, text in zip(prompts, texts, strict=True)
                 ]
                 [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
                 mine = [samples[i] for i in shares[run.ranks.data_rank]]
                 batches = trainer.pack(mine)
-                metrics = trainer.update(batches, sft_objective, pointwise=True)
+                update = trainer.update(batches, SFT())
             run.step += 1
             times = clock.times()
             sequences = [(len(s.tokens) - 1, len(s.tokens) - s.prompt_length) for s in mine]
             gpus = hardware_metrics(run, sequences, times, sum(len(s.tokens) for s in samples))
-            run.logger.log_step(run.step, update_metrics([metrics]) | gpus | times)
+            run.logger.log_step(run.step, figures(update.metrics) | gpus | times)
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
             with clock("checkpoint"):
                 run.checkpoint()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 
@@ -87,3 +90,11 @@ def generalized(
         advantages[:, t] = torch.where(inside, running, 0.0)
     returns = torch.where(mask, advantages + exact_values, 0.0)
     return _result(advantages, values), _result(returns, values)
+
+
+ADVANTAGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "grpo": group_relative,
+    "dr_grpo": partial(group_relative, normalize=False),
+    "rloo": leave_one_out,
+}
+"""(rewards [N], group_ids [N]) -> advantages [N], by the name that algorithm.advantage has for it."""

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
-from megatron_rl.algorithms.losses import AllReduce, sequence_sums
+from megatron_rl.algorithms.segments import Segments
 
 Level = Literal["token", "sequence", "geometric"]
 LEVELS = ("token", "sequence", "geometric")
@@ -92,16 +92,10 @@ def divergence(log_ratios: torch.Tensor, statistic: Literal["abs_log_ratio", "k2
 def token_weights(
     log_ratios: torch.Tensor,
     mask: torch.Tensor,
-    sequence_ids: torch.Tensor,
+    segments: Segments,
     correction: Correction,
-    *,
-    num_sequences: int,
-    all_reduce: AllReduce | None = None,
 ) -> TokenWeights:
-    """Weights of packed tokens: log_ratios = train - rollout log-probs, below +inf; mask; sequence_ids (-1: padding).
-
-    all_reduce sums a tensor over the ranks that hold the other parts of the same sequences (context parallelism).
-    """
+    """Weights of packed tokens: log_ratios [T] = train - rollout log-probs, below +inf; mask [T] bool."""
     token = torch.where(mask, log_ratios.double(), 0.0)
     sums = None
     if not correction.per_token:
@@ -110,9 +104,7 @@ def token_weights(
             parts[2] = (mask & (token < math.log(correction.veto))).double()
         if correction.reject != "none":
             parts[3] = torch.where(mask, divergence(token, correction.reject), 0.0)
-        sums = torch.stack([sequence_sums(part, sequence_ids, num_sequences) for part in parts])
-        sums = all_reduce(sums) if all_reduce else sums
-        sums = torch.cat([sums, sums.new_zeros(4, 1)], 1)[:, sequence_ids]  # the last is for padding's id -1
+        sums = [segments.spread_out(found) for found in segments.sums(*parts)]
         sums[1] = sums[1].clamp(min=1)
 
     def at(level: Level, own: torch.Tensor, row: int) -> torch.Tensor:
@@ -214,7 +206,7 @@ def rollout_correction(
     correction = Correction(mode=mode, level=level, low=low, high=high, veto=veto)
     token = _log_ratios(train_log_probs, rollout_log_probs, mask)
     rows = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
-    flat = token_weights(token.flatten(), mask.flatten(), rows.flatten(), correction, num_sequences=len(mask))
+    flat = token_weights(token.flatten(), mask.flatten(), Segments(rows.flatten(), len(mask)), correction)
     weights, bounded, vetoed = (getattr(flat, name).view_as(mask) for name in ("weights", "bounded", "vetoed"))
     keep = ~vetoed.any(1)
 

@@ -1,37 +1,71 @@
-"""Policy losses, per token. A term is what gradient descent minimises; averaging is the caller's, with `loss_weights`.
+"""Policy losses, per token. A term is what gradient descent minimizes; averaging is the caller's, with `loss_weights`.
 
-Packed tensors are [T]: many sequences one after another, `sequence_ids` says which sequence a token belongs to (-1:
-padding). Terms are zero where the mask is out, whatever the other tensors hold there, NaN included.
+A loss is a function of `LossInputs`, packed tensors [T] of many sequences one after another, and is found by its name in
+`POLICY_LOSSES` or as `module:name`. Terms are zero where the mask is out, whatever the other tensors hold there, NaN included.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
+from megatron_rl.algorithms.segments import Segments
 
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
-POINTWISE = ("ppo", "reinforce")
-"""Losses of `policy_terms` whose terms look at one token's log-prob each."""
+@dataclass(frozen=True)
+class LossInputs:
+    """What a policy loss sees; all [T]."""
+
+    log_probs: Tensor
+    """Of the current policy, differentiable."""
+    old_log_probs: Tensor
+    """Of the policy that the ratio starts from, without gradient."""
+    advantages: Tensor
+    mask: Tensor
+    """bool: tokens that count."""
+    segments: Segments
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What a policy loss gives; both [T]."""
+
+    terms: Tensor
+    """Differentiable."""
+    clipped: Tensor
+    """bool: the clip was in effect."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss as a value: its terms, and what they depend on."""
+
+    terms: Callable[[LossInputs], LossTerms]
+    per_token: bool = True
+    """A term depends on one token's log-prob alone, so that the head may compute its gradient in chunks."""
+    has_ratio: bool = True
+    """It depends on the old log-probs."""
 
 
 @dataclass(frozen=True)
 class SurrogateLoss:
-    loss: torch.Tensor
+    loss: Tensor
     """Scalar, differentiable."""
-    clip_fraction: torch.Tensor
+    clip_fraction: Tensor
     """Scalar: share of the masked-in tokens where the clipped branch was the smaller one, so that no gradient flows."""
 
 
 def token_terms(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) and DAPO's two bounds: -min(r A, clip(r, 1-low, 1+high) A).
 
     All arguments of one shape. -> (terms, clipped bool), both of that shape. With old_log_probs = log_probs.detach()
@@ -43,122 +77,94 @@ def token_terms(
     return -torch.minimum(free, fenced), (fenced < free).detach()
 
 
-def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Sum of [T] values within each sequence -> [num_sequences]. Padding (id -1) counts for nothing."""
-    places = torch.where(sequence_ids >= 0, sequence_ids, num_sequences)  # the last one is padding's
-    return values.new_zeros(num_sequences + 1).index_add(0, places, values)[:num_sequences]
+def ppo(inputs: LossInputs) -> LossTerms:
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), with DAPO's two bounds."""
+    x = inputs
+    bounds = {"clip_low": x.clip_low, "clip_high": x.clip_high}
+    return LossTerms(*token_terms(x.log_probs, x.old_log_probs, x.advantages, **bounds))
 
 
-def _count_sequences(sequence_ids: torch.Tensor) -> int:
-    return int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-
-
-def gspo_terms(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    sequence_ids: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    num_sequences: int | None = None,
-    all_reduce: AllReduce | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gspo(inputs: LossInputs) -> LossTerms:
     """GSPO-token (Zheng et al. 2025, eq. 13-16): the ratio of a whole sequence, the gradient of each of its tokens.
 
     s = exp(mean over the sequence's masked-in tokens of the log-ratio), without gradient; a token's ratio is
     s * exp(log_prob - stopgrad(log_prob)): its value is s, its gradient s * grad log_prob. With one advantage per
     sequence and `sequence_mean` aggregation that is GSPO's own value and gradient; advantages may also differ between
     tokens.
-
-    All tensors [T] -> (terms [T], clipped [T] bool). all_reduce sums a tensor over the ranks that hold the other parts
-    of the same sequences (context parallelism); with it num_sequences must be given, the same on all of these ranks.
     """
-    if num_sequences is None:
-        if all_reduce is not None:
-            raise ValueError("gspo_terms: num_sequences is needed with all_reduce; ranks may hold different sequences")
-        num_sequences = _count_sequences(sequence_ids)
-    log_probs = torch.where(mask, log_probs, 0.0)
+    x = inputs
     with torch.no_grad():
-        log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)
-        pair = [sequence_sums(v, sequence_ids, num_sequences) for v in (log_ratio, mask.to(log_ratio.dtype))]
-        sums, counts = all_reduce(torch.stack(pair)) if all_reduce else pair
-        # A padded token reads the zero that is put behind the last sequence.
-        log_s = torch.cat([sums / counts.clamp(min=1), sums.new_zeros(1)])[sequence_ids]
-    # old = stopgrad(log_prob) - log s makes token_terms' ratio s * exp(log_prob - stopgrad(log_prob)).
-    old = log_probs.detach() - log_s
-    terms, clipped = token_terms(log_probs, old, advantages, clip_low=clip_low, clip_high=clip_high)
-    return torch.where(mask, terms, 0.0), clipped & mask
+        log_ratio = torch.where(x.mask, x.log_probs - x.old_log_probs, 0.0)
+        sums, counts = x.segments.sums(log_ratio, x.mask.to(log_ratio.dtype))
+        log_s = x.segments.spread_out(sums / counts.clamp(min=1))
+    # old = stopgrad(log_prob) - log s makes the token's ratio s * exp(log_prob - stopgrad(log_prob)).
+    found = ppo(replace(x, old_log_probs=x.log_probs.detach() - log_s))
+    return LossTerms(torch.where(x.mask, found.terms, 0.0), found.clipped & x.mask)
 
 
-def policy_terms(
-    loss: Literal["ppo", "gspo", "reinforce"],
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    sequence_ids: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    num_sequences: int | None = None,
-    all_reduce: AllReduce | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The configured loss, not averaged. All tensors [T] -> (terms [T], sums of metrics over the masked-in tokens).
+def reinforce(inputs: LossInputs) -> LossTerms:
+    """-A log_prob (Williams 1992): no ratio and no clip."""
+    return LossTerms(-inputs.advantages * inputs.log_probs, torch.zeros_like(inputs.mask))
+
+
+def cispo(inputs: LossInputs) -> LossTerms:
+    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5): -stopgrad(clip(r, 1-low, 1+high)) A log_prob.
+
+    The clip bounds the weight of a token and never its gradient: no token is left out of the update.
+    """
+    x = inputs
+    ratio = torch.exp((x.log_probs.detach() - x.old_log_probs).clamp(max=MAX_LOG_RATIO))
+    weight = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
+    return LossTerms(-weight * x.advantages * x.log_probs, weight != ratio)
+
+
+POLICY_LOSSES = {
+    "ppo": PolicyLoss(ppo),
+    "gspo": PolicyLoss(gspo, per_token=False),
+    "reinforce": PolicyLoss(reinforce, has_ratio=False),
+    "cispo": PolicyLoss(cispo),
+}
+"""The losses that algorithm.loss names."""
+
+
+def policy_terms(loss: PolicyLoss, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, not averaged: (terms [T], sums of metrics over the masked-in tokens).
 
     Sums (detached scalars, to be divided by the number of tokens): `loss/clip_fraction`, `loss/old_kl` (k3 estimate of
     the KL from the old policy to the current one), `loss/ratio`, `loss/ratio_tail` (ratio outside [1/2, 2]).
     """
+    mask = inputs.mask
     # Masked-out tokens may hold anything; zeros in their place keep NaN out of the gradient too.
-    log_probs = torch.where(mask, log_probs, 0.0)
-    old_log_probs = torch.where(mask, old_log_probs.detach(), 0.0)
-    advantages = torch.where(mask, advantages, 0.0)
-    clips = {"clip_low": clip_low, "clip_high": clip_high}
-    if loss == "ppo":
-        terms, clipped = token_terms(log_probs, old_log_probs, advantages, **clips)
-    elif loss == "gspo":
-        terms, clipped = gspo_terms(
-            log_probs,
-            old_log_probs,
-            advantages,
-            mask,
-            sequence_ids,
-            **clips,
-            num_sequences=num_sequences,
-            all_reduce=all_reduce,
-        )
-    elif loss == "reinforce":
-        terms, clipped = -advantages * log_probs, torch.zeros_like(mask)
-    else:
-        raise ValueError(f"policy loss '{loss}': choose clipped, gspo or reinforce")
+    log_probs = torch.where(mask, inputs.log_probs, 0.0)
+    old_log_probs = torch.where(mask, inputs.old_log_probs.detach(), 0.0)
+    advantages = torch.where(mask, inputs.advantages, 0.0)
+    found = loss.terms(replace(inputs, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages))
     with torch.no_grad():
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = torch.exp(log_ratio)
         sums = {
-            "loss/clip_fraction": clipped.sum(),
+            "loss/clip_fraction": found.clipped.sum(),
             "loss/old_kl": (ratio - 1.0 - log_ratio).sum(),
             "loss/ratio": torch.where(mask, ratio, 0.0).sum(),
             "loss/ratio_tail": (log_ratio.abs() > math.log(2.0)).sum(),
         }
-    return terms, sums
+    return found.terms, sums
 
 
 def loss_weights(
-    mask: torch.Tensor,
-    sequence_ids: torch.Tensor,
+    mask: Tensor,
+    segments: Segments,
     aggregation: Literal["token_mean", "sequence_mean"],
     *,
-    sequence_lengths: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sequence_lengths: Tensor | None = None,
+) -> Tensor:
     """Weight [T] of each token's term, before the division by the update's total.
 
     token_mean: 1 for each masked-in token; sum(terms * weights) over the whole update / its masked-in tokens is the
     mean over tokens. sequence_mean: 1 / (masked-in tokens of its sequence); the same sum / number of sequences is the
     mean over sequences of each one's token mean (GRPO's and GSPO's own).
 
-    sequence_lengths: [num_sequences], masked-in tokens of each whole sequence (context parallelism spreads a sequence
-    over ranks); counted from `mask` when absent.
+    sequence_lengths: [sequences], masked-in tokens of each whole sequence; counted from `mask` when absent.
     """
     weights = mask.to(torch.float32)
     if aggregation == "token_mean":
@@ -166,16 +172,15 @@ def loss_weights(
     if aggregation != "sequence_mean":
         raise ValueError(f"aggregation '{aggregation}': choose token_mean or sequence_mean")
     if sequence_lengths is None:
-        sequence_lengths = sequence_sums(weights, sequence_ids, _count_sequences(sequence_ids))
-    lengths = torch.cat([sequence_lengths.to(weights), weights.new_ones(1)])  # the last is for padding's id -1
-    return weights / lengths[sequence_ids].clamp(min=1)
+        (sequence_lengths,) = segments.sums(weights)
+    return weights / segments.spread_out(sequence_lengths.to(weights), padding=1.0).clamp(min=1)
 
 
 def clipped_surrogate(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
     *,
     clip_low: float,
     clip_high: float,

@@ -8,14 +8,13 @@ has sampled (and recorded) stays with it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
-from megatron_rl.data.packing import Sample
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.plan import share_of
 from megatron_rl.trainer.parallel import Ranks
 
 
-def partition(sizes: Sequence[int], count: int) -> list[list[int]]:
+def partition(sizes: list[int], count: int) -> list[list[int]]:
     """Share things of these sizes over `count` bins of about equal sums; indices ascend within a bin.
 
     Karmarkar and Karp's largest differencing method ("The differencing method of set partitioning", 1982): partial
@@ -34,7 +33,7 @@ def partition(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(count)]
 
 
-def plan_updates(sizes: Sequence[int], updates: int, ranks: int) -> list[list[list[int]]]:
+def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[int]]]:
     """[updates][ranks] indices of a step's sequences: each update has its share of them in their order, whatever the
     number of ranks, and every rank about as many tokens of it."""
     shares = [share_of(len(sizes), update, updates) for update in range(updates)]
@@ -43,7 +42,7 @@ def plan_updates(sizes: Sequence[int], updates: int, ranks: int) -> list[list[li
     ]
 
 
-def redistribute(samples: list[Sample], updates: int, ranks: Ranks) -> list[list[Sample]]:
+def redistribute(samples: list[Sequence], updates: int, ranks: Ranks) -> list[list[Sequence]]:
     """[updates] lists of what this data-parallel rank trains on. samples: on a leader what it has sampled, in the
     order of ranks those of the whole step; elsewhere they are not looked at. Every process calls it.
 
@@ -53,7 +52,7 @@ def redistribute(samples: list[Sample], updates: int, ranks: Ranks) -> list[list
     parts = ranks.gather_from_leaders([sample.inputs for sample in mine])
     first = sum(len(part) for part in parts[: ranks.data_rank])
     plan = plan_updates([size for part in parts for size in part], updates, ranks.data_size)
-    leaving: list[list[tuple[int, int, Sample]]] = [[] for _ in range(ranks.data_size)]
+    leaving: list[list[tuple[int, int, Sequence]]] = [[] for _ in range(ranks.data_size)]
     for update, by_rank in enumerate(plan):
         for rank, indices in enumerate(by_rank):
             own = [i for i in indices if first <= i < first + len(mine)]

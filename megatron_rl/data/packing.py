@@ -4,60 +4,25 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from megatron_rl.algorithms.correction import TokenWeights
-from megatron_rl.data.trajectory import RouterFeatures, Trajectory
+from megatron_rl.algorithms.segments import AllReduce, Segments
+from megatron_rl.data.sequence import FIELDS, Sequence
 from megatron_rl.errors import UserError
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.packed_layout import PackedLayout
 from megatron_rl.ops.placement import upload
-from megatron_rl.routing.replay import Features, RouteTable
+from megatron_rl.routing.memory import Features, RouteTable
 from megatron_rl.routing.table import RouteShape, evenly_spaced, has_route
 
+ALWAYS = ("loss_mask", "rollout_log_probs", "advantages")
+"""Fields that every batch has."""
 IGNORED = -100
 """Label of a position whose prediction nobody asks for."""
-
-
-@dataclass
-class Sample:
-    """One sequence to train on: n tokens of which the last n - prompt_length are the response."""
-
-    tokens: np.ndarray
-    """[n] int32"""
-    prompt_length: int
-    loss_mask: np.ndarray
-    """[n - prompt_length] bool"""
-    rollout_log_probs: np.ndarray
-    """[n - prompt_length] float32; zeros where there was no rollout (SFT)."""
-    advantage: float = 0.0
-    routes: np.ndarray | None = None
-    """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
-    features: RouterFeatures | None = None
-    """The engine's, of some response tokens."""
-    kept: list[np.ndarray] | None = None
-    """Per response token the ids that a truncating sampler kept; None: the whole vocabulary."""
-
-    @classmethod
-    def from_trajectory(cls, trajectory: Trajectory, advantage: float) -> Sample:
-        t = trajectory
-        mask = np.asarray(t.loss_mask, bool)
-        return cls(t.tokens, t.prompt_length, mask, t.log_probs, float(advantage), t.routes, t.features, t.kept)
-
-    @classmethod
-    def demonstration(cls, prompt: list[int], response: list[int]) -> Sample:
-        length = len(response)
-        tokens = np.asarray([*prompt, *response], np.int32)
-        return cls(tokens, len(prompt), np.ones(length, bool), np.zeros(length, np.float32))
-
-    @property
-    def inputs(self) -> int:
-        """Tokens that enter the model: the last one is only predicted."""
-        return len(self.tokens) - 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +42,8 @@ class Layout:
     """The tokens of a rank's products come in multiples of this (FP8)."""
     vocabulary: int | None = None
     """Of the model: ids of tokens are below it. None: not checked."""
+    all_reduce: AllReduce | None = None
+    """Over the context-parallel ranks; None where there is one."""
 
     @property
     def sequence_multiple(self) -> int:
@@ -105,48 +72,47 @@ class Batch:
     """[T] int64, IGNORED outside the response"""
     label_rows: torch.Tensor
     """[n] int64: those inside; as rows, because a GPU would be waited for to find them"""
-    mask: torch.Tensor
-    """[T] bool: labels that count in the loss"""
-    rollout_log_probs: torch.Tensor
-    """[T] float32"""
-    advantages: torch.Tensor
-    """[T] float32"""
-    sequence_ids: torch.Tensor
-    """[T] int64: 0..S-1, -1 for padding"""
+    fields: dict[str, torch.Tensor]
+    """[T] values of each label by name of `data.sequence.FIELDS`. What a pass over the batch computes is added by whoever asked
+    for it, on the pipeline stage that has it."""
+    segments: Segments
+    """Which of the S sequences a token belongs to"""
     cu_seqlens: torch.Tensor
     """[S' + 1] int32: borders of the sequences over *all* context-parallel ranks, padding counted with its sequence"""
     layout: PackedLayout
     """The same for attention, and where this rank's tokens lie"""
     max_seqlen: int
-    num_sequences: int
     sequence_lengths: torch.Tensor
     """[S] float32: counted labels of each whole sequence"""
     samples: list[int]
     """Index of each of the S sequences in the list that was packed"""
     kept: KeptTokens | None = None
     """Of the T tokens, where the sampler truncates its vocabulary."""
-    scored: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What passes over it leave [T], on the pipeline stage that computes them: log-probs of earlier ones ('old',
-    'normalizer', 'reference'), and of the update the 'coverage' of the safe set."""
-    corrected: TokenWeights | None = None
-    """What its update made of the ratios to the engine."""
     routes: RouteTable | None = None
     """Of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
     without_route: int = 0
     """Tokens on this context-parallel rank whose experts the engine did not tell."""
 
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """[T] values of a field."""
+        return self.fields[name]
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """[T] bool: labels that count in the loss."""
+        return self.fields["loss_mask"]
+
     def to(self, device: torch.device) -> Batch:
-        movable = (RouteTable, KeptTokens, PackedLayout)
+        movable = (RouteTable, KeptTokens, PackedLayout, Segments)
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
         moved |= {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        return Batch(**{**vars(self), **moved})
+        return replace(self, **moved, fields={name: upload(values, device) for name, values in self.fields.items()})
 
     def take(self, rows: torch.Tensor) -> Batch:
         """Some tokens of it [n], for losses that look at each token alone; what belongs to sequences stays."""
-        names = ("labels", "mask", "rollout_log_probs", "advantages", "sequence_ids")
-        taken = {name: getattr(self, name)[rows] for name in names}
-        taken |= {name: getattr(self, name)[:, rows] for name in ("tokens", "position_ids")}
-        return replace(self, **taken, scored={name: values[rows] for name, values in self.scored.items()})
+        fields = {name: values[rows] for name, values in self.fields.items()}
+        taken = {name: getattr(self, name)[:, rows] for name in ("tokens", "position_ids")}
+        return replace(self, **taken, labels=self.labels[rows], fields=fields, segments=self.segments.take(rows))
 
 
 def micro_batch_count(lengths: list[int], budget: int) -> int:
@@ -174,7 +140,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
+def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
     """Pack samples[i] for i in indices into one micro-batch (an empty list gives one of padding alone).
 
     Errors: UserError for a token outside the layout's vocabulary.
@@ -187,9 +153,8 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
     tokens = np.full(total, layout.pad_token, np.int64)
     position_ids = np.concatenate([np.arange(n) for n in np.diff(borders)])
     labels = np.full(total, IGNORED, np.int64)
-    mask = np.zeros(total, bool)
-    rollout_log_probs = np.zeros(total, np.float32)
-    advantages = np.zeros(total, np.float32)
+    names = {name for i in indices for name in samples[i].fields} | set(ALWAYS)
+    fields = {name: np.full(total, FIELDS[name].default, FIELDS[name].dtype) for name in FIELDS if name in names}
     sequence_ids = np.full(total, -1, np.int64)
     for row, (i, start) in enumerate(zip(indices, borders, strict=False)):
         sample = samples[i]
@@ -198,9 +163,8 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
         tokens[start : start + n] = sample.tokens[:-1]
         response = slice(start + p - 1, start + n)
         labels[response] = sample.tokens[p:]
-        mask[response] = sample.loss_mask
-        rollout_log_probs[response] = sample.rollout_log_probs
-        advantages[response] = sample.advantage
+        for name, values in fields.items():
+            values[response] = sample[name]
         sequence_ids[start : start + n] = row
 
     local = np.concatenate([_zigzag(a, b, layout) for a, b in pairwise(borders)])
@@ -211,25 +175,22 @@ def pack(samples: list[Sample], indices: list[int], layout: Layout) -> Batch:
         position_ids=pick(position_ids)[None],
         labels=pick(labels),
         label_rows=torch.from_numpy(np.flatnonzero(labels[local] != IGNORED)),
-        mask=pick(mask),
-        rollout_log_probs=pick(rollout_log_probs),
-        advantages=pick(advantages),
-        sequence_ids=pick(sequence_ids),
+        fields={name: pick(values) for name, values in fields.items()},
+        segments=Segments(pick(sequence_ids), len(indices), layout.all_reduce),
         cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
         layout=PackedLayout.build(torch.from_numpy(borders), len(local), layout.context, layout.context_rank),
         max_seqlen=int(np.diff(borders).max()),
-        num_sequences=len(indices),
-        sequence_lengths=torch.tensor([float(samples[i].loss_mask.sum()) for i in indices]),
+        sequence_lengths=torch.tensor([float(samples[i]["loss_mask"].sum()) for i in indices]),
         samples=list(indices),
         kept=_kept_tokens([samples[i] for i in indices], borders, local),
         routes=None
         if routes is None
-        else _route_table([samples[i] for i in indices], routes, borders, mask, local, layout),
+        else _route_table([samples[i] for i in indices], routes, borders, fields["loss_mask"], local, layout),
         without_route=0 if routes is None else int((_missing(routes) & (sequence_ids >= 0))[local].sum()),
     )
 
 
-def _check_tokens(sample: Sample, vocabulary: int | None) -> None:
+def _check_tokens(sample: Sequence, vocabulary: int | None) -> None:
     """A GPU would end the process at one of them, and name none."""
     if vocabulary is None:
         return
@@ -241,7 +202,7 @@ def _check_tokens(sample: Sample, vocabulary: int | None) -> None:
         )
 
 
-def _kept_tokens(samples: list[Sample], borders: np.ndarray, local: np.ndarray) -> KeptTokens | None:
+def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray) -> KeptTokens | None:
     """Of this context-parallel rank's tokens; None where no sampler truncated."""
     if all(sample.kept is None for sample in samples):
         return None
@@ -254,7 +215,7 @@ def _kept_tokens(samples: list[Sample], borders: np.ndarray, local: np.ndarray) 
     return KeptTokens(torch.from_numpy(np.concatenate(chosen).astype(np.int64)), torch.from_numpy(ends))
 
 
-def _engine_routes(samples: list[Sample], indices: list[int], borders: np.ndarray, shape: RouteShape) -> np.ndarray:
+def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndarray, shape: RouteShape) -> np.ndarray:
     """[total, moe_layers, topk], with sentinels for padding and for sequences without routes."""
     routes = shape.empty(int(borders[-1]))
     for i, start in zip(indices, borders, strict=False):
@@ -269,7 +230,12 @@ def _missing(routes: np.ndarray) -> np.ndarray:
 
 
 def _route_table(
-    samples: list[Sample], routes: np.ndarray, borders: np.ndarray, mask: np.ndarray, local: np.ndarray, layout: Layout
+    samples: list[Sequence],
+    routes: np.ndarray,
+    borders: np.ndarray,
+    mask: np.ndarray,
+    local: np.ndarray,
+    layout: Layout,
 ) -> RouteTable:
     """What the routers of this process remember: of the tokens that sequence parallelism leaves it."""
     own = np.split(local, layout.tensor)[layout.tensor_rank]
@@ -282,7 +248,7 @@ def _route_table(
         if from_engine:
             rows = first + (sample.features.positions.numpy() if sample.features is not None else np.arange(0))
         else:
-            rows = first + np.flatnonzero(sample.loss_mask)
+            rows = first + np.flatnonzero(sample["loss_mask"])
             rows = rows[evenly_spaced(len(rows), layout.cached_tokens)]
         cached[rows] = np.arange(sent, sent + len(rows))
         sent += len(rows)
@@ -297,7 +263,7 @@ def _route_table(
             for column, layer in enumerate(layout.routes.moe_layers)
         }
     return RouteTable(
-        moe_layers=layout.routes.moe_layers,
+        layout.routes,
         counted=torch.from_numpy(mask[own]),
         cached=torch.from_numpy(rows),
         counted_rows=torch.from_numpy(np.flatnonzero(mask[own])),
@@ -314,7 +280,7 @@ def _zigzag(start: int, end: int, layout: Layout) -> np.ndarray:
     return np.concatenate([chunks[layout.context_rank], chunks[2 * layout.context - 1 - layout.context_rank]])
 
 
-def pack_all(samples: list[Sample], count: int, layout: Layout) -> list[Batch]:
+def pack_all(samples: list[Sequence], count: int, layout: Layout) -> list[Batch]:
     """Share samples over `count` micro-batches of about equal length and pack each."""
     bins = assign([s.inputs for s in samples], count)
     return [pack(samples, indices, layout) for indices in bins]

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rl.data.trajectory import RouterFeatures, Trajectory, WeightSpan
+from megatron_rl.data.sequence import FIELDS, RouterFeatures
+from megatron_rl.data.trajectory import Trajectory, WeightSpan
 from megatron_rl.errors import UserError
 
 _PLAIN = (
@@ -34,8 +35,7 @@ def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
         row["kept"] = None if t.kept is None else [len(k) for k in t.kept]
         rows.append(row)
         arrays[f"{index}.tokens"] = t.tokens
-        arrays[f"{index}.log_probs"] = t.log_probs
-        arrays[f"{index}.loss_mask"] = t.loss_mask
+        arrays |= {f"{index}.{name}": values for name, values in t.fields.items()}
         if t.routes is not None:
             arrays[f"{index}.routes"] = t.routes
         if t.features is not None:
@@ -69,6 +69,9 @@ def _trajectory(arrays, index: int, row: dict) -> Trajectory:
     if row.get("kept") is not None:
         # np.split makes one part of no borders, where a response without tokens has none.
         kept = np.split(arrays[f"{index}.kept"], np.cumsum(row["kept"])[:-1]) if row["kept"] else []
+    fields = {name: arrays[f"{index}.{name}"] for name in FIELDS if f"{index}.{name}" in arrays}
+    if f"{index}.log_probs" in arrays:  # what an older record calls them
+        fields["rollout_log_probs"] = arrays[f"{index}.log_probs"]
     routes = arrays.get(f"{index}.routes")
     features = None
     if f"{index}.positions" in arrays:
@@ -80,8 +83,7 @@ def _trajectory(arrays, index: int, row: dict) -> Trajectory:
     return Trajectory(
         **{key: row[key] for key in _PLAIN if key in row},  # what an older record does not know has a default
         tokens=arrays[f"{index}.tokens"],
-        log_probs=arrays[f"{index}.log_probs"],
-        loss_mask=arrays[f"{index}.loss_mask"],
+        fields=fields,
         kept=kept,
         routes=routes,
         features=features,

@@ -22,7 +22,7 @@ from megatron_rl.models.sizes import Counts, Shape, Weight, count, model_counts,
 from megatron_rl.routing.cost import cache_cost
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.routing.table import route_dtype
-from megatron_rl.trainer.objective import log_probs_before
+from megatron_rl.trainer.objective import Policy
 
 GB = 10**9
 RESERVE = 3 * GB
@@ -214,7 +214,7 @@ class _StepTokens:
 def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _StepTokens) -> dict[str, int]:
     """What all micro-batches of a step hold on the GPU until its last update."""
     per_token = 8 + 8 + 8 + 8 + 1 + 4 + 4  # ids, positions, labels, sequences, mask, log-probs, advantages
-    scores = bool(log_probs_before(config))
+    scores = "old_log_probs" in Policy(config).needs
     per_token += 4 * (scores + (config.algorithm.kl.coefficient > 0))
     found = {"batch": per_token * tokens.of_step, "routes": 0, "features": 0}
     if not moe_layers:

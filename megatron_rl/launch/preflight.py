@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
+from megatron_rl.algorithms.losses import POLICY_LOSSES
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
@@ -414,10 +415,10 @@ def _check_correction(config: Config) -> None:
                 f"config: correction.{key} with correction.bypass: there are no log-probs of the old policy to compare the"
                 f" engine's with, as its ratio is part of the loss's; set correction.bypass: false, or {key}: {valid}"
             )
-    if config.algorithm.loss == "reinforce":
+    if not POLICY_LOSSES[config.algorithm.loss].has_ratio:
         raise UserError(
-            "config: correction.bypass with algorithm.loss = reinforce, which has no ratio that could start from the"
-            " engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo"
+            f"config: correction.bypass with algorithm.loss = {config.algorithm.loss}, which has no ratio that could start from"
+            " the engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo"
         )
     if config.routing.source in ("r2", *PREDICTING) and config.batch.updates_per_step > 1:
         raise UserError(

@@ -17,6 +17,7 @@ from megatron_rl.config import Config, to_yaml
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
+from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.launch.preflight import Kind, preflight
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -104,6 +105,7 @@ class Run:
             self.ranks,
             total_updates=config.steps * (config.batch.updates_per_step if training else 1),
             support=self.support if training else SamplingSupport(),
+            hooks=update_hooks(config) if training else [],
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from megatron_rl.algorithms.correction import divergence
 from megatron_rl.config import Config, KLConfig, OptimizerConfig, load_config
-from megatron_rl.data.packing import Batch, Sample
+from megatron_rl.data.packing import Batch
 from megatron_rl.data.record import load_trajectories
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
+from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.launch.preflight import activate_flash
 from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
@@ -30,6 +31,7 @@ from megatron_rl.models.attention import CoreAttention
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
 from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.routing.hook import Routes
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.trainer import Trainer, build_trainer
@@ -105,7 +107,7 @@ def attribute(
     """Score `trajectories` of step `step`, sampled from the weights of step `version`, with each source removed. Every process
     calls it with the same arguments."""
     usable = [
-        t for t in trajectories if {span.version for span in t.weight_spans} == {str(version)} and t.loss_mask.any()
+        t for t in trajectories if {span.version for span in t.weight_spans} == {str(version)} and t["loss_mask"].any()
     ]
     if not usable:
         raise UserError(
@@ -118,7 +120,7 @@ def attribute(
             support.check_recorded(trajectory.support)
     except ValueError as error:
         raise UserError(f"report: the responses of step {step} were {error}") from None
-    samples = [Sample.from_trajectory(t, 0.0) for t in usable[ranks.data_rank :: ranks.data_size]]
+    samples = usable[ranks.data_rank :: ranks.data_size]
     replayed = config.routing.source in FROM_ENGINE
     config = _scoring_alone(config)
     have_routes = any(t.routes is not None for t in usable)
@@ -186,14 +188,14 @@ class _Scorer:
     """A trainer that only scores, always the same samples."""
 
     def __init__(
-        self, config: Config, ranks: parallel.Ranks, samples: list[Sample], weights: Path | None, step: int
+        self, config: Config, ranks: parallel.Ranks, samples: list[Trajectory], weights: Path | None, step: int
     ) -> None:
         support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
-        self.trainer: Trainer = build_trainer(config, ranks, total_updates=None, support=support)
+        hooks = update_hooks(config, scores_alone=True)
+        self.trainer: Trainer = build_trainer(config, ranks, total_updates=None, support=support, hooks=hooks)
         if weights is not None:
             # At its first step the run's predictors are new, whatever it started from.
-            checkpoint.load_weights(weights, self.trainer, predictors=step > 0)
-        self.routing = config.routing
+            checkpoint.load_weights(weights, self.trainer, hooks=step > 0)
         self.samples = samples
 
     @torch.no_grad()
@@ -210,30 +212,30 @@ class _Scorer:
         rho: tokens outside that safe set count 0.
         """
         trainer = self.trainer
-        routing = replace(self.routing, source="r3") if replay else self.routing
-        trainer.config = replace(trainer.config, routing=routing)
+        hooks = [Routes("r3")] if replay else trainer.hooks
         for module in self._attentions():
             module.in_fp64 = exact_attention
         self.batches = trainer.pack(self.samples)  # anew: routers remember in it what they saw in a pass
-        trainer.compute_log_probs(self.batches, "scored")
+        found = trainer.compute_log_probs(self.batches, hooks=hooks)
+        pruned: list[Tensor | None] = [None] * len(found)
         if rho is not None:
-            support, trainer.support = trainer.support, replace(trainer.support, min_p=rho)
-            trainer.compute_log_probs(self.batches, "pruned")
-            trainer.support = support
-        return [self._k3(batch, rho is not None) for batch in self.batches if "scored" in batch.scored]
+            support = replace(trainer.support, min_p=rho)
+            pruned = trainer.compute_log_probs(self.batches, support=support, hooks=hooks)
+        triples = zip(self.batches, found, pruned, strict=True)
+        return [self._k3(batch, own, within) for batch, own, within in triples if own is not None]
 
-    def _k3(self, batch: Batch, pruned: bool) -> Tensor:
-        d = batch.scored["scored"].double() - batch.rollout_log_probs.double()
+    def _k3(self, batch: Batch, log_probs: Tensor, pruned: Tensor | None) -> Tensor:
+        d = log_probs.double() - batch["rollout_log_probs"].double()
         k3 = torch.where(d.isfinite(), divergence(torch.where(d.isfinite(), d, 0.0), "k3"), torch.nan)
-        k3 = torch.where(batch.scored["pruned"] > -torch.inf, k3, 0.0) if pruned else k3
+        k3 = k3 if pruned is None else torch.where(pruned > -torch.inf, k3, 0.0)
         return k3[batch.mask]  # precisions pad differently
 
     def compare(self, before: list[Tensor], after: list[Tensor]) -> Tensor:
         """[S, 3]: `common_sums` of this rank's sequences. Empty on ranks whose results do not count."""
         sums = []
-        for batch, one, other in zip((b for b in self.batches if "scored" in b.scored), before, after, strict=True):
-            by_sequence = attribution.common_sums(one, other, batch.sequence_ids[batch.mask], batch.num_sequences)
-            sums.append(self.trainer.context_sum(by_sequence).T)
+        # Of a stage without the head there is none, else one of each micro-batch.
+        for batch, one, other in zip(self.batches, before, after, strict=False):
+            sums.append(attribution.common_sums(one, other, batch.segments.take(batch.mask)).T)
         counts = self.trainer.reports and self.trainer.layout.context_rank == 0
         return torch.cat(sums).cpu() if counts and sums else torch.zeros(0, 3, dtype=torch.float64)
 

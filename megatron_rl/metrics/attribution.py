@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from megatron_rl.algorithms.losses import sequence_sums
+from megatron_rl.algorithms.segments import Segments
 
 ATTRIBUTION_FILE = "attribution.json"
 
@@ -46,14 +46,14 @@ class Attribution:
     sources: list[Source]
 
 
-def common_sums(before: Tensor, after: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
+def common_sums(before: Tensor, after: Tensor, segments: Segments) -> Tensor:
     """[3, S]: sums of `before` and of `after` [n] over a sequence's tokens that are finite in both, and their number.
 
     A token that a removal brings into the safe set, or takes out of it, says nothing of the source.
     """
     common = before.isfinite() & after.isfinite()
     values = (torch.where(common, value, 0.0) for value in (before, after, torch.ones_like(before)))
-    return torch.stack([sequence_sums(value, sequence_ids, num_sequences) for value in values])
+    return torch.stack(segments.sums(*values))
 
 
 def source(name: str, removed_by: str, before: Tensor, after: Tensor, tokens: Tensor) -> Source:

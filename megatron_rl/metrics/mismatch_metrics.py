@@ -1,20 +1,22 @@
-"""The mismatch panel of one step: engine against trainer before and after correction, and what the pruning took away."""
+"""Mismatch metrics of one step: engine against trainer before and after correction, and what the pruning took away."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import torch
 
 from megatron_rl.algorithms.correction import TokenWeights
-from megatron_rl.algorithms.losses import sequence_sums
 from megatron_rl.algorithms.pruning import bias_bound
+from megatron_rl.algorithms.segments import Segments
 from megatron_rl.data.packing import Batch
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics import mismatch
+from megatron_rl.trainer.trainer import Update
 
 
-def panel_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
+def mismatch_metrics(run: Run, rollout_batch: list[list[Batch]], updates: list[Update]) -> dict[str, float]:
     """Figures of all micro-batches of the step, after their updates. Every process calls it.
 
     mismatch/*: the policy that the updates started from, against the engine. corrected/*: the same over the tokens that
@@ -22,7 +24,12 @@ def panel_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
     what became of the others.
     """
     trainer, config = run.trainer, run.config
-    scored = [_on_host(batch) for batches in updates for batch in batches if batch.corrected is not None]
+    pairs = [
+        pair
+        for batches, one in zip(rollout_batch, updates, strict=True)
+        for pair in zip(batches, one.tokens, strict=True)
+    ]
+    scored = [_Scored.of(batch, tokens) for batch, tokens in pairs if tokens]
     before = [_before(run, batch) for batch in scored]
     after = [_after(run, batch) for batch in scored]
     sums = [_correction_sums(batch) for batch in scored]
@@ -48,43 +55,55 @@ def panel_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, float]:
     return metrics
 
 
-def _on_host(batch: Batch) -> Batch:
-    """What the figures are made of: many small steps that depend on values, which a GPU would be waited for each time."""
-    names = ("mask", "rollout_log_probs", "sequence_ids")
-    host = {name: getattr(batch, name).cpu() for name in names}
-    corrected = TokenWeights(*(value.cpu() for value in vars(batch.corrected).values()))
-    return replace(batch, **host, corrected=corrected, scored={name: v.cpu() for name, v in batch.scored.items()})
+@dataclass(frozen=True)
+class _Scored:
+    """One micro-batch and what its update said of each token; on the host, for many small steps that depend on values, which a
+    GPU would be waited for each time. All [T]."""
+
+    mask: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    segments: Segments
+    old_log_probs: torch.Tensor
+    coverage: torch.Tensor
+    corrected: TokenWeights
+
+    @classmethod
+    def of(cls, batch: Batch, tokens: Mapping[str, torch.Tensor]) -> _Scored:
+        host = {name: values.cpu() for name, values in tokens.items()}
+        corrected = TokenWeights(**{f.name: host.pop(f.name) for f in fields(TokenWeights)})
+        device = torch.device("cpu")
+        return cls(
+            batch.mask.cpu(), batch["rollout_log_probs"].cpu(), batch.segments.to(device), **host, corrected=corrected
+        )
 
 
-def _before(run: Run, batch: Batch) -> mismatch.Mismatch:
-    return _measure(run, batch, batch.mask, batch.scored["old"].double() - batch.rollout_log_probs.double())
+def _before(run: Run, batch: _Scored) -> mismatch.Mismatch:
+    return _measure(run, batch, batch.mask, batch.old_log_probs.double() - batch.rollout_log_probs.double())
 
 
-def _after(run: Run, batch: Batch) -> mismatch.Mismatch:
+def _after(run: Run, batch: _Scored) -> mismatch.Mismatch:
     used, correction = batch.corrected.weights > 0, run.config.correction
     if correction.mode == "none":
-        return _measure(run, batch, used, batch.scored["old"].double() - batch.rollout_log_probs.double())
+        return _measure(run, batch, used, batch.old_log_probs.double() - batch.rollout_log_probs.double())
     # Above the token's level every token has its sequence's weight.
     return _measure(run, batch, used, batch.corrected.weights.log(), of_sequences=correction.level != "token")
 
 
 def _measure(
-    run: Run, batch: Batch, mask: torch.Tensor, log_ratios: torch.Tensor, *, of_sequences: bool = False
+    run: Run, batch: _Scored, mask: torch.Tensor, log_ratios: torch.Tensor, *, of_sequences: bool = False
 ) -> mismatch.Mismatch:
     """Of the tokens in the mask. Sequences are counted on the first context-parallel rank, which all of them add to."""
-    parts = torch.stack([torch.where(mask, log_ratios, 0.0), mask.double()])
-    sums = [sequence_sums(part, batch.sequence_ids, batch.num_sequences) for part in parts]
-    total, tokens = run.trainer.context_sum(torch.stack(sums))
+    total, tokens = batch.segments.sums(torch.where(mask, log_ratios, 0.0), mask.double())
     total = total / tokens.clamp(min=1) if of_sequences else total
     sequences = total[tokens > 0].tolist() if run.trainer.layout.context_rank == 0 else []
     engine = batch.rollout_log_probs.double()
     return mismatch.measure(engine + log_ratios, engine, mask, sequences)
 
 
-def _correction_sums(batch: Batch) -> dict[str, float]:
+def _correction_sums(batch: _Scored) -> dict[str, float]:
     corrected, mask = batch.corrected, batch.mask
     weights = corrected.weights[mask]
-    outside = mask & (batch.scored["old"] == -torch.inf)
+    outside = mask & (batch.old_log_probs == -torch.inf)
     return {
         "tokens": float(mask.sum()),
         "weight": float(weights.sum()),
@@ -114,9 +133,9 @@ def _correction_metrics(parts: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def _coverage(batch: Batch) -> tuple[float, float, int]:
+def _coverage(batch: _Scored) -> tuple[float, float, int]:
     """Sum, smallest, number."""
-    found = batch.scored["coverage"][batch.mask].double()
+    found = batch.coverage[batch.mask].double()
     return float(found.sum()), float(found.min()) if len(found) else 1.0, len(found)
 
 

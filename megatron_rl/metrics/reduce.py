@@ -114,13 +114,12 @@ def _smaller(a: Value, b: Value) -> Value:
 _OPERATIONS = {"sum": lambda a, b: a + b, "max": _larger, "min": _smaller}
 
 
-def on_host(metrics: Mapping[str, Metric]) -> Metrics:
+def on_host(several: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
     """The same with numbers and numpy arrays (fp64) in place of tensors, in one transfer from the device."""
-    parts = (part for metric in metrics.values() for part in metric.parts)
+    parts = (part for metrics in several for metric in metrics.values() for part in metric.parts)
     tensors = {id(part): part for part in parts if torch.is_tensor(part)}
     if not tensors:
-        return dict(metrics)
-    # As a list, and not as an array: it is what tensors without data can be asked for too.
+        return [dict(metrics) for metrics in several]
     flat = np.array(torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors.values()]).tolist())
     ends = np.cumsum([tensor.numel() for tensor in tensors.values()])[:-1]
     arrays = dict(zip(tensors, np.split(flat, ends), strict=True))
@@ -130,7 +129,10 @@ def on_host(metrics: Mapping[str, Metric]) -> Metrics:
             return part
         return arrays[id(part)] if part.ndim else float(arrays[id(part)][0])
 
-    return {name: replace(metric, parts=tuple(map(moved, metric.parts))) for name, metric in metrics.items()}
+    return [
+        {name: replace(metric, parts=tuple(map(moved, metric.parts))) for name, metric in metrics.items()}
+        for metrics in several
+    ]
 
 
 def of_update(metrics: Mapping[str, Metric]) -> Metrics:

@@ -11,26 +11,24 @@ from megatron_rl.data.packing import Batch
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.run import Clock, Run
 from megatron_rl.metrics.hardware import hardware_metrics
-from megatron_rl.metrics.mismatch_metrics import panel_metrics
-from megatron_rl.routing.metrics import PREFIX, route_metrics
+from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
+from megatron_rl.metrics.reduce import figures, merge
 from megatron_rl.routing.replay import FROM_ENGINE
-from megatron_rl.vp2o import transform as stein
-
-COUNTED = ("update/skipped", "update/predictors_skipped", "update/rejected", "update/backtracks")
-"""Of the updates of a step these are added up."""
+from megatron_rl.trainer.trainer import Update
 
 
 def log_step(
     run: Run,
     trajectories: list[Trajectory],
-    updates: list[list[Batch]],
-    update_sums: list[dict[str, float]],
+    rollout_batch: list[list[Batch]],
+    updates: list[Update],
     engine: dict[str, float],
     clock: Clock,
 ) -> None:
     """Write the line of the step that has just ended (all ranks call; rank 0 writes)."""
-    metrics = reward_metrics(run, trajectories) | update_metrics(update_sums) | panel_metrics(run, updates) | engine
-    metrics |= route_metrics(update_sums) | fallback_metrics(run, updates) | stein.vp2o_metrics(update_sums)
+    measured = figures(merge(update.metrics for update in updates))
+    metrics = reward_metrics(run, trajectories) | measured | mismatch_metrics(run, rollout_batch, updates) | engine
+    metrics |= fallback_metrics(run, rollout_batch)
     times = clock.times()
     metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
     sequences = [(len(t.tokens) - 1, t.response_length) for t in trajectories]
@@ -65,26 +63,11 @@ def reward_metrics(run: Run, trajectories: list[Trajectory]) -> dict[str, Any]:
     return metrics
 
 
-def update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Sums over tokens become means; per-update figures (update/...) are averaged, skipped updates are counted."""
-    tokens = sum(u["tokens"] for u in updates)
-    metrics = {}
-    for key in updates[0]:
-        total = sum(u[key] for u in updates)
-        if key in COUNTED:
-            metrics[key] = total
-        elif key.startswith("update/"):
-            metrics[key] = total / len(updates)
-        elif key != "tokens" and not key.startswith((PREFIX, stein.PREFIX)):
-            metrics[key] = total / max(tokens, 1)
-    return metrics
-
-
-def fallback_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, int]:
+def fallback_metrics(run: Run, rollout_batch: list[list[Batch]]) -> dict[str, int]:
     """Tokens that were routed freely although the engine's routes were to be replayed: it did not tell them."""
     if run.config.routing.source not in FROM_ENGINE:
         return {}
-    mine = sum(b.without_route for batches in updates for b in batches) if run.trainer.reports else 0
+    mine = sum(b.without_route for batches in rollout_batch for b in batches) if run.trainer.reports else 0
     return {"routing/fallback_tokens": run.ranks.total(mine)}
 
 

@@ -100,13 +100,13 @@ class Model:
         except IncompleteWeights as error:
             raise UserError(f"model folder {folder}: {error}") from None
 
-    def export_plan(self, chunks: list[GPTModel], *, predictors: bool = False) -> list[WeightConversionTask]:
+    def export_plan(self, chunks: list[GPTModel], *, foreign: bool = False) -> list[WeightConversionTask]:
         """Which parameters make which Hugging Face tensors: the same for every export of these chunks.
 
-        predictors: those of the routers too; they are no part of the architecture, and go to an engine that has them.
+        foreign: those of route predictors too; they are no part of the architecture, and go to an engine that has them.
         """
         tasks = self.bridge.build_conversion_tasks(self.hf_config, chunks)
-        return [task for task in tasks if predictors or not task.global_param_name.endswith(PREDICTOR_WEIGHT)]
+        return [task for task in tasks if foreign or not task.global_param_name.endswith(PREDICTOR_WEIGHT)]
 
     @torch.no_grad()
     def export_hf_weights(

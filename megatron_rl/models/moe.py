@@ -45,7 +45,7 @@ class ExpertMoELayer(MoELayer):
     def combine(self, output: Tensor) -> Tensor:
         output = super().combine(output)
         route_pass = self.router.router_replay.route_pass
-        if route_pass is None or not route_pass.orthogonality or not torch.is_grad_enabled():
+        if route_pass is None or not route_pass.reads_outputs or not torch.is_grad_enabled():
             return output
         dispatcher = self.token_dispatcher
         mapped = dispatcher.routing_map

@@ -8,7 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.ops.packed_layout import PackedLayout
-from megatron_rl.routing.replay import RoutePass
+from megatron_rl.routing.passes import RoutePass
 
 
 @dataclass

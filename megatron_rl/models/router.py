@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.routing.predictor import RoutePredictor
-from megatron_rl.routing.replay import RouteSelector
+from megatron_rl.routing.passes import RouteSelector
 
 PREDICTOR_WEIGHT = ".router.predictor.weight"
 """How the names of the predictors' parameters end, in a chunk."""

@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megatron_rl.data.trajectory import RouterFeatures, WeightSpan
+from megatron_rl.data.sequence import RouterFeatures
+from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
 
@@ -50,8 +51,8 @@ class Reply:
 
     tokens: np.ndarray
     """[m] int32."""
-    log_probs: np.ndarray
-    """[m] float32, under the sampling support."""
+    fields: dict[str, np.ndarray]
+    """[m] values of each token, by name of `data.sequence.FIELDS`."""
     finish_reason: str
     """stop | length | abort."""
     weight_spans: list[WeightSpan]
@@ -96,7 +97,8 @@ def parse_reply(
         raise UserError(f"SGLang refused a prompt of {prompt_length} tokens: {reason.get('message')}")
     if len(log_probs) != len(tokens):
         raise UserError(f"reply of SGLang has {len(tokens)} tokens but {len(log_probs)} log-probs")
-    parsed = Reply(tokens, log_probs, reason["type"], spans, text=reply.get("text") or "")
+    fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": log_probs}
+    parsed = Reply(tokens, fields, reason["type"], spans, text=reply.get("text") or "")
     if kept:
         parsed.kept = sets
         if len(sets) != len(tokens):

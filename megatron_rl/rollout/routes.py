@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_rl.data.trajectory import RouterFeatures, Trajectory
+from megatron_rl.data.sequence import RouterFeatures
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.routing.table import RouteShape, names_one_twice
 

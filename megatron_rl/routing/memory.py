@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.ops.placement import upload
-from megatron_rl.routing.table import evenly_spaced, has_route
+from megatron_rl.routing.table import RouteShape, evenly_spaced, has_route
 
 Kind = TypeVar("Kind")
 
@@ -38,7 +38,7 @@ class Features:
 class RouteTable:
     """Routes and features of one micro-batch: the T tokens that reach this process's routers, in their order."""
 
-    moe_layers: tuple[int, ...]
+    shape: RouteShape
     counted: Tensor
     """[T] bool: tokens that metrics count, those whose prediction is in the loss."""
     cached: Tensor
@@ -73,7 +73,7 @@ class RouteTable:
 
     def engine_route(self, layer: int) -> Tensor | None:
         """[T, k] ids of the engine for a model layer."""
-        return None if self.engine is None else self.engine[:, self.moe_layers.index(layer)]
+        return None if self.engine is None else self.engine[:, self.shape.moe_layers.index(layer)]
 
     def counted_with_route(self, routes: Tensor) -> Tensor:
         """[T] bool: counted tokens for which routes [T, k] have any."""

@@ -20,10 +20,9 @@ class PredictRoutes(RouteObserver):
     Where the engine has chosen already, with its predictors, nothing is added: weights are the router's alone.
     """
 
-    def __init__(self, table: RouteTable, experts: int, *, chosen_by_engine: bool, learns: bool) -> None:
+    def __init__(self, table: RouteTable, *, chosen_by_engine: bool, learns: bool) -> None:
         """learns: an update of this micro-batch will, from the router inputs that are then kept too."""
-        self.table, self.dtype = table, route_dtype(experts)
-        self.chosen_by_engine, self.learns = chosen_by_engine, learns
+        self.table, self.chosen_by_engine, self.learns = table, chosen_by_engine, learns
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         table = self.table
@@ -41,7 +40,7 @@ class PredictRoutes(RouteObserver):
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         foreseen = self.table.kept(Foreseen).pop(layer)
         if not self.chosen_by_engine:
-            self.table.kept(Unpredicted)[layer] = foreseen.to(self.dtype)
+            self.table.kept(Unpredicted)[layer] = foreseen.to(route_dtype(self.table.shape.experts))
 
 
 class PredictorGradients(RouteObserver):

@@ -2,55 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
+from torch import Tensor
 
 from megatron_rl.config import OptimizerConfig, RoutingConfig
-from megatron_rl.models.router import ReplayRouter
-from megatron_rl.routing.replay import RoutePass
+from megatron_rl.data.packing import Batch
+from megatron_rl.metrics.reduce import Metrics, alike
+from megatron_rl.models.router import PREDICTOR_WEIGHT, routers
+from megatron_rl.routing.passes import RouteObserver
+from megatron_rl.routing.predict import PredictorGradients, PredictRoutes
+from megatron_rl.routing.replay import FROM_ENGINE
+from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
+from megatron_rl.trainer.trainer import Trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Predictors:
-    """The predictors of this process's MoE layers: the same on all processes that hold these layers."""
+class Predictors(UpdateHook):
+    """The predictors of this process's MoE layers: the same on all processes that hold these layers.
 
-    def __init__(
-        self, routers: Iterable[tuple[int, ReplayRouter]], optimizer: OptimizerConfig, routing: RoutingConfig
-    ) -> None:
-        self.multiplier, self.decay = routing.predictor_lr_multiplier, routing.predictor_decay
-        self.weights = {layer: router.predictor.weight for layer, router in routers}
+    They learn in all but the first update of a rollout batch, before which routers have not moved. A pipeline stage without a
+    MoE layer has none.
+    """
+
+    name = "predictors"
+    parameters = PREDICTOR_WEIGHT
+
+    def __init__(self, routing: RoutingConfig, optimizer: OptimizerConfig) -> None:
+        self.config, self.multiplier, self.decay = routing, routing.predictor_lr_multiplier, routing.predictor_decay
         # Momentum is a memory of its own, which would outlive what a predictor is to forget.
-        betas = (0.0, optimizer.betas[1]) if self.decay else optimizer.betas
-        self.adam = torch.optim.AdamW(self.weights.values(), betas=betas, eps=optimizer.eps)
+        self._adam = {"betas": (0.0, optimizer.betas[1]) if self.decay else optimizer.betas, "eps": optimizer.eps}
+        self.served = routing.source in FROM_ENGINE
+        self.weights: dict[int, Tensor] = {}
+        self.adam: torch.optim.AdamW | None = None
+        self._gradients: dict[int, Tensor] = {}
+        """[E, d] by layer, of the loss summed over the tokens of this process in the update."""
+        self._learning: list[PredictorGradients] = []
+        """One a micro-batch."""
+        self._failed = False
+
+    def attach(self, trainer: Trainer) -> None:
+        found = dict(routers(trainer.chunks))
+        for router in found.values():
+            router.add_predictor()
+        self.weights = {layer: router.predictor.weight for layer, router in found.items()}
+        if not found:
+            return
+        self.adam = torch.optim.AdamW(self.weights.values(), **self._adam)
         for weight in self.weights.values():
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adam.state[weight] = {"step": torch.zeros(()), **moments}
         self.group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
 
-    def step(self, passes: list[RoutePass], lr: float) -> bool:
-        """One update by the gradients of the passes: of the mean over the cached tokens of all processes, layer by layer.
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+        self._gradients, self._learning, self._failed = {}, [], False
 
-        lr: the policy's current learning rate. Collective. Returns whether it was done: not without a cached token, nor
-        where a gradient is not finite.
+    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+        learns = place.update > 0
+        if stage == "log_probs":
+            return [PredictRoutes(batch.routes, chosen_by_engine=self.config.source in FROM_ENGINE, learns=learns)]
+        if not (learns and self.weights):
+            return []
+        options = (self.config.predictor_loss, place.update + 1, self._gradients)
+        self._learning.append(PredictorGradients(batch.routes, *options))
+        return self._learning[-1:]
+
+    def after_step(self, step: Step) -> None:
+        """What is rejected changes no predictor either."""
+        if self._learning and step.lr:
+            tokens = sum(one.tokens(next(iter(self.weights))) for one in self._learning)
+            self._failed = not self.learn(self._gradients, tokens, step.lr)
+
+    def metrics(self) -> Metrics:
+        return {"update/predictors_skipped": alike(float(self._failed), across="sum")}
+
+    def learn(self, gradients: dict[int, Tensor], tokens: int, lr: float) -> bool:
+        """One update by the mean over the cached tokens of all processes, layer by layer.
+
+        gradients: [E, d] by layer, summed over this process's `tokens`. lr: the policy's current learning rate. Collective.
+        Returns whether it was done: not without a cached token, nor where a gradient is not finite.
         """
-        mine = passes[0].gradients  # which all passes of an update share
-        sums = [mine.get(layer, torch.zeros_like(weight)) for layer, weight in self.weights.items()]
-        first = next(iter(self.weights))
-        tokens = sums[0].new_tensor([sum(p.stats[first].cached for p in passes)])
-        flat = torch.cat([*(total.flatten() for total in sums), tokens])
+        sums = [gradients.get(layer, torch.zeros_like(weight)) for layer, weight in self.weights.items()]
+        flat = torch.cat([*(total.flatten() for total in sums), sums[0].new_tensor([tokens])])
         dist.all_reduce(flat, group=self.group)
-        *gradients, tokens = flat.split([*(total.numel() for total in sums), 1])
-        if not float(tokens) or not bool(flat.isfinite().all()):
+        *means, everywhere = flat.split([*(total.numel() for total in sums), 1])
+        if not float(everywhere) or not bool(flat.isfinite().all()):
             return False
-        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
-            weight.grad = gradient.view_as(weight) / tokens
+        for weight, gradient in zip(self.weights.values(), means, strict=True):
+            weight.grad = gradient.view_as(weight) / everywhere
         for group in self.adam.param_groups:
             group["lr"] = lr * self.multiplier
             group["weight_decay"] = self.decay / group["lr"] if group["lr"] else 0.0  # AdamW decays by their product
@@ -58,15 +104,19 @@ class Predictors:
         self.adam.zero_grad()
         return True
 
+    def tensors(self) -> Iterable[Tensor]:
+        if self.adam is not None:
+            yield from (value for state in self.adam.state.values() for value in state.values())
+
     # -- checkpoints: the weights are part of the model's state, the moments are kept beside it ------------------------
 
-    @property
-    def updates(self) -> int:
-        """Steps done so far."""
-        return int(next(iter(self.adam.state.values()))["step"])
+    def progress(self) -> dict[str, int]:
+        return {"updates": int(next(iter(self.adam.state.values()))["step"])} if self.adam else {}
 
-    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Adam's moments as Megatron's dist_checkpointing stores them; model_state: that of the chunks."""
+    def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Adam's moments."""
+        if not self.weights:
+            return {}
         sharded = get_param_id_to_sharded_param_map(model_state, iter(self.weights.values()))
         return {
             name: {
@@ -78,10 +128,9 @@ class Predictors:
             for name in MOMENTS
         }
 
-    def load_state_dict(self, state: dict[str, Any], updates: int) -> None:
-        """state: what was loaded in the place of sharded_state_dict's."""
+    def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
         for layer, weight in self.weights.items():
             kept = self.adam.state[weight]
-            kept["step"] = torch.tensor(float(updates))
+            kept["step"] = torch.tensor(float(progress["updates"]))
             for name in MOMENTS:
                 kept[name].copy_(state[name][layer])

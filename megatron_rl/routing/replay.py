@@ -33,11 +33,11 @@ class ReplayRoutes(RouteObserver):
 class RecordRoutes(RouteObserver):
     """Keeps the experts of all tokens."""
 
-    def __init__(self, table: RouteTable, experts: int) -> None:
-        self.table, self.dtype = table, route_dtype(experts)
+    def __init__(self, table: RouteTable) -> None:
+        self.table = table
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
-        self.table.recorded[layer] = chosen.to(self.dtype)
+        self.table.recorded[layer] = chosen.to(route_dtype(self.table.shape.experts))
 
 
 class RecordLogits(RouteObserver):

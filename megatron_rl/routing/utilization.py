@@ -50,14 +50,14 @@ def load_max(load: np.ndarray) -> float | None:
 class ExpertLoad(RouteObserver):
     """Counts the tokens of each expert in the first pass of a micro-batch."""
 
-    def __init__(self, table: RouteTable, experts: int, update: int) -> None:
-        self.table, self.experts, self.update = table, experts, update
+    def __init__(self, table: RouteTable, update: int) -> None:
+        self.table, self.update = table, update
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         found = self.table.kept(Load)
         if layer not in found:
             tokens = self.table.counted.float()[:, None].expand(chosen.shape)
-            load = torch.zeros(self.experts, device=chosen.device)
+            load = torch.zeros(self.table.shape.experts, device=chosen.device)
             found[layer] = load.scatter_add_(0, chosen.flatten(), tokens.flatten())
 
     def metrics(self) -> Metrics:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 from megatron_rl.config import RefreshConfig
-from megatron_rl.data.packing import Sample
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -43,7 +43,7 @@ def drift_of(sums: torch.Tensor) -> Drift:
     return Drift(kl / max(kept, 1.0), weight**2 / (tokens * squared) if squared else 0.0) if tokens else Drift(0.0, 1.0)
 
 
-def measure(trainer: Trainer, samples: list[Sample], config: RefreshConfig) -> Drift | None:
+def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) -> Drift | None:
     """Of the policy as it is after a step, over some of the sequences that the step was of; None where nothing asks for it.
 
     samples: this data-parallel rank's. One forward pass over about `config.tokens` tokens of each rank. Every process calls
@@ -53,10 +53,10 @@ def measure(trainer: Trainer, samples: list[Sample], config: RefreshConfig) -> D
         return None
     every = max(1, -(-sum(len(s.tokens) for s in samples) // config.tokens))
     batches = trainer.pack(samples[::every])
-    trainer.compute_log_probs(batches, "drift", learn_routes=False)
+    found = trainer.compute_log_probs(batches)
     mine = torch.zeros(5, dtype=torch.float64)
-    for batch in batches if trainer.reports else ():
-        ratios = (batch.scored["drift"] - batch.rollout_log_probs).cpu()
+    for batch, log_probs in zip(batches, found, strict=True) if trainer.reports else ():
+        ratios = (log_probs - batch["rollout_log_probs"]).cpu()
         mine += drift_sums(ratios[batch.mask.cpu()], config.alpha)
     return drift_of(torch.stack(trainer.ranks.gather(mine)).sum(0))
 

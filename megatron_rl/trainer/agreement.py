@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
+from collections.abc import Iterable
 
 from megatron_rl.errors import UserError
-from megatron_rl.routing.metrics import engine_agreement
+from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.routing.metrics import layer_name
+from megatron_rl.trainer.hooks import UpdateHook
+from megatron_rl.trainer.objective import CLOSE
+from megatron_rl.trainer.trainer import Trainer
 
-CLOSE = "mismatch/close"
-"""Name of a metric sum: sampled tokens whose log-probs engine and trainer have within a factor of two."""
 FEWEST = 32
 """Tokens of an update below which nothing is said."""
 
 
-def check_agreement(sums: Mapping[str, float | np.ndarray], floor: float | None) -> None:
-    """Errors: UserError where less than a share `floor` agrees in an update, of its tokens or of a layer's experts.
+class AgreementFloor(UpdateHook):
+    """Stops the run where less than a share `floor` agrees in an update, of its tokens or of a layer's experts."""
 
-    sums: metric sums of an update over all processes (`Trainer.update`); those of demonstrations have nothing to compare.
+    def __init__(self, floor: float) -> None:
+        self.floor = floor
+        self._layers: tuple[int, ...] = ()
+
+    def attach(self, trainer: Trainer) -> None:
+        self._layers = trainer.layout.routes.moe_layers if trainer.layout.routes else ()
+
+    def check(self, metrics: Metrics) -> None:
+        check_agreement(metrics, self._layers, self.floor)
+
+
+def check_agreement(metrics: Metrics, moe_layers: Iterable[int], floor: float) -> None:
+    """metrics: of an update, merged over all processes; those of demonstrations have nothing to compare.
+
     The shares of log-probs within a factor of two and of equal experts are both near 1 in a healthy run, FP8 included
     (rounding turns few experts over, and moves few log-probs by 0.7). Routes of other tokens agree by chance alone, which
     is topk / experts times the unevenness of the load: from 0.06 (Qwen3-30B-A3B) to 0.25 (Mixtral) for an even one.
     """
-    tokens = sums.get("tokens", 0)
-    if floor is None or tokens < FEWEST or CLOSE not in sums:
+    if CLOSE not in metrics:
+        return
+    close, tokens = metrics[CLOSE].parts
+    if tokens < FEWEST:
         return
     start = f"rollout.agreement_floor = {floor:g}: before an update"
     end = "nothing was learnt from it"
-    for layer, (share, compared) in engine_agreement(sums).items():
-        if compared >= FEWEST and share < floor:
+    for layer in moe_layers:
+        experts = metrics.get(layer_name(layer, "engine_agreement"))
+        if experts is None or sum(experts.parts[0]) < FEWEST:
+            continue
+        if (share := experts.finish(*experts.parts)) < floor:
             raise UserError(
                 f"{start} only {share:.0%} of the experts that SGLang reports in layer {layer} are the trainer's own choice for"
                 f" the same tokens and weights; {end}: look at its --moe-runner-backend (triton captures routes) and at the"
                 " model that it serves"
             )
-    if (share := sums[CLOSE] / tokens) < floor:
+    if (share := close / tokens) < floor:
         raise UserError(
             f"{start} only {share:.0%} of the tokens have log-probs within a factor of two in SGLang and in the trainer; {end}:"
             " look at the model, dtype, temperature and --attention-backend of the server"

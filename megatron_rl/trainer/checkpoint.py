@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.dist_write import Write, read
-from megatron_rl.models.router import PREDICTOR_WEIGHT
+from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.optimizer import gather_parameters, torch_adams
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.sharded_state import ShardedState
@@ -33,7 +34,6 @@ from megatron_rl.trainer.trainer import Trainer
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Megatron writes process groups into the dict that it is given: each call gets a copy.
-NO_PREDICTORS = -1
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -77,8 +77,7 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
     gather_parameters(trainer.ddp)
     _allocate_adam(trainer)
     state = _model_state(trainer)
-    if trainer.predictors:
-        state["predictors"] = trainer.predictors.sharded_state_dict(state)
+    state |= {hook.name: found for hook in trainer.hooks if (found := hook.state_dict(state))}
     if not trainer.config.parallel.distributed_optimizer:
         state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
@@ -130,13 +129,11 @@ class Save:
         _raise_together(ranks, problem)
         state = _state(trainer, ranks, loading=False)
         _distributed_state(trainer, state)
-        # A pipeline stage of dense layers has none, and rank 0 may be of it.
-        predictor_updates = ranks.maximum(trainer.predictors.updates if trainer.predictors else NO_PREDICTORS)
         state["run"] = {
             "step": step,
             "world_size": ranks.world_size,
             "scheduler": trainer.scheduler.state_dict(),
-            "predictor_updates": predictor_updates,
+            "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
             "extra": extra,
         }
         try:
@@ -198,10 +195,9 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     trainer.scheduler.load_state_dict(common["scheduler"])
     _prepare_optimizers(trainer)
     state = _state(trainer, ranks, loading=True, with_random=same_size)
-    has_predictors = _has_predictors(common)
     parts = _distributed_state(trainer, state)
-    if not has_predictors:
-        _leave_out_predictors(state)
+    known = [hook for hook in trainer.hooks if hook.name in common["hooks"]]
+    _leave_out(state, (hook for hook in trainer.hooks if hook not in known))
     loaded = _load(state, path)
     _load_model(trainer, loaded)
     for part in parts:
@@ -209,22 +205,22 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     if not parts:
         trainer.optimizer.load_state_dict(loaded["optimizer"])
     _separate_steps(trainer)
-    if trainer.predictors and has_predictors:
-        trainer.predictors.load_state_dict(loaded["predictors"], common["predictor_updates"])
+    for hook in known:
+        hook.load_state_dict(loaded.get(hook.name, {}), common["hooks"][hook.name])
     if same_size:
         _set_random_states(loaded["random"])
     return {"step": common["step"], "extra": common["extra"]}
 
 
-def load_weights(path: Path, trainer: Trainer, *, predictors: bool = False) -> None:
+def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
     """Restore the model's weights alone; the optimizer starts anew.
 
-    predictors: those of the routes too, where the checkpoint has any; else they start anew.
+    hooks: the parameters too that hooks give the model, where the checkpoint has them; else they start anew.
     """
     trainer.residence.require("all")
     state = _model_state(trainer)
-    if not (predictors and _has_predictors(read_common(path, trainer.ranks))):
-        _leave_out_predictors(state)
+    known = read_common(path, trainer.ranks)["hooks"] if hooks else {}
+    _leave_out(state, (hook for hook in trainer.hooks if hook.name not in known))
     _load_model(trainer, _load(state, path))
     if trainer.optimizer is not None:
         trainer.optimizer.reload_model_params()
@@ -285,16 +281,19 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _has_predictors(common: dict[str, Any]) -> bool:
-    return common.get("predictor_updates", NO_PREDICTORS) != NO_PREDICTORS
+def _largest(ranks: Ranks, mine: dict[str, int]) -> dict[str, int]:
+    """Of each number that a hook has on some ranks: a pipeline stage may have none of what it is about."""
+    parts = ranks.gather(mine)
+    return {name: max(part[name] for part in parts if name in part) for name in {n for part in parts for n in part}}
 
 
-def _leave_out_predictors(state: dict[str, Any]) -> None:
-    """Ask the checkpoint for no route predictor: it has none, or not for this run. Those of the trainer stay at zero."""
-    state.pop("predictors", None)
-    for part in (value for key, value in state.items() if key.startswith("model")):
-        for name in [name for name in part if name.endswith(PREDICTOR_WEIGHT)]:
-            del part[name]
+def _leave_out(state: dict[str, Any], hooks: Iterable[UpdateHook]) -> None:
+    """Ask the checkpoint for nothing of these hooks: it has nothing, or not for this run. They stay as they are."""
+    for hook in hooks:
+        state.pop(hook.name, None)
+        for part in (value for key, value in state.items() if key.startswith("model") and hook.parameters):
+            for name in [name for name in part if name.endswith(hook.parameters)]:
+                del part[name]
 
 
 def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
@@ -302,7 +301,8 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
     for index, (name, chunk) in enumerate(zip(names, trainer.chunks, strict=True)):
         if len(names) > 1:
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        own = {key: value for key, value in chunk.state_dict().items() if key.endswith(PREDICTOR_WEIGHT)}
+        endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
+        own = {key: value for key, value in chunk.state_dict().items() if key.endswith(endings)}
         chunk.load_state_dict({**own, **loaded[name]})
 
 

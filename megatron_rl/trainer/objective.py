@@ -1,31 +1,95 @@
-"""The loss of one micro-batch, assembled from the pure functions of `algorithms` according to the config."""
+"""Objectives: what a pass over micro-batches minimizes, as values that say what they need and touch nothing.
+
+An objective maps (micro-batch, outputs of the head) to a loss, metrics and values of each token. What has to be computed
+before the updates follows from its `needs`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import Correction, TokenWeights, token_weights
-from megatron_rl.algorithms.losses import AllReduce
 from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch
-from megatron_rl.trainer.agreement import CLOSE
+from megatron_rl.metrics.reduce import Metrics, mean
 
-Sums = dict[str, torch.Tensor]
-"""Metric sums of one micro-batch; the same keys on every micro-batch, so that they can be added up."""
+CLOSE = "mismatch/close"
+"""Name of a metric: share of the sampled tokens whose log-probs engine and trainer have within a factor of two."""
+
+
+class HeadOutputs(NamedTuple):
+    """What the head says of each label of the policy as it is; all [T]."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    """Zeros where the objective does not ask for it."""
+    coverage: Tensor
+    """Probability of the safe set of a pruned vocabulary; 1 elsewhere."""
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Totals over the whole update (all micro-batches and ranks), known before its first forward."""
+class Result:
+    """What an objective makes of one micro-batch."""
+
+    loss: Tensor
+    """Scalar sum over the micro-batch; Megatron divides it by the counted tokens of the whole update."""
+    metrics: Metrics = field(default_factory=dict)
+    """The same names on every micro-batch."""
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    """[T] values of each token, without gradient, for whoever looks at the update afterwards."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of a whole update: all micro-batches of all ranks."""
 
     tokens: int
     sequences: int
-    weight: float = 1.0
-    """By which importance weights are divided: their mean over the tokens, with correction.normalize."""
+
+
+class Objective:
+    """What a pass minimizes. Subclasses override `__call__`, and of the rest what differs."""
+
+    needs: frozenset[str] = frozenset()
+    """Fields (`data.sequence.FIELDS`) that a pass over the batches has to compute before."""
+    per_token = False
+    """The loss is a sum of terms of one token each (`ops.linear_log_probs` says what this saves)."""
+    with_entropy = True
+    """Whether the head computes entropies."""
+
+    def for_update(self, batches: list[Batch], totals: Totals, total: Callable[[float], float]) -> Self:
+        """The objective of one update. total: sums a number of these batches over all ranks. Every process calls it."""
+        return self
+
+    def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        raise NotImplementedError
+
+
+class LogProbs(Objective):
+    """No loss: the log-probs themselves."""
+
+    with_entropy = False
+
+    def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        return Result(outputs.log_probs.new_zeros(()), tokens={"log_probs": outputs.log_probs})
+
+
+class SFT(Objective):
+    """Negative log-likelihood of the counted labels."""
+
+    per_token = True
+
+    def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        nll = -torch.where(batch.mask, outputs.log_probs, torch.zeros_like(outputs.log_probs)).sum()
+        entropy = torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()
+        return Result(nll, _token_means(batch, {"loss/policy": nll.detach(), "entropy": entropy}))
 
 
 def correction_of(config: Config) -> Correction:
@@ -33,92 +97,98 @@ def correction_of(config: Config) -> Correction:
     return Correction(**{f.name: getattr(config.correction, f.name) for f in fields(Correction)})
 
 
-def is_pointwise(config: Config) -> bool:
-    """Whether the loss is a sum of terms that look at one token's log-prob each (`ops.linear_log_probs`)."""
-    return config.algorithm.loss in losses.POINTWISE and correction_of(config).per_token
+@dataclass(frozen=True)
+class Policy(Objective):
+    """A policy loss with rollout correction, KL to the reference and entropy bonus, as the config says."""
+
+    config: Config
+    totals: Totals | None = None
+    """Of the update; `for_update` sets it."""
+    mean_weight: float = 1.0
+    """By which importance weights are divided: their mean over the tokens of the update, with correction.normalize."""
+
+    @property
+    def loss(self) -> losses.PolicyLoss:
+        return losses.POLICY_LOSSES[self.config.algorithm.loss]
+
+    @property
+    def per_token(self) -> bool:
+        return self.loss.per_token and correction_of(self.config).per_token
+
+    @property
+    def ratio_from_old(self) -> bool:
+        """Whether the ratio starts from stored log-probs. With one update per rollout batch the current policy is the old one,
+        so that it takes its own and the ratio is 1 by construction; with correction.bypass it starts from the engine's."""
+        return self.config.batch.updates_per_step > 1 and not self.config.correction.bypass
+
+    @property
+    def needs(self) -> frozenset[str]:
+        old = self.ratio_from_old or self.config.correction.normalize
+        wanted = {"old_log_probs": old, "reference_log_probs": self.config.algorithm.kl.coefficient > 0}
+        return frozenset(name for name, needed in wanted.items() if needed)
+
+    def for_update(self, batches: list[Batch], totals: Totals, total: Callable[[float], float]) -> Self:
+        if not self.config.correction.normalize:
+            return replace(self, totals=totals)
+        # Of another pipeline stage there are no log-probs.
+        scored = [batch for batch in batches if "old_log_probs" in batch.fields]
+        weight = total(float(sum(self.weights(batch, batch["old_log_probs"]).weights.sum() for batch in scored)))
+        return replace(self, totals=totals, mean_weight=weight / totals.tokens if weight else 1.0)
+
+    def weights(self, batch: Batch, train_log_probs: Tensor) -> TokenWeights:
+        """Importance weights [T] between the engine's log-probs and the trainer's, not normalized."""
+        log_ratios = train_log_probs - batch["rollout_log_probs"]
+        return token_weights(log_ratios, batch.mask, batch.segments, correction_of(self.config))
+
+    def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        algorithm, mask, log_probs = self.config.algorithm, batch.mask, outputs.log_probs
+        old = batch["old_log_probs"] if self.ratio_from_old else log_probs.detach()
+        # A token outside the safe set, now or then, has ratio 0: no term, and a weight of 0 (papers/000, theorem 5.3).
+        inside = mask & (log_probs > -torch.inf) & (old > -torch.inf)
+        corrected = self._without(mask & ~inside, batch, self.weights(batch, old))
+        terms, sums = losses.policy_terms(
+            self.loss,
+            losses.LossInputs(
+                log_probs,
+                batch["rollout_log_probs"] if self.config.correction.bypass else old,
+                batch["advantages"],
+                inside,
+                batch.segments,
+                algorithm.clip_low,
+                algorithm.clip_high,
+            ),
+        )
+        terms = terms * (corrected.weights / self.mean_weight).to(terms)
+        lengths = {"sequence_lengths": batch.sequence_lengths}
+        weights = losses.loss_weights(mask, batch.segments, algorithm.aggregation, **lengths) * (
+            self.totals.tokens / self.totals.sequences if algorithm.aggregation == "sequence_mean" else 1.0
+        )
+        sums["loss/policy"] = (terms.detach() * weights).sum()
+        total = terms
+        # What is dropped leaves the whole update: where the trainer finds a token next to impossible, its KL explodes too.
+        stays = mask & ~corrected.vetoed & ~corrected.rejected
+        if "reference_log_probs" in self.needs:
+            estimate = kl.estimate(log_probs, batch["reference_log_probs"], algorithm.kl.estimator)
+            estimate = torch.where(inside, estimate, torch.zeros_like(estimate))
+            sums["kl/reference"] = estimate.detach().sum()
+            total = total + algorithm.kl.coefficient * torch.where(stays, estimate, torch.zeros_like(estimate))
+        entropy = outputs.entropy
+        if algorithm.entropy_coefficient:
+            total = total - algorithm.entropy_coefficient * torch.where(stays, entropy, torch.zeros_like(entropy))
+        sums["entropy"] = torch.where(mask, entropy.detach(), 0.0).sum()
+        sums[CLOSE] = (mask & ((old - batch["rollout_log_probs"]).abs() <= math.log(2))).sum()
+        # The mismatch to the engine is that of the policy before its update.
+        seen = {"old_log_probs": old.detach(), "coverage": outputs.coverage.detach(), **vars(corrected)}
+        return Result((total * weights).sum(), _token_means(batch, sums), seen)
+
+    def _without(self, gone: Tensor, batch: Batch, corrected: TokenWeights) -> TokenWeights:
+        """Weights of 0 for the tokens `gone` [T], and for their sequences where the loss's ratio is a sequence's."""
+        if not self.loss.per_token:
+            (in_sequence,) = batch.segments.sums(gone.float())
+            gone = batch.mask & (batch.segments.spread_out(in_sequence) > 0)
+        return replace(corrected, weights=torch.where(gone, 0.0, corrected.weights))
 
 
-def log_probs_before(config: Config) -> str | None:
-    """What has to be scored before the updates of a rollout batch, by its name in `Batch.scored`.
-
-    old: log-probs that differ from those that an update starts with; normalizer: no more than what `Trainer.scale` needs for
-    the mean weight, so that a single update still has a ratio of exactly 1.
-    """
-    if config.batch.updates_per_step > 1 and not config.correction.bypass:
-        return "old"
-    return "normalizer" if config.correction.normalize else None
-
-
-def importance_weights(config: Config, batch: Batch, train: torch.Tensor, all_reduce: AllReduce) -> TokenWeights:
-    """Weights [T] of a micro-batch between the engine and the trainer's log-probs `train` [T]; not normalised."""
-    return token_weights(
-        train - batch.rollout_log_probs,
-        batch.mask,
-        batch.sequence_ids,
-        correction_of(config),
-        num_sequences=batch.num_sequences,
-        all_reduce=all_reduce,
-    )
-
-
-def policy_objective(
-    config: Config, scale: Scale, batch: Batch, values: torch.Tensor, all_reduce: AllReduce
-) -> tuple[torch.Tensor, Sums]:
-    """Loss sum of one micro-batch of trajectories, and its metric sums.
-
-    values: [3, T] log-probs, entropies and coverage of the current policy, as the head gives them. Megatron divides the
-    returned sum by `scale.tokens`, which it counts itself.
-    """
-    algorithm = config.algorithm
-    log_probs, entropy, coverage = values
-    mask = batch.mask
-    # One update per rollout batch: the current policy is the old one, so the ratio is 1 by construction.
-    old = batch.scored.get("old", log_probs.detach())
-    # A token outside the safe set, now or then, has ratio 0: no term, and a weight of 0 (papers/000, theorem 5.3).
-    inside = mask & (log_probs > -torch.inf) & (old > -torch.inf)
-    corrected = importance_weights(config, batch, old, all_reduce)
-    gone = mask & ~inside
-    if algorithm.loss == "gspo":  # whose ratio is its sequence's
-        in_sequence = all_reduce(losses.sequence_sums(gone.float(), batch.sequence_ids, batch.num_sequences))
-        gone = mask & (torch.cat([in_sequence, in_sequence.new_zeros(1)])[batch.sequence_ids] > 0)
-    corrected = replace(corrected, weights=torch.where(gone, 0.0, corrected.weights))
-    terms, sums = losses.policy_terms(
-        algorithm.loss,
-        log_probs,
-        batch.rollout_log_probs if config.correction.bypass else old,
-        batch.advantages,
-        inside,
-        batch.sequence_ids,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        num_sequences=batch.num_sequences,
-        all_reduce=all_reduce,
-    )
-    terms = terms * (corrected.weights / scale.weight).to(terms)
-    weights = losses.loss_weights(
-        mask, batch.sequence_ids, algorithm.aggregation, sequence_lengths=batch.sequence_lengths
-    ) * (scale.tokens / scale.sequences if algorithm.aggregation == "sequence_mean" else 1.0)
-    sums["loss/policy"] = (terms.detach() * weights).sum()
-    total = terms
-    # What is dropped leaves the whole update: where the trainer finds a token next to impossible, its KL explodes too.
-    stays = mask & ~corrected.vetoed & ~corrected.rejected
-    if "reference" in batch.scored:
-        estimate = kl.estimate(log_probs, batch.scored["reference"], algorithm.kl.estimator)
-        estimate = torch.where(inside, estimate, torch.zeros_like(estimate))
-        sums["kl/reference"] = estimate.detach().sum()
-        total = total + algorithm.kl.coefficient * torch.where(stays, estimate, torch.zeros_like(estimate))
-    if algorithm.entropy_coefficient:
-        total = total - algorithm.entropy_coefficient * torch.where(stays, entropy, torch.zeros_like(entropy))
-    loss = (total * weights).sum()
-    sums["entropy"] = torch.where(mask, entropy.detach(), 0.0).sum()
-    sums[CLOSE] = (mask & ((old - batch.rollout_log_probs).abs() <= math.log(2))).sum()
-    # For the metrics: the mismatch to the engine is that of the policy before its update.
-    batch.scored |= {"old": old.detach(), "coverage": coverage.detach()}
-    batch.corrected = corrected
-    return loss, sums
-
-
-def sft_objective(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-    """Negative log-likelihood of the counted labels, summed."""
-    nll = -torch.where(batch.mask, values[0], torch.zeros_like(values[0])).sum()
-    return nll, {"loss/policy": nll.detach(), "entropy": torch.where(batch.mask, values[1].detach(), 0.0).sum()}
+def _token_means(batch: Batch, sums: dict[str, Tensor]) -> Metrics:
+    tokens = batch.mask.sum()
+    return {name: mean(value, tokens) for name, value in sums.items()}

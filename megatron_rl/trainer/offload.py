@@ -119,8 +119,7 @@ def _rest(trainer: Trainer) -> Iterator[Tensor]:
     """What is neither a weight of the policy nor a gradient."""
     weights = {t.untyped_storage()._cdata for t in _tensors(trainer.chunks)}
     others = [_tensors(trainer.reference or [])]
-    if trainer.predictors:
-        others.append(_state(trainer.predictors.adam))
+    others += [hook.tensors() for hook in trainer.hooks]
     for part in trainer.optimizer.chained_optimizers if trainer.optimizer is not None else []:
         inner = getattr(part, "optimizer", None)
         inners = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner] if inner else []

@@ -18,15 +18,17 @@ from megatron_rl.models.precision import TRAIN
 
 
 def wrap_ddp(
-    config: Config, chunks: list[torch.nn.Module], bucket_size: int | None = None
+    config: Config, chunks: list[torch.nn.Module], bucket_size: int | None = None, *, reduce_early: bool = True
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each model chunk: gradient buffers (fp32, or those of precision.gradients), reduced once a step."""
+    """Megatron's DDP around each model chunk: gradient buffers (fp32, or those of precision.gradients), reduced once a step.
+
+    reduce_early: beside the backward, where that helps.
+    """
     overlap = config.parallel.overlap_param_gather
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision.gradients == "fp32",
         use_distributed_optimizer=config.parallel.distributed_optimizer,
-        # VP2O mixes gradients of experts before they are reduced, which must not begin in the backward.
-        overlap_grad_reduce=(overlap or torch.cuda.is_available()) and not config.vp2o.enabled,
+        overlap_grad_reduce=(overlap or torch.cuda.is_available()) and reduce_early,
         overlap_param_gather=overlap,
         bucket_size=bucket_size,
         check_for_nan_in_grad=False,  # the optimizer step looks at the norm and skips: see Trainer.update

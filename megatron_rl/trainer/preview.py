@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from functools import cached_property
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -41,13 +42,21 @@ class StepPreview:
         clip = optimizer.config.clip_grad
         self._clip = clip / (norm + CLIP_EPS) if clip > 0 else 1.0
         self._clip = self._clip.clamp_max(1.0) if torch.is_tensor(self._clip) else min(1.0, self._clip)
-        self._owned = owned_ranges(optimizer)
-        self._parts = optimizer.chained_optimizers
-        self._homes: dict[int, set[torch.nn.Parameter]] = {}
-        """Parameters of each part, on all processes that share it."""
-        if self._owned is not None:
-            self._homes = {id(part): {p for b in part.buffers for p in b.params} for part in self._parts}
-        self._places = {
+        self._optimizer, self._parts = optimizer, optimizer.chained_optimizers
+
+    @cached_property
+    def _owned(self) -> dict[torch.nn.Parameter, slice] | None:
+        return owned_ranges(self._optimizer)
+
+    @cached_property
+    def _homes(self) -> dict[int, set[torch.nn.Parameter]]:
+        """Parameters of each part of a sharded optimizer, on all processes that share it."""
+        return {id(part): {p for b in part.buffers for p in b.params} for part in self._parts}
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[torch.optim.Optimizer, dict]]:
+        """Inner optimizer and group of each tensor that is stepped, by its id."""
+        return {
             id(tensor): (part.optimizer, group)
             for part in self._parts
             for group in part.optimizer.param_groups

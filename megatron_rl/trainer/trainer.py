@@ -1,13 +1,13 @@
-"""The trainer's verbs: score, update, export_weights, sleep, wake. One object per process; every process calls every verb."""
+"""The trainer's verbs: pack, compute_log_probs, update, export_weights, sleep, wake. Every process calls every verb."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,50 +17,53 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Config
-from megatron_rl.data.packing import Batch, Layout, Sample, micro_batch_count, pack_all
+from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.reduce import Metrics, mean, merge, of_update, on_host, total
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
-from megatron_rl.models.router import routers
 from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.routing.metrics import route_sums
-from megatron_rl.routing.predictors import Predictors
-from megatron_rl.routing.replay import PREDICTING, PredictorLoss, RoutePass
+from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.table import RouteShape
-from megatron_rl.trainer.agreement import check_agreement
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
-from megatron_rl.trainer.objective import Scale, Sums, importance_weights
+from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
+from megatron_rl.trainer.objective import HeadOutputs, LogProbs, Objective, Result, Totals
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
 from megatron_rl.trainer.parallel import Ranks
-from megatron_rl.vp2o.preview import StepPreview, owned_ranges, scaled_lr
-from megatron_rl.vp2o.transform import PREFIX, Stein
-from megatron_rl.vp2o.trust_region import TrustRegion, Verdict
-
-Objective = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Sums]]
-"""(micro-batch, values [3, T] of the head) -> (loss sum, metric sums)."""
+from megatron_rl.trainer.preview import StepPreview, scaled_lr
 
 
 @dataclass(frozen=True)
-class Step:
-    """What became of one optimizer step."""
+class Update:
+    """What an update leaves behind."""
 
-    done: bool
-    norm: float
-    """Of all gradients, before clipping."""
-    verdict: Verdict | None = None
-    """Of the trust region, where there is one and the gradients are finite."""
+    metrics: Metrics
+    """Over all micro-batches and ranks."""
+    tokens: list[Mapping[str, torch.Tensor]]
+    """[T] values by name of each micro-batch (`Result.tokens`); nothing on pipeline stages without the head."""
+    lr_scale: float = 1.0
+    """Share of the learning rate at which the step was taken: below 1 where a hook confined it, 0 where it left it out."""
 
 
 class Trainer:
     """The policy with its optimizer, and its frozen reference where one is asked for."""
 
     def __init__(
-        self, config: Config, model: Model, ranks: Ranks, *, total_updates: int | None, support: SamplingSupport
+        self,
+        config: Config,
+        model: Model,
+        ranks: Ranks,
+        *,
+        total_updates: int | None,
+        support: SamplingSupport,
+        hooks: Iterable[UpdateHook] = (),
     ) -> None:
-        """total_updates: of the run; None: it scores alone, and has neither gradients nor an optimizer."""
+        """total_updates: of the run; None: it scores alone, and has neither gradients nor an optimizer. hooks: what features
+        add, called in this order."""
         self.config = config
         self.model = model
         self.ranks = ranks
@@ -74,15 +77,14 @@ class Trainer:
             cached_tokens=config.routing.cached_tokens,
             multiple=model.recipe.multiple if torch.cuda.is_available() else 1,
             vocabulary=model.hf_config.vocab_size,
+            all_reduce=self.context_sum if config.parallel.context > 1 else None,
         )
         self.chunks = model.make_chunks()
-        self.predictors = self._make_predictors()
         self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
         self._export_plan: list | None = None
         self.ddp: list[DistributedDataParallel] = []
         self.optimizer: MegatronOptimizer | None = None
-        self.stein: Stein | None = None
-        self.trust_region: TrustRegion | None = None
+        self.hooks = list(hooks)
         if total_updates is not None:
             self._prepare_updates(total_updates)
         self.reports = (
@@ -91,21 +93,19 @@ class Trainer:
         )
         """Whether this process's per-token results count: those of the last stage, once per tensor-parallel group."""
         self.residence = Residence(self)
+        for hook in self.hooks:
+            hook.attach(self)
 
     def _prepare_updates(self, total: int) -> None:
-        self.ddp = wrap_ddp(self.config, self.chunks)
+        # Gradients that are changed before they are reduced cannot be reduced beside the backward.
+        early = not any(hook.changes_gradients for hook in self.hooks)
+        self.ddp = wrap_ddp(self.config, self.chunks, reduce_early=early)
         self.optimizer = make_optimizer(self.config, self.ddp)
         self.scheduler = make_scheduler(self.config.optimizer, self.optimizer, total)
         settings = self.chunks[0].config
         settings.finalize_model_grads_func = self._finalize
         settings.grad_scale_func = self.optimizer.scale_loss
         settings.no_sync_func = [d.no_sync for d in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
-        vp2o = self.config.vp2o
-        if vp2o.enabled:
-            self.stein = Stein(vp2o, self.chunks)
-            self._owned = owned_ranges(self.optimizer)
-        if vp2o.enabled and vp2o.trust_region is not None:
-            self.trust_region = TrustRegion(vp2o, self.stein, lambda value: max(self.ranks.gather(value)))
 
     def _make_reference(self) -> list[torch.nn.Module]:
         chunks = self.model.make_chunks(weights=self.config.algorithm.kl.reference)
@@ -114,18 +114,9 @@ class Trainer:
             chunk.eval()
         return chunks
 
-    def _make_predictors(self) -> Predictors | None:
-        """None where none is asked for, or this pipeline stage has no MoE layer."""
-        if self.config.routing.source not in PREDICTING:
-            return None
-        found = dict(routers(self.chunks))
-        for router in found.values():
-            router.add_predictor()
-        return Predictors(found.items(), self.config.optimizer, self.config.routing) if found else None
-
     # -- micro-batches ------------------------------------------------------------------------------------------------
 
-    def pack(self, samples: list[Sample]) -> list[Batch]:
+    def pack(self, samples: list[Sequence]) -> list[Batch]:
         """This data-parallel rank's samples as micro-batches, equally many on all ranks."""
         count = micro_batch_count([s.inputs for s in samples], self.config.batch.tokens_per_micro_batch)
         count = self.ranks.maximum(count)
@@ -140,142 +131,107 @@ class Trainer:
     def compute_log_probs(
         self,
         batches: list[Batch],
-        name: str,
         chunks: list[torch.nn.Module] | None = None,
         *,
-        learn_routes: bool = True,
-    ) -> None:
-        """Forward alone: store log-probs [T] as batch.scored[name] on the last pipeline stage.
+        support: SamplingSupport | None = None,
+        place: Place = Place(),
+        hooks: Iterable[UpdateHook] | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Forward alone: log-probs [T] of each micro-batch; None on pipeline stages without the head.
 
-        The policy's own pass (no other `chunks`) is that of the old snapshot: routers record their routes and features;
-        their inputs, which are most of these, only where an update of these micro-batches will `learn_routes`.
+        chunks: of another model than the policy, which hooks do not see. support: under which they are, by default the
+        policy's. hooks: others than the trainer's own.
         """
+        hooks = [] if chunks is not None else list(self.hooks if hooks is None else hooks)
+        support = support or self.support
+        with self._observed(hooks, batches, "log_probs", place) as passes:
+            results = self._run(chunks or self.chunks, batches, passes, LogProbs(), support, forward_only=True)
+        return [result and result.tokens["log_probs"] for result in results]
 
-        def objective(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-            batch.scored[name] = values[0]
-            return values.new_zeros(()), {}
+    def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: Place = Place()) -> None:
+        """Add to the micro-batches what an objective needs, each by a pass over them (`Objective.needs`)."""
+        found: dict[str, list[torch.Tensor | None]] = {}
+        if "old_log_probs" in needs:
+            found["old_log_probs"] = self.compute_log_probs(batches, place=place)
+        if "reference_log_probs" in needs:
+            # It is not pruned: its own safe set would give tokens that the policy samples a log-prob of -inf, and the policy an
+            # infinite KL.
+            support = replace(self.support, min_p=0.0)
+            found["reference_log_probs"] = self.compute_log_probs(batches, self.reference, support=support)
+        for name, values in found.items():
+            for batch, of_batch in zip(batches, values, strict=True):
+                if of_batch is not None:
+                    batch.fields[name] = of_batch
 
-        learn = self.config.routing.predictor_loss if learn_routes and self.predictors else None
-        passes = self._passes(batches, "score", learn) if chunks is None else [None] * len(batches)
-        options = {"with_entropy": False, "pointwise": False, "pruned": chunks is None}
-        probes = self.trust_region if chunks is None else None
-        if probes:
-            probes.probe(passes)
-        self._run(chunks or self.chunks, batches, passes, objective, forward_only=True, **options)
-        if probes:
-            probes.probed(passes)
+    def update(self, batches: list[Batch], objective: Objective, place: Place = Place()) -> Update:
+        """Forward, backward, gradient reduction, clipping, one optimizer step.
 
-    def compute_reference_log_probs(self, batches: list[Batch]) -> None:
-        """Log-probs of the frozen reference, as batch.scored['reference']. It is not pruned: its own safe set would give
-        tokens that the policy samples a log-prob of -inf, and the policy an infinite KL."""
-        if self.reference is not None:
-            self.compute_log_probs(batches, "reference", self.reference)
+        A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
 
-    def update(
-        self,
-        batches: list[Batch],
-        objective: Objective,
-        *,
-        pointwise: bool,
-        with_entropy: bool = True,
-        learn_routes: bool = False,
-        rollout_batch: list[list[Batch]] | None = None,
-    ) -> dict[str, float]:
-        """Forward, backward, gradient reduction, clipping, one optimizer step. Returns metric sums over all ranks.
-
-        pointwise: the objective is a sum of terms of one token each (`ops.linear_log_probs` says what this saves).
-        learn_routes: route predictors learn too, from the routers as they are now. rollout_batch: that of all updates,
-        over which VP2O counts co-activation. A step whose gradient norm is not finite changes nothing and is reported as
-        'update/skipped' = 1; one that the trust region refuses changes nothing, as 'update/rejected' = 1.
-
-        Errors: UserError, before anything is changed, where engine and trainer agree less than rollout.agreement_floor.
+        Errors: UserError of a hook's `check`, before anything is changed.
         """
         self.residence.require("all")
         for ddp in self.ddp:
             ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        options = {"with_entropy": with_entropy, "pointwise": pointwise, "pruned": True}
-        learn = self.config.routing.predictor_loss if learn_routes and self.predictors else None
-        passes = self._passes(batches, "update", learn)
-        if self.stein:
-            self.stein.begin(batch.routes for one in rollout_batch or [batches] for batch in one)
-        if self.trust_region:
-            self.trust_region.probe(passes)
-        sums = self._run(self.ddp, batches, passes, objective, forward_only=False, **options)
-        if self.trust_region:
-            self.trust_region.probed(passes)
-        metrics = self._total(sums, route_sums(passes) | (self.stein.sums() if self.stein else {}))
-        check_agreement(metrics, self.config.rollout.agreement_floor)
-        lr = self.optimizer.param_groups[0]["lr"]
+        objective = objective.for_update(batches, self.totals(batches), self._total_of)
+        with self._observed(self.hooks, batches, "update", place) as passes:
+            results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False)
+        measured = [result.metrics for result in results if result] if self.reports else []
+        measured += [observer.metrics() for route_pass in passes if route_pass for observer in route_pass.observers]
+        metrics = self._reduce(measured)
+        for hook in self.hooks:
+            hook.check(metrics)
         step = self._step()
-        lr = metrics["update/lr"] = lr * step.verdict.scale if step.verdict else lr
-        if self.config.routing.source in PREDICTING:
-            learn = learn if lr else None  # what is undone changes no predictor either
-            failed = bool(learn) and not self.predictors.step(passes, lr)
-            metrics["update/predictors_skipped"] = float(self.ranks.maximum(int(failed)))
-        metrics["update/grad_norm"] = step.norm
-        metrics["update/skipped"] = float(not step.done and not step.verdict)
-        if self.trust_region:
-            metrics |= self._verdict_metrics(step.verdict)
+        for hook in self.hooks:
+            hook.after_step(step)
+        metrics = of_update(metrics | self._reduce([hook.metrics() for hook in self.hooks]))
+        metrics["update/lr"] = mean(step.lr, 1)
+        metrics["update/grad_norm"] = mean(step.norm, 1)
+        metrics["update/skipped"] = total(float(not step.done and step.scale > 0))
         if step.done:
             self.scheduler.step(1)
-        return metrics
+        return Update(metrics, [result.tokens if result else {} for result in results], step.scale)
 
     def _step(self) -> Step:
-        """Clip and step, unless the norm is not finite (Megatron's own check raises, or steps on NaN) or the trust region
-        refuses it."""
+        """Clip and step, unless the norm is not finite (Megatron's own check raises, or steps on NaN) or a hook refuses it."""
         found_inf = self.optimizer.prepare_grads()
         clipped_by = self.optimizer.get_grad_norm()
-        norm = float(clipped_by)
+        norm, lr = float(clipped_by), self.optimizer.param_groups[0]["lr"]
         if found_inf or not math.isfinite(norm):
-            return Step(False, norm)
-        verdict = self.trust_region.judge(StepPreview(self.optimizer, clipped_by)) if self.trust_region else None
-        if verdict and not verdict.scale:
-            return Step(False, norm, verdict)
-        with scaled_lr(self.optimizer, verdict.scale if verdict else 1.0):
+            return Step(False, norm, lr)
+        preview = StepPreview(self.optimizer, clipped_by)
+        scale = math.prod((hook.before_step(preview) for hook in self.hooks), start=1.0)
+        if not scale:
+            return Step(False, norm, 0.0, 0.0)
+        with scaled_lr(self.optimizer, scale):
             done, _, _ = self.optimizer.step()
-        if self.stein:
-            self.stein.weights_changed()
-        return Step(done, norm, verdict)
+        return Step(done, norm, lr * scale, scale)
 
     def _finalize(self, chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options) -> None:
-        """Megatron's reduction of the gradients, with the Stein transform around it."""
-        if self.stein:
-            self.stein.attract()
+        """Megatron's reduction of the gradients."""
+        for hook in self.hooks:
+            hook.after_backward()
         finalize_model_grads(chunks, num_tokens, **options)
-        if self.stein:
-            self.stein.repel(self._owned)
-
-    def _verdict_metrics(self, verdict: Verdict | None) -> dict[str, float]:
-        shifts = verdict.shifts if verdict else {}
-        return {
-            "update/rejected": float(verdict is not None and not verdict.scale),
-            "update/backtracks": float(verdict.backtracks if verdict else 0),
-            **self._total([], {f"{PREFIX}{layer}/shift": shift for layer, shift in shifts.items()}),
-        }
+        for hook in self.hooks:
+            hook.after_reduction()
 
     def weights_pushed(self) -> None:
-        """The rollout engine has just got the weights as they are: VP2O's trust region is around them. Collective."""
+        """The rollout engine has just got the weights as they are. Collective."""
         self.residence.require("weights")
-        if self.trust_region:
-            self.trust_region.anchor()
+        for hook in self.hooks:
+            hook.weights_pushed()
 
-    def scale(self, batches: list[Batch]) -> Scale:
-        """Counted tokens and sequences of these micro-batches over all ranks, and their mean importance weight."""
+    def totals(self, batches: list[Batch]) -> Totals:
+        """Counted tokens and sequences of these micro-batches over all ranks. Collective."""
         lengths = torch.cat([b.sequence_lengths for b in batches]).tolist()
         tokens = self.ranks.total(round(sum(lengths)), of_leaders=True)
-        sequences = self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True)
-        if not self.config.correction.normalize:
-            return Scale(tokens, sequences)
-        scored = [(b, b.scored.get("old", b.scored.get("normalizer"))) for b in batches]
-        found = [
-            importance_weights(self.config, batch, log_probs, self.context_sum).weights.sum()
-            for batch, log_probs in scored
-            if log_probs is not None  # of another pipeline stage
-        ]
-        total = sum(self.ranks.gather(float(sum(found)) if self.reports else 0.0))
-        return Scale(tokens, sequences, total / tokens if total else 1.0)
+        return Totals(tokens, self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True))
+
+    def _total_of(self, value: float) -> float:
+        """Sum over the ranks whose per-token results count. Collective."""
+        return sum(self.ranks.gather(value if self.reports else 0.0))
 
     def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks, which hold the other parts of the same sequences (not differentiable)."""
@@ -285,39 +241,38 @@ class Trainer:
         dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
         return total.to(tensor.device)
 
-    def _passes(
-        self, batches: list[Batch], stage: Literal["score", "update"], learn: PredictorLoss | None = None
-    ) -> list[RoutePass | None]:
-        """What the routers of the policy do with each micro-batch; None for a dense model."""
-        source, shape, gradients = self.config.routing.source, self.layout.routes, {}
-        if shape is None:
-            return [None] * len(batches)
-        vp2o, options = self.config.vp2o, {"count_pairs": self.stein is not None}
-        if self.stein and stage == "update":
-            options |= {"orthogonality": vp2o.orthogonality, "orthogonality_tokens": vp2o.orthogonality_tokens}
-        return [RoutePass(b.routes, source, shape.experts, stage, learn, gradients, **options) for b in batches]
+    @contextmanager
+    def _observed(
+        self, hooks: list[UpdateHook], batches: list[Batch], stage: Stage, place: Place
+    ) -> Iterator[list[RoutePass | None]]:
+        """What the routers do with each micro-batch in the pass inside the block; None for a dense model."""
+        for hook in hooks:
+            hook.before_forward(batches, stage, place)
+        observers = [[one for hook in hooks for one in hook.observers(b, stage, place)] for b in batches if b.routes]
+        yield [RoutePass(one) for one in observers] if observers and hooks else [None] * len(batches)
+        for hook in hooks:
+            hook.after_pass(stage)
 
     def _run(
         self,
-        chunks,
-        batches,
-        passes,
-        objective,
+        chunks: list[torch.nn.Module],
+        batches: list[Batch],
+        passes: list[RoutePass | None],
+        objective: Objective,
+        support: SamplingSupport,
         *,
         forward_only: bool,
-        with_entropy: bool,
-        pointwise: bool,
-        pruned: bool,
-    ) -> list[Sums]:
+    ) -> list[Result | None]:
+        """What the objective makes of each micro-batch; None on pipeline stages without the head."""
         self.residence.require("all")
         if forward_only:
             for chunk in chunks:
                 chunk.eval()
-        data = [zip(batches, passes, strict=True) for _ in chunks]
-        options = {"with_entropy": with_entropy, "pointwise": pointwise, "pruned": pruned}
+        results: list[Result | None] = [None] * len(batches)
+        data = [zip(range(len(batches)), batches, passes, strict=True) for _ in chunks]
         late = LateChecks()
-        step = partial(self._forward_step, objective=objective, late=late, **options)
-        sums = get_forward_backward_func()(
+        step = partial(self._forward_step, objective=objective, support=support, results=results, late=late)
+        get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=data if len(chunks) > 1 else data[0],
             model=chunks if len(chunks) > 1 else chunks[0],
@@ -327,24 +282,23 @@ class Trainer:
             forward_only=forward_only,
         )
         late.look()
-        return sums
+        return results
 
     def _forward_step(
         self,
-        iterator: Iterator[tuple[Batch, RoutePass | None]],
-        chunk,
+        iterator: Iterator[tuple[int, Batch, RoutePass | None]],
+        chunk: torch.nn.Module,
         *,
         objective: Objective,
-        with_entropy: bool,
-        pointwise: bool,
-        pruned: bool,
+        support: SamplingSupport,
+        results: list[Result | None],
         late: LateChecks,
     ):
-        batch, route_pass = next(iterator)
+        index, batch, route_pass = next(iterator)
 
         def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
             entropy = torch.zeros_like(log_probs) if entropy is None else entropy
-            return objective(batch.take(rows), torch.stack([log_probs, entropy, torch.ones_like(entropy)]))[0]
+            return objective(batch.take(rows), HeadOutputs(log_probs, entropy, torch.ones_like(entropy))).loss
 
         borders = batch.cu_seqlens
         packed = PackedBatch(
@@ -367,39 +321,28 @@ class Trainer:
             output_processor_context=HeadRequest(
                 batch.labels,
                 batch.label_rows,
-                self.support.temperature,
-                self.support.log_rho if pruned else None,
+                support.temperature,
+                support.log_rho,
                 batch.kept,
-                with_entropy,
+                objective.with_entropy,
                 self.model.hf_config.vocab_size,
                 self.config.model.head_chunk_tokens,
-                token_loss if pointwise else None,
+                token_loss if objective.per_token else None,
                 late,
                 self.config.precision.fp32_lm_head,
             ),
         )
 
-        def loss(values: torch.Tensor):
-            total, sums = objective(batch, values)
-            tokens = batch.mask.sum().int()
-            return total, tokens, sums | {"tokens": tokens}
+        def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+            result = objective(batch, HeadOutputs(*values))
+            results[index] = replace(result, loss=result.loss.detach())
+            return result.loss, batch.mask.sum().int(), {}
 
         return values, loss
 
-    def _total(self, micro_batch_sums: list[Sums], of_routers: dict[str, float]) -> dict[str, float]:
-        """Add up metric sums over micro-batches and over the ranks that computed them: those of tokens are counted once
-        per tensor-parallel group, those of routers on every rank, as each has tokens or layers of its own."""
-        mine = dict(of_routers)
-        if self.reports and micro_batch_sums:
-            values = [value.double() for sums in micro_batch_sums for value in sums.values()]
-            numbers = torch.stack(values).tolist()  # one transfer from the device
-            for key, value in zip((key for sums in micro_batch_sums for key in sums), numbers, strict=True):
-                mine[key] = mine.get(key, 0.0) + value
-        total: dict[str, float] = {}
-        for part in self.ranks.gather(mine):
-            for key, value in part.items():
-                total[key] = total.get(key, 0.0) + value
-        return total
+    def _reduce(self, mine: list[Metrics]) -> Metrics:
+        """Metrics of this process's micro-batches -> of all processes. Collective."""
+        return merge(self.ranks.gather(merge(on_host(mine))))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -410,9 +353,8 @@ class Trainer:
         """
         self.residence.require("weights")
         gather_parameters(self.ddp)
-        if self._export_plan is None:  # an engine has predictors where it records the routes
-            with_predictors = self.config.routing.source == "pr3"
-            self._export_plan = self.model.export_plan(self.chunks, predictors=with_predictors)
+        if self._export_plan is None:
+            self._export_plan = self.model.export_plan(self.chunks, foreign=any(hook.served for hook in self.hooks))
         return self.model.export_hf_weights(self.chunks, self._export_plan)
 
     def save_hf(self, out: Path) -> None:
@@ -424,7 +366,7 @@ class Trainer:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Leave the device to the rollout engine: weights, gradient buffers, optimizer state, reference and predictors.
+        """Leave the device to the rollout engine: weights, gradient buffers, optimizer state, reference and what hooks have there.
 
         keep_weights: the policy's weights stay, for a push. Every pass raises RuntimeError until `wake`.
         """
@@ -442,7 +384,14 @@ def route_shape(model: Model) -> RouteShape | None:
     return RouteLayout.from_config(model.hf_config.to_dict()).kept
 
 
-def build_trainer(config: Config, ranks: Ranks, *, total_updates: int | None, support: SamplingSupport) -> Trainer:
+def build_trainer(
+    config: Config,
+    ranks: Ranks,
+    *,
+    total_updates: int | None,
+    support: SamplingSupport,
+    hooks: Collection[UpdateHook] = (),
+) -> Trainer:
     """The trainer of the folder config.model.path, whose log-probs are those under `support`.
 
     total_updates: of the run; None: for scoring alone. parallel_state must be initialised. Errors: UserError.
@@ -454,8 +403,8 @@ def build_trainer(config: Config, ranks: Ranks, *, total_updates: int | None, su
         recompute=config.model.recompute,
         moe_dispatcher=config.model.moe_dispatcher,
         moe_router_fusion=config.model.moe_router_fusion,
-        moe_permute_fusion=not (config.vp2o.enabled and config.vp2o.orthogonality),
+        moe_permute_fusion=not any(hook.reads_outputs for hook in hooks),
         moe_aux_loss=config.model.moe_aux_loss,
         freeze_router=config.model.freeze_router,
     )
-    return Trainer(config, model, ranks, total_updates=total_updates, support=support)
+    return Trainer(config, model, ranks, total_updates=total_updates, support=support, hooks=hooks)

@@ -16,10 +16,10 @@ class Coactivation(dict[int, Tensor]):
 class CountCoactivation(RouteObserver):
     """Counts in the first pass of a micro-batch."""
 
-    def __init__(self, table: RouteTable, experts: int) -> None:
-        self.table, self.experts = table, experts
+    def __init__(self, table: RouteTable) -> None:
+        self.table = table
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         found = self.table.kept(Coactivation)
         if layer not in found:
-            found[layer] = coactivation_counts(chosen, self.experts, self.table.counted)
+            found[layer] = coactivation_counts(chosen, self.table.shape.experts, self.table.counted)

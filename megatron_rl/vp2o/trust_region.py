@@ -12,7 +12,7 @@ would stay before that point for good.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,17 @@ from torch import Tensor
 
 from megatron_rl.algorithms.stein import barycenter_shift
 from megatron_rl.config import VP2OConfig
+from megatron_rl.data.packing import Batch
 from megatron_rl.errors import UserError
+from megatron_rl.metrics.reduce import Metrics, alike, mean
 from megatron_rl.models.router import ReplayRouter
-from megatron_rl.routing.replay import RoutePass
-from megatron_rl.vp2o.preview import StepPreview
-from megatron_rl.vp2o.transform import ExpertLayer, Stein, stacked
+from megatron_rl.routing.memory import RouteTable
+from megatron_rl.routing.passes import RouteObserver, Router
+from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
+from megatron_rl.trainer.preview import StepPreview
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.vp2o.experts import ExpertLayer, Experts, stacked
+from megatron_rl.vp2o.transform import Stein, of_layers
 
 PARTS = 4
 """Parts in which the output projections of a layer are previewed: with moments and gradients at most one layer's gradients."""
@@ -62,50 +68,92 @@ class Verdict:
     """Barycentre shift by layer of this process's pipeline stage, of the step as it was proposed."""
 
 
-class TrustRegion:
+class Probe(RouteObserver):
+    """Keeps what routers see of some evenly spread counted tokens."""
+
+    def __init__(self, table: RouteTable, tokens: int) -> None:
+        """tokens: at most so many."""
+        self.table, self.tokens = table, tokens
+        self.hidden: dict[int, Tensor] = {}
+        """Router inputs [C, d] by layer."""
+
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        if layer not in self.hidden:
+            self.hidden[layer] = hidden[self.table.evenly_spaced(self.tokens)]
+        return logits
+
+
+class TrustRegion(UpdateHook):
     """Anchors of all layers of this process, and the judgement of steps."""
 
-    def __init__(self, config: VP2OConfig, stein: Stein, maximum: Callable[[float], float]) -> None:
-        """maximum: over all processes."""
+    def __init__(self, config: VP2OConfig, stein: Stein) -> None:
+        """stein: attached before."""
         self.config = config
-        self.stein = stein
-        self._maximum = maximum
+        self._stein = stein
+        self._maximum: Callable[[float], float]
+        self._device: torch.device
         self._anchors: dict[int, _Anchor] = {}
+        self._probes: list[Probe] = []
+        self._probe_tokens = 0
+        """At most so many of one micro-batch; 0: nothing is looked for."""
+        self.verdict: Verdict | None = None
+        """Of the last update, unless its gradients were not finite."""
         self._refused = 0
         """In a row."""
 
-    def anchor(self) -> None:
-        """The weights as they are have just gone to the engine. Collective."""
-        for number, layer in self.stein.layers.items():
-            start = self.stein.prototypes(number)
-            weights = self.stein.output_weights(layer.outputs)
+    def attach(self, trainer: Trainer) -> None:
+        self._maximum = lambda value: max(trainer.ranks.gather(value))
+        self._device = trainer.ranks.device
+
+    @property
+    def experts(self) -> Experts:
+        return self._stein.experts
+
+    def weights_pushed(self) -> None:
+        for number, layer in self.experts.layers.items():
+            start = self.experts.prototypes(number)
+            weights = self.experts.output_weights(layer.outputs)
             self._anchors[number] = _Anchor(start, self._follow(layer, weights, start))
 
-    def probe(self, passes: list[RoutePass]) -> None:
-        """Before a pass of the policy: have its routers keep what they see, where the anchor has not seen anything yet."""
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+        """Routers keep what they see, where the anchor has not seen anything yet."""
         if not self._anchors:
-            self.anchor()
-        if any(anchor.gates is None for anchor in self._anchors.values()):
-            each = -(-self.config.probe_tokens // max(len(passes), 1))
-            for route_pass in passes:
-                route_pass.probe, route_pass.probe_tokens = {}, each
+            self.weights_pushed()
+        blind = any(anchor.gates is None for anchor in self._anchors.values())
+        self._probe_tokens = -(-self.config.probe_tokens // max(len(batches), 1)) if blind else 0
+        self._probes, self.verdict = [], None
+
+    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+        found = [Probe(batch.routes, self._probe_tokens)] if self._probe_tokens else []
+        self._probes += found
+        return found
 
     @torch.no_grad()
-    def probed(self, passes: list[RoutePass]) -> None:
-        """After that pass, with the weights still as they were. Collective."""
-        rows = [len(next(iter(p.probe.values()))) for p in passes if p.probe]
-        if not rows:
+    def after_pass(self, stage: Stage) -> None:
+        probes, self._probes = [probe.hidden for probe in self._probes if probe.hidden], []
+        if not probes:
             return
-        tokens = torch.tensor([sum(rows)], device=passes[0].table.counted.device)
-        dist.all_reduce(tokens, group=self.stein.token_group)
+        tokens = torch.tensor([sum(len(next(iter(hidden.values()))) for hidden in probes)], device=self._device)
+        dist.all_reduce(tokens, group=self.experts.token_group)
         if not int(tokens):  # no token of the loss on any process: the next pass may have some
             return
         for number, anchor in self._anchors.items():
-            seen = [p.probe[number] for p in passes if p.probe and number in p.probe]
+            seen = [hidden[number] for hidden in probes if number in hidden]
             if anchor.gates is None and seen:
-                router = self.stein.layers[number].router
+                router = self.experts.layers[number].router
                 anchor.hidden = torch.cat(seen)
                 anchor.gates = _gates(router, anchor.hidden, [p.detach() for p in _parameters(router)])
+
+    def before_step(self, preview: StepPreview) -> float:
+        self.verdict = self.judge(preview)
+        return self.verdict.scale
+
+    def metrics(self) -> Metrics:
+        verdict = self.verdict or Verdict(1.0, 0, {})
+        return {
+            "update/rejected": alike(float(verdict.scale == 0.0), across="sum"),
+            "update/backtracks": alike(float(verdict.backtracks), across="sum"),
+        } | of_layers({layer: {"shift": mean(shift, 1)} for layer, shift in verdict.shifts.items()})
 
     @torch.no_grad()
     def judge(self, preview: StepPreview) -> Verdict:
@@ -141,7 +189,7 @@ class TrustRegion:
         sums = []
         seen = [number for number, anchor in self._anchors.items() if anchor.gates is not None]
         for number in seen:  # none before the first token of the loss
-            layer, anchor = self.stein.layers[number], self._anchors[number]
+            layer, anchor = self.experts.layers[number], self._anchors[number]
             prototypes = self._prototypes_after(layer, anchor, preview, scale)
             gates = _gates(layer.router, anchor.hidden, preview.after(_parameters(layer.router), scale))
             shift = barycenter_shift(gates, prototypes, anchor.gates, anchor.prototypes)
@@ -149,7 +197,7 @@ class TrustRegion:
         if not sums:
             return {}
         total = torch.stack(sums)
-        dist.all_reduce(total, group=self.stein.token_group)
+        dist.all_reduce(total, group=self.experts.token_group)
         return dict(zip(seen, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
 
     def _prototypes_after(self, layer: ExpertLayer, anchor: _Anchor, preview: StepPreview, scale: float) -> Tensor:
@@ -163,7 +211,7 @@ class TrustRegion:
         return self._follow(layer, outputs.transpose(1, 2), anchor.start)
 
     def _follow(self, layer: ExpertLayer, weights: Tensor, start: Tensor) -> Tensor:
-        return self.stein.prototypes_of(layer, weights, start[layer.mine], TRACKING)
+        return self.experts.prototypes_of(layer, weights, start[layer.mine], TRACKING)
 
 
 def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:

@@ -36,7 +36,7 @@ def test_any_split_has_the_figures_of_the_whole():
         cuts = np.sort(rng.integers(1, len(values), parts - 1)) if parts > 1 else []
         pieces = [piece for piece in np.split(values, cuts) if len(piece)]
         loads = [rng.integers(0, 9, 4).astype(float) + 1 for _ in pieces]
-        merged = reduce.merge(reduce.on_host(declared(v, w)) for v, w in zip(pieces, loads, strict=True))
+        merged = reduce.merge(reduce.on_host([declared(v, w) for v, w in zip(pieces, loads, strict=True)]))
         merged = pickle.loads(pickle.dumps(merged))  # as between ranks
         found = reduce.figures(merged)
         assert found == pytest.approx(
@@ -56,8 +56,8 @@ def test_any_split_has_the_figures_of_the_whole():
 def test_tensors_merge_on_the_device_as_on_the_host():
     values = np.random.default_rng().normal(size=12)
     pieces = [declared(values[:5], np.ones(4)), declared(values[5:], np.ones(4))]
-    first = reduce.figures(reduce.on_host(reduce.merge(pieces)))
-    second = reduce.figures(reduce.merge(map(reduce.on_host, pieces)))
+    first = reduce.figures(*reduce.on_host([reduce.merge(pieces)]))
+    second = reduce.figures(reduce.merge(reduce.on_host(pieces)))
     assert first == pytest.approx(second, rel=1e-12)
 
 

@@ -1,0 +1,92 @@
+"""The carrier: one sequence of tokens with named values of its labels, from the rollout to the loss.
+
+A label is a token that the model predicts: those of the response. Whatever is said of labels one by one (the mask of the
+loss, log-probs, advantages ...) is a field; packing, context-parallel cuts, `take`, device moves and records loop over the
+fields that a sequence has. A new field is one line of `FIELDS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Field:
+    """A value of each label."""
+
+    dtype: type[np.generic]
+    default: float = 0
+    """Where a sequence does not have the field, and of packed tokens that are no labels."""
+
+
+FIELDS = {
+    "loss_mask": Field(np.bool_),  # whether the label counts in the loss: False for what the policy did not choose
+    "rollout_log_probs": Field(np.float32),  # as the engine returned them, under the sampling support
+    "advantages": Field(np.float32),
+    "old_log_probs": Field(np.float32),  # of the policy before the updates of its rollout batch
+    "reference_log_probs": Field(np.float32),  # of the frozen reference
+}
+"""All that can be said of a label."""
+
+
+@dataclass
+class RouterFeatures:
+    """What the engine's routers saw when they predicted c of the response's tokens; predictors learn from it."""
+
+    positions: Tensor
+    """[c] int32, ascending: response token i was predicted from the features of the input token before it."""
+    hidden: Tensor
+    """[c, moe_layers, hidden] in the engine's dtype: router inputs h; hidden is 0 where no predictor learns from them."""
+    logits: Tensor
+    """[c, moe_layers, experts] fp32: router logits z without the prediction."""
+
+    def since(self, start: int) -> RouterFeatures:
+        """Those of response tokens from `start` on."""
+        keep = self.positions >= start
+        return RouterFeatures(self.positions[keep], self.hidden[keep], self.logits[keep])
+
+
+@dataclass(kw_only=True)
+class Sequence:
+    """n tokens of which the last n - prompt_length are labels."""
+
+    tokens: np.ndarray
+    """[n] int32: prompt, then response."""
+    prompt_length: int
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
+    """[n - prompt_length] values by name of FIELDS: entry i belongs to `tokens[prompt_length + i]`."""
+    kept: list[np.ndarray] | None = None
+    """Per label the ids that a truncating sampler kept, int32; None: the whole vocabulary."""
+    routes: np.ndarray | None = None
+    """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
+    features: RouterFeatures | None = None
+    """Where the engine exports them."""
+
+    @classmethod
+    def demonstration(cls, prompt: list[int], response: list[int]) -> Self:
+        """A prompt with a response to imitate: every label counts."""
+        tokens = np.asarray([*prompt, *response], np.int32)
+        return cls(tokens=tokens, prompt_length=len(prompt), fields={"loss_mask": np.ones(len(response), bool)})
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """[n - prompt_length] values of a field; its default where the sequence does not have it."""
+        found = self.fields.get(name)
+        declared = FIELDS[name]
+        return np.full(self.response_length, declared.default, declared.dtype) if found is None else found
+
+    def __setitem__(self, name: str, values: np.ndarray | float) -> None:
+        """Values of a field, or one for all labels. Errors: KeyError for a name that is not declared."""
+        self.fields[name] = np.broadcast_to(np.asarray(values, FIELDS[name].dtype), (self.response_length,)).copy()
+
+    @property
+    def response_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def inputs(self) -> int:
+        """Tokens that enter the model: the last one is only predicted."""
+        return len(self.tokens) - 1

@@ -1,0 +1,28 @@
+"""The features of a trainer, from its config."""
+
+from __future__ import annotations
+
+from megatron_rl.config import Config
+from megatron_rl.routing.hook import Routes
+from megatron_rl.routing.predictors import Predictors
+from megatron_rl.routing.replay import PREDICTING
+from megatron_rl.trainer.agreement import AgreementFloor
+from megatron_rl.trainer.hooks import UpdateHook
+from megatron_rl.vp2o.transform import Stein
+from megatron_rl.vp2o.trust_region import TrustRegion
+
+
+def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHook]:
+    """Those of a policy, in the order in which they are called. scores_alone: it is never updated."""
+    hooks: list[UpdateHook] = [Routes(config.routing.source)]
+    if config.routing.source in PREDICTING:
+        hooks.append(Predictors(config.routing, config.optimizer))
+    if scores_alone:
+        return hooks
+    if config.vp2o.enabled:
+        hooks.append(stein := Stein(config.vp2o))
+        if config.vp2o.trust_region is not None:
+            hooks.append(TrustRegion(config.vp2o, stein))
+    if config.rollout.agreement_floor is not None:
+        hooks.append(AgreementFloor(config.rollout.agreement_floor))
+    return hooks

@@ -1,0 +1,31 @@
+"""Routes as a hook of the trainer: recorded, replayed and measured in every pass."""
+
+from __future__ import annotations
+
+from megatron_rl.data.packing import Batch
+from megatron_rl.routing.compare import EngineAgreement, RouteAgreement, RouteDistance
+from megatron_rl.routing.passes import RouteObserver
+from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING, RecordLogits, RecordRoutes, ReplayRoutes, RouteSource
+from megatron_rl.routing.utilization import ExpertLoad, RouterEntropy
+from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
+
+
+class Routes(UpdateHook):
+    """Whose choice of experts holds, and what is measured of it."""
+
+    def __init__(self, source: RouteSource) -> None:
+        self.source = source
+
+    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+        table, update, from_engine = batch.routes, place.update + 1, self.source in FROM_ENGINE
+        found: list[RouteObserver] = [EngineAgreement(table, update), ExpertLoad(table, update)]
+        if from_engine or (stage == "update" and self.source != "none"):
+            found.append(ReplayRoutes(table, self.source))
+        if stage == "update":
+            measures = [RouteAgreement(table, self.source, update), RouteDistance(table, update)]
+            return [*found, *measures, RouterEntropy(table, update)]
+        if not from_engine or table.engine is None:
+            found.append(RecordRoutes(table))
+        if self.source not in PREDICTING:  # predictors keep more
+            found.append(RecordLogits(table))
+        return found

@@ -1,0 +1,116 @@
+"""The experts of each MoE layer as this process has them, the groups that share them, and their prototypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_rl.algorithms import stein
+from megatron_rl.models.moe import OUTPUT, ExpertSlice, expert_slices, moe_layers
+from megatron_rl.models.router import ReplayRouter
+
+
+@dataclass
+class ExpertLayer:
+    """One MoE layer's experts as this process has them."""
+
+    router: ReplayRouter
+    slices: dict[str, list[ExpertSlice]]
+    """This rank's experts, by parameter."""
+    experts: int
+    """In all, N."""
+    mine: slice
+    """Which of them are this rank's."""
+    start: Tensor
+    """[D_out]: where the power iteration starts, the same for all experts and on all ranks."""
+
+    @property
+    def outputs(self) -> list[ExpertSlice]:
+        """Output projections, [D_out, D_in / expert_tensor] each."""
+        return self.slices[OUTPUT]
+
+
+class Experts:
+    """Those of a model's chunks."""
+
+    def __init__(self, chunks: list[torch.nn.Module], power_iterations: int) -> None:
+        self.layers = {number: _expert_layer(number, layer) for number, layer in moe_layers(chunks)}
+        self.power_iterations = power_iterations
+        self.expert_group = parallel_state.get_expert_model_parallel_group()
+        self.slice_group = parallel_state.get_expert_tensor_parallel_group()
+        self.replica_group = parallel_state.get_expert_data_parallel_group()
+        self.token_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
+        self._prototypes: dict[int, Tensor] = {}
+
+    def prototypes(self, number: int) -> Tensor:
+        """[N, D_out] of a layer's weights as they are, the same on all processes that have the layer. Collective."""
+        if number not in self._prototypes:
+            layer = self.layers[number]
+            weights = self.output_weights(layer.outputs)
+            start = layer.start.expand(len(weights), -1)
+            self._prototypes[number] = self.prototypes_of(layer, weights, start, self.power_iterations)
+        return self._prototypes[number]
+
+    def prototypes_of(self, layer: ExpertLayer, weights: Tensor, start: Tensor, steps: int) -> Tensor:
+        """[N, D_out] of this rank's output projections `weights` [n, D_in, D_out], iterated from `start` [n, D_out].
+
+        Collective.
+        """
+        mine = stein.prototypes(weights, steps, start, all_reduce=self.over_slices)
+        return self.gather(mine)
+
+    def output_weights(self, outputs: list[ExpertSlice]) -> Tensor:
+        """[n, D_in, D_out] fp32."""
+        return stacked([output.data for output in outputs]).transpose(1, 2)
+
+    def weights_changed(self) -> None:
+        """After an optimizer step."""
+        self._prototypes = {}
+
+    def scatter(self, partial_sums: Tensor) -> Tensor:
+        """[N, C] of each expert-parallel rank -> their sum's [n, C] rows of this rank's experts."""
+        ranks = self.expert_group.size()
+        if ranks == 1:
+            return partial_sums
+        parts = list(partial_sums.chunk(ranks))
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts, group=self.expert_group)
+        return mine
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """[n, ...] of each expert-parallel rank -> [N, ...]."""
+        ranks = self.expert_group.size()
+        if ranks == 1:
+            return mine
+        parts = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(parts, mine.contiguous(), group=self.expert_group)
+        return torch.cat(parts)
+
+    def over_slices(self, tensor: Tensor) -> Tensor:
+        if self.slice_group.size() > 1:
+            dist.all_reduce(tensor, group=self.slice_group)
+        return tensor
+
+
+def _expert_layer(number: int, layer: torch.nn.Module) -> ExpertLayer:
+    slices = expert_slices(layer.experts)
+    count = len(slices[OUTPUT])
+    first = parallel_state.get_expert_model_parallel_rank() * count
+    output = slices[OUTPUT][0].data
+    start = torch.randn(output.shape[0], generator=torch.Generator().manual_seed(number))
+    experts = layer.config.num_moe_experts
+    return ExpertLayer(layer.router, slices, experts, slice(first, first + count), start.to(output.device))
+
+
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """[n, ...] in fp32, with no other copy on the way."""
+    result = torch.empty(len(matrices), *matrices[0].shape, device=matrices[0].device)
+    for place, matrix in zip(result, matrices, strict=True):
+        place.copy_(matrix)
+    return result

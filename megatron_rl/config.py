@@ -12,7 +12,7 @@ import math
 import re
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, dataclass_transform
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -20,11 +20,9 @@ from pydantic.dataclasses import dataclass
 
 from megatron_rl.errors import UserError
 
-_T = TypeVar("_T")
-
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def section(cls: type[_T]) -> type[_T]:
+def section[T](cls: type[T]) -> type[T]:
     """A part of the tree: a frozen dataclass whose values are checked."""
     return dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -27,14 +27,22 @@ class Metric:
     A metric is pickled when ranks gather it, so `finish` is a function of a module.
     """
 
-    parts: tuple[Value, ...]
-    """Numbers or arrays; those of one name have the same shapes everywhere."""
+    parts: tuple[Any, ...]
+    """Numbers or arrays, those of one name of the same shapes everywhere; of sums also what has a `+` of its own."""
     operation: Literal["sum", "max", "min"]
-    finish: Callable[..., float]
-    """Merged parts -> the figure; NaN where it has no value."""
+    finish: Callable[..., float | Mapping[str, float]]
+    """Merged parts -> the figure, NaN where it has no value; or several figures by name, which follow the metric's own."""
 
 
 Metrics = dict[str, Metric]
+
+
+class Gathers(Protocol):
+    """Ranks, as far as they are asked here."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes."""
+        ...
 
 
 def total(value: Value) -> Metric:
@@ -62,8 +70,8 @@ def mean(total_of_values: Value, count: Value) -> Metric:
     return Metric((total_of_values, count), "sum", _mean)
 
 
-def derived(finish: Callable[..., float], *parts: Value) -> Metric:
-    """A figure of sums that is no ratio: `finish` (a function of a module) is called with the merged parts."""
+def derived(finish: Callable[..., float | Mapping[str, float]], *parts: Any) -> Metric:
+    """Figures of sums that are no ratios: `finish` (a function of a module) is called with the merged parts."""
     return Metric(parts, "sum", finish)
 
 
@@ -127,6 +135,18 @@ def on_host(several: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
     ]
 
 
+def over_ranks(ranks: Gathers, several: Sequence[Mapping[str, Metric]]) -> Metrics:
+    """This process's metrics, those of its micro-batches apart -> of all processes. Collective."""
+    return merge(ranks.gather(merge(on_host(several))))
+
+
 def figures(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Name -> figure, of merged metrics on the host."""
-    return {name: metric.finish(*metric.parts) for name, metric in metrics.items()}
+    found: dict[str, float] = {}
+    for name, metric in metrics.items():
+        figure = metric.finish(*metric.parts)
+        if isinstance(figure, Mapping):
+            found |= {f"{name}/{part}": value for part, value in figure.items()}
+        else:
+            found[name] = figure
+    return found

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.metrics.reduce import Metrics, figures, mean, merge, on_host, total
+from megatron_rl.metrics.reduce import Metrics, figures, mean, over_ranks, total
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
@@ -225,7 +225,7 @@ class Trainer:
         results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False)
         if self.trust_region:
             self.trust_region.probed(passes)
-        metrics = self._reduce([result.metrics for result in results if result] if self.reports else [])
+        metrics = over_ranks(self.ranks, [result.metrics for result in results if result] if self.reports else [])
         sums = self._total(route_sums(passes) | (self.stein.sums() if self.stein else {}))
         check_agreement(figures(metrics), sums, totals.tokens, self.config.rollout.agreement_floor)
         lr = self.optimizer.param_groups[0]["lr"]
@@ -394,10 +394,6 @@ class Trainer:
             return result.loss, batch.mask.sum().int(), {}
 
         return values, loss
-
-    def _reduce(self, mine: list[Metrics]) -> Metrics:
-        """Metrics of this process's micro-batches -> of all processes. Collective."""
-        return merge(self.ranks.gather(merge(on_host(mine))))
 
     def _total(self, mine: dict[str, float]) -> dict[str, float]:
         """Add up what routers measured on every rank, as each has tokens or layers of its own."""

@@ -12,7 +12,7 @@ import math
 import re
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, dataclass_transform
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -20,7 +20,12 @@ from pydantic.dataclasses import dataclass
 
 from megatron_rl.errors import UserError
 
-section = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def section[T](cls: type[T]) -> type[T]:
+    """A part of the tree: a frozen dataclass whose values are checked."""
+    return dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)
+
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]

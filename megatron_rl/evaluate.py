@@ -10,6 +10,7 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.environments.evaluation import average_at_n, distinct_right, pass_at_k
 from megatron_rl.launch.run import Run
+from megatron_rl.metrics.reduce import figures, over_ranks
 from megatron_rl.metrics.step import reward_metrics
 from megatron_rl.rollout.engine import Engine
 
@@ -56,5 +57,5 @@ def rollout_command(config: Config) -> None:
         engine.join(run)
         prompts = run.stream.next(config.batch.prompts_per_step)
         trajectories = engine.collect(prompts, step=0)
-        run.logger.say(json.dumps(reward_metrics(run, trajectories), indent=2, default=float))
+        run.logger.say(json.dumps(figures(over_ranks(run.ranks, [reward_metrics(trajectories)])), indent=2))
         run.logger.say(f"trajectories are in {config.run_dir / 'rollouts'}")

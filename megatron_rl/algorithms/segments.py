@@ -22,6 +22,8 @@ class Segments:
     """Sequences, on all ranks of the context-parallel group alike."""
     all_reduce: AllReduce | None = None
     """None: every sequence is whole here."""
+    counts: bool = True
+    """Whether figures of whole sequences are counted here: on one rank of those that hold the parts."""
 
     @classmethod
     def of(cls, ids: Tensor) -> Segments:

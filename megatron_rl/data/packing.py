@@ -176,7 +176,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         labels=pick(labels),
         label_rows=torch.from_numpy(np.flatnonzero(labels[local] != IGNORED)),
         fields={name: pick(values) for name, values in fields.items()},
-        segments=Segments(pick(sequence_ids), len(indices), layout.all_reduce),
+        segments=Segments(pick(sequence_ids), len(indices), layout.all_reduce, counts=layout.context_rank == 0),
         cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
         layout=PackedLayout.build(torch.from_numpy(borders), len(local), layout.context, layout.context_rank),
         max_seqlen=int(np.diff(borders).max()),

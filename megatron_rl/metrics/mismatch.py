@@ -65,6 +65,23 @@ class Mismatch:
     sequences: tuple[float, ...] = ()
     """Sum of d of each sequence."""
 
+    def __add__(self, other: Mismatch) -> Mismatch:
+        """Statistics of both parts' tokens together."""
+        together: dict = {name: getattr(self, name) + getattr(other, name) for name in SUMS}
+        together["sequences"] = self.sequences + other.sequences
+        filled = [part for part in (self, other) if part.tokens]
+        if not filled:
+            return Mismatch(**together)
+        classes = np.stack([part.classes for part in filled])
+        return Mismatch(
+            **together,
+            lowest=min(part.lowest for part in filled),
+            highest=max(part.highest for part in filled),
+            histogram=np.sum([part.histogram for part in filled], axis=0),
+            bound=np.sum([part.bound for part in filled], axis=0),
+            classes=np.concatenate([classes[:, :, :4].sum(0), classes[:, :, 4:].max(0)], 1),
+        )
+
 
 def _bins(values: torch.Tensor) -> torch.Tensor:
     return (torch.asinh(values.clamp(-LIMIT, LIMIT) / FINEST) * (HALF / SPAN)).round().long() + HALF
@@ -115,25 +132,6 @@ def measure(
     )
 
 
-def merge(parts: Iterable[Mismatch]) -> Mismatch:
-    """Statistics of all the parts' tokens together."""
-    parts = list(parts)
-    filled = [p for p in parts if p.tokens]
-    together: dict = {name: sum(getattr(p, name) for p in parts) for name in SUMS}
-    together["sequences"] = tuple(d for p in parts for d in p.sequences)
-    if not filled:
-        return Mismatch(**together)
-    classes = np.stack([p.classes for p in filled])
-    return Mismatch(
-        **together,
-        lowest=min(p.lowest for p in filled),
-        highest=max(p.highest for p in filled),
-        histogram=np.sum([p.histogram for p in filled], axis=0),
-        bound=np.sum([p.bound for p in filled], axis=0),
-        classes=np.concatenate([classes[:, :, :4].sum(0), classes[:, :, 4:].max(0)], 1),
-    )
-
-
 def quantile(counts: np.ndarray, values: np.ndarray, share: float) -> float:
     """The value below or at which `share` of the counts lie; NaN where nothing was counted."""
     cumulative = np.cumsum(counts)
@@ -148,10 +146,10 @@ NAMES = (
 )
 
 
-def metrics(measured: Mismatch, prefix: str = "mismatch") -> dict[str, float]:
+def figures(measured: Mismatch) -> dict[str, float]:
     """Names and numbers for the log; NaN where there is no token.
 
-    PREFIX/kl: k3 estimate of KL(engine || trainer), in nats per token (the tokens are the engine's); k1: its plain
+    kl: k3 estimate of KL(engine || trainer), in nats per token (the tokens are the engine's); k1: its plain
     estimate; chi2: mean of (ratio - 1)^2, the chi-square divergence of the trainer from the engine; ppl_gap: trainer's
     perplexity of the tokens minus the engine's; ess, sequence_ess: effective sample size of the ratios of tokens and of
     whole sequences, as a share of their number (1: no mismatch); ratio_*: extremes and quantiles of the ratio; abs_*: of
@@ -181,17 +179,22 @@ def metrics(measured: Mismatch, prefix: str = "mismatch") -> dict[str, float]:
             "abs_median": quantile(folded, VALUES[HALF:], 0.5),
             "abs_p99": quantile(folded, VALUES[HALF:], 0.99),
         }
-    return {f"{prefix}/{name}": value for name, value in found.items()}
+    return found
 
 
-def law_metrics(measured: Mismatch) -> dict[str, float]:
+def with_law(measured: Mismatch) -> dict[str, float]:
+    """`figures`, and where in the distribution the mismatch sits."""
+    return figures(measured) | law_figures(measured)
+
+
+def law_figures(measured: Mismatch) -> dict[str, float]:
     """Where in the distribution the mismatch sits (papers/000, section 4.3); absent where there is no token.
 
-    mismatch/epsilon_p99, epsilon_p100: the logit error e with which |d| <= 2 e (1 - p) holds for 99 % of the tokens, and
-    for all (proposition 4.2), p being the smaller of both sides' probabilities; at most 20. mismatch/tail_bias: mean of
+    epsilon_p99, epsilon_p100: the logit error e with which |d| <= 2 e (1 - p) holds for 99 % of the tokens, and
+    for all (proposition 4.2), p being the smaller of both sides' probabilities; at most 20. tail_bias: mean of
     engine's - trainer's log-prob over sampled tokens with p < 0.01, positive by proposition 4.3 (and selected by the
     trainer's p: among tokens of one engine's p there is no such bias); tail_bias_z: the same in
-    standard errors. mismatch/p<X/NAME, for the tokens with p below X and not below the X before: tokens, abs, bias, abs_max.
+    standard errors. p<X/NAME, for the tokens with p below X and not below the X before: tokens, abs, bias, abs_max.
     """
     if not measured.tokens:
         return {}
@@ -209,4 +212,4 @@ def law_metrics(measured: Mismatch) -> dict[str, float]:
         if tokens:
             values = {"tokens": tokens, "abs": absolute / tokens, "bias": bias / tokens, "abs_max": largest}
             found |= {f"p<{below:g}/{name}": value for name, value in values.items()}
-    return {f"mismatch/{name}": float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in found.items()}

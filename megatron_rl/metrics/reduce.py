@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 Value = float | int | np.ndarray | torch.Tensor
+Figure = float | Mapping[str, float] | Sequence[float] | None
+"""Of a metric NAME; of a mapping those of NAME/KEY, of a sequence those of NAME_0, NAME_1, ...; None: it has no value."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,11 @@ class Metric:
     A metric is pickled when ranks gather it, so `finish` is a function of a module.
     """
 
-    parts: tuple[Value, ...]
-    """Numbers or arrays; those of one name have the same shapes everywhere."""
+    parts: tuple[Any, ...]
+    """Numbers or arrays, those of one name of the same shapes everywhere; of sums also what has a `+` of its own."""
     operation: Literal["sum", "max", "min"]
-    finish: Callable[..., float | Sequence[float] | None]
-    """Merged parts -> the figure, NaN or None where it has no value; a sequence: one figure a place, as in NAME_0, NAME_1."""
+    finish: Callable[..., Figure]
+    """Merged parts -> the figure, NaN or None where it has no value; or several, as `Figure` says."""
     across: Literal["parts", "mean", "sum"] = "parts"
     """What updates, and layers, have together: their parts are merged, or their figures are averaged or added up."""
     also: tuple[str, ...] = ()
@@ -39,6 +41,14 @@ class Metric:
 
 
 Metrics = dict[str, Metric]
+
+
+class Gathers(Protocol):
+    """Ranks, as far as they are asked here."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes."""
+        ...
 
 
 def total(value: Value) -> Metric:
@@ -71,8 +81,8 @@ def alike(value: float, *, across: Literal["mean", "sum"]) -> Metric:
     return Metric((value,), "max", float, across)
 
 
-def derived(finish: Callable[..., float | Sequence[float] | None], *parts: Value) -> Metric:
-    """A figure of sums that is no ratio: `finish` (a function of a module) is called with the merged parts."""
+def derived(finish: Callable[..., Figure], *parts: Any) -> Metric:
+    """Figures of sums that are no ratios: `finish` (a function of a module) is called with the merged parts."""
     return Metric(parts, "sum", finish)
 
 
@@ -135,8 +145,13 @@ def on_host(several: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
     ]
 
 
+def over_ranks(ranks: Gathers, several: Sequence[Mapping[str, Metric]]) -> Metrics:
+    """This process's metrics, those of its micro-batches apart -> of all processes. Collective."""
+    return merge(ranks.gather(merge(on_host(several))))
+
+
 def of_update(metrics: Mapping[str, Metric]) -> Metrics:
-    """Metrics of one update, merged over its micro-batches and ranks, as they count towards those of a step."""
+    """Metrics of one update over all its micro-batches and ranks, as they count towards those of a step."""
     found: list[Metrics] = []
     for name, metric in metrics.items():
         if metric.across != "parts":
@@ -153,7 +168,9 @@ def figures(metrics: Mapping[str, Metric]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, metric in metrics.items():
         figure = metric.finish(*metric.parts)
-        if isinstance(figure, Sequence):
+        if isinstance(figure, Mapping):
+            found |= {f"{name}/{part}": value for part, value in figure.items()}
+        elif isinstance(figure, Sequence):
             found |= {f"{name}_{place}": value for place, value in enumerate(figure)}
         elif figure is not None:
             found[name] = figure

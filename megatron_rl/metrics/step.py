@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.run import Clock, Run
 from megatron_rl.metrics.hardware import hardware_metrics
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
-from megatron_rl.metrics.reduce import figures, merge
+from megatron_rl.metrics.reduce import Metrics, derived, figures, mean, merge, over_ranks, total
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer.trainer import Update
 
@@ -26,9 +27,12 @@ def log_step(
     clock: Clock,
 ) -> None:
     """Write the line of the step that has just ended (all ranks call; rank 0 writes)."""
-    measured = figures(merge(update.metrics for update in updates))
-    metrics = reward_metrics(run, trajectories) | measured | mismatch_metrics(run, rollout_batch, updates) | engine
-    metrics |= fallback_metrics(run, rollout_batch)
+    mine = reward_metrics(trajectories)
+    mismatch = mismatch_metrics(run.config, rollout_batch, updates, run.task.weights)
+    if run.trainer.reports:
+        mine |= mismatch | fallback_metrics(run.config, rollout_batch)
+    metrics = figures(over_ranks(run.ranks, [mine])) | figures(merge(update.metrics for update in updates)) | engine
+    metrics["data/skipped_prompts"] = len(run.stream.skipped)
     times = clock.times()
     metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
     sequences = [(len(t.tokens) - 1, t.response_length) for t in trajectories]
@@ -37,38 +41,33 @@ def log_step(
     run.logger.log_step(run.step, metrics | times)
 
 
-def reward_metrics(run: Run, trajectories: list[Trajectory]) -> dict[str, Any]:
-    """Rewards and lengths of one step's trajectories."""
-    rows = run.gather_from_leaders(
-        [
-            (t.group_id, t.reward, t.response_length, len(t.tokens), t.finish_reason, t.reward_parts)
-            for t in trajectories
-        ]
-    )
-    rewards = np.asarray([r[1] for r in rows])
-    groups: dict[int, list[float]] = {}
-    for row in rows:
-        groups.setdefault(row[0], []).append(row[1])
-    metrics: dict[str, Any] = {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
-        "reward/zero_std": np.mean([min(g) == max(g) for g in groups.values()]),
-        "response/length": np.mean([r[2] for r in rows]),
-        "response/truncated": np.mean([r[4] == "length" for r in rows]),
-        "tokens": int(sum(r[3] for r in rows)),
-        "data/skipped_prompts": len(run.stream.skipped),
+def reward_metrics(trajectories: list[Trajectory]) -> Metrics:
+    """Rewards and lengths of this leader's trajectories of a step."""
+    return {
+        "reward": derived(_reward_figures, tuple((t.group_id, t.reward, t.reward_parts) for t in trajectories)),
+        "response/length": mean(sum(t.response_length for t in trajectories), len(trajectories)),
+        "response/truncated": mean(sum(t.finish_reason == "length" for t in trajectories), len(trajectories)),
+        "tokens": total(sum(len(t.tokens) for t in trajectories)),
     }
-    for part in rows[0][5]:
-        metrics[f"reward/{part}"] = np.mean([r[5][part] for r in rows])
-    return metrics
 
 
-def fallback_metrics(run: Run, rollout_batch: list[list[Batch]]) -> dict[str, int]:
+def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> dict[str, float]:
+    """Of (group, reward, parts) of a step: mean and std over responses, share of groups whose rewards are all equal, mean of
+    each part."""
+    rewards = np.asarray([reward for _, reward, _ in rows])
+    groups: dict[int, list[float]] = {}
+    for group, reward, _ in rows:
+        groups.setdefault(group, []).append(reward)
+    zero_std = np.mean([min(g) == max(g) for g in groups.values()])
+    parts = {part: float(np.mean([of_row[part] for *_, of_row in rows])) for part in rows[0][2]}
+    return {"mean": float(rewards.mean()), "std": float(rewards.std()), "zero_std": float(zero_std), **parts}
+
+
+def fallback_metrics(config: Config, rollout_batch: list[list[Batch]]) -> Metrics:
     """Tokens that were routed freely although the engine's routes were to be replayed: it did not tell them."""
-    if run.config.routing.source not in FROM_ENGINE:
+    if config.routing.source not in FROM_ENGINE:
         return {}
-    mine = sum(b.without_route for batches in rollout_batch for b in batches) if run.trainer.reports else 0
-    return {"routing/fallback_tokens": run.ranks.total(mine)}
+    return {"routing/fallback_tokens": total(sum(b.without_route for batches in rollout_batch for b in batches))}
 
 
 def _samples(run: Run, trajectories: list[Trajectory]) -> Iterator[dict[str, Any]]:

@@ -11,8 +11,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.models.packed import PackedBatch
-from megatron_rl.routing.predictor import RoutePredictor
 from megatron_rl.routing.passes import RouteSelector
+from megatron_rl.routing.predictor import RoutePredictor
 
 PREDICTOR_WEIGHT = ".router.predictor.weight"
 """How the names of the predictors' parameters end, in a chunk."""

@@ -30,6 +30,10 @@ class Place:
     """The micro-batches of all its updates, as far as they are packed; empty: there is but this one."""
 
 
+ALONE = Place()
+"""Of a pass that belongs to no rollout batch, and of an update that is all that is done with one."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What became of one optimizer step."""

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.metrics.reduce import Metrics, mean, merge, of_update, on_host, total
+from megatron_rl.metrics.reduce import mean, of_update, over_ranks, total
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
@@ -29,7 +29,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
-from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
+from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.objective import HeadOutputs, LogProbs, Objective, Result, Totals
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
@@ -134,7 +134,7 @@ class Trainer:
         chunks: list[torch.nn.Module] | None = None,
         *,
         support: SamplingSupport | None = None,
-        place: Place = Place(),
+        place: Place = ALONE,
         hooks: Iterable[UpdateHook] | None = None,
     ) -> list[torch.Tensor | None]:
         """Forward alone: log-probs [T] of each micro-batch; None on pipeline stages without the head.
@@ -148,7 +148,7 @@ class Trainer:
             results = self._run(chunks or self.chunks, batches, passes, LogProbs(), support, forward_only=True)
         return [result and result.tokens["log_probs"] for result in results]
 
-    def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: Place = Place()) -> None:
+    def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: Place = ALONE) -> None:
         """Add to the micro-batches what an objective needs, each by a pass over them (`Objective.needs`)."""
         found: dict[str, list[torch.Tensor | None]] = {}
         if "old_log_probs" in needs:
@@ -163,7 +163,7 @@ class Trainer:
                 if of_batch is not None:
                     batch.fields[name] = of_batch
 
-    def update(self, batches: list[Batch], objective: Objective, place: Place = Place()) -> Update:
+    def update(self, batches: list[Batch], objective: Objective, place: Place = ALONE) -> Update:
         """Forward, backward, gradient reduction, clipping, one optimizer step.
 
         A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
@@ -180,13 +180,13 @@ class Trainer:
             results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False)
         measured = [result.metrics for result in results if result] if self.reports else []
         measured += [observer.metrics() for route_pass in passes if route_pass for observer in route_pass.observers]
-        metrics = self._reduce(measured)
+        metrics = over_ranks(self.ranks, measured)
         for hook in self.hooks:
             hook.check(metrics)
         step = self._step()
         for hook in self.hooks:
             hook.after_step(step)
-        metrics = of_update(metrics | self._reduce([hook.metrics() for hook in self.hooks]))
+        metrics = of_update(metrics | over_ranks(self.ranks, [hook.metrics() for hook in self.hooks]))
         metrics["update/lr"] = mean(step.lr, 1)
         metrics["update/grad_norm"] = mean(step.norm, 1)
         metrics["update/skipped"] = total(float(not step.done and step.scale > 0))
@@ -340,10 +340,6 @@ class Trainer:
 
         return values, loss
 
-    def _reduce(self, mine: list[Metrics]) -> Metrics:
-        """Metrics of this process's micro-batches -> of all processes. Collective."""
-        return merge(self.ranks.gather(merge(on_host(mine))))
-
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -366,7 +362,7 @@ class Trainer:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Leave the device to the rollout engine: weights, gradient buffers, optimizer state, reference and what hooks have there.
+        """Leave the device to the rollout engine: weights, gradient buffers, optimizer state, reference, state of hooks.
 
         keep_weights: the policy's weights stay, for a push. Every pass raises RuntimeError until `wake`.
         """

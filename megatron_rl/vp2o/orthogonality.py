@@ -15,8 +15,8 @@ from megatron_rl.routing.passes import RouteObserver
 class Orthogonality(RouteObserver):
     """Adds the loss of the counted tokens to the model's, as a sum over tokens.
 
-    Its gradient is taken where outputs are seen, of some evenly spread tokens that stand for all: no more than that is kept until
-    the backward.
+    Its gradient is taken where outputs are seen, of some evenly spread tokens that stand for all: no more than that is kept
+    until the backward.
     """
 
     reads_outputs = True

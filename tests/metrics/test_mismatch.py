@@ -28,7 +28,7 @@ def test_metrics_are_those_of_all_tokens_together_however_they_are_split(seed, s
     train, rollout, mask = log_probs(seed, scale)
     parts = [mismatch.measure(*(torch.tensor(x[i]) for x in (train, rollout, mask))) for i in range(4)]
     nothing = mismatch.measure(torch.zeros(2), torch.zeros(2), torch.zeros(2))
-    found = mismatch.metrics(mismatch.merge([parts[0], nothing, mismatch.merge(parts[1:])]))
+    found = mismatch.figures(parts[0] + nothing + sum(parts[1:], mismatch.Mismatch()))
 
     d = np.clip((train - rollout)[mask], -20, 20)
     w = np.exp(d)
@@ -44,36 +44,36 @@ def test_metrics_are_those_of_all_tokens_together_however_they_are_split(seed, s
         "not_finite": 0.0,
     }
     for name, value in exact.items():
-        assert found[f"mismatch/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        assert found[f"{name}"] == pytest.approx(value, rel=1e-9, abs=1e-12), name
     # Quantiles come from the histogram: right to the width of a bin.
     quantiles = {
         "abs_median": np.quantile(np.abs(d), 0.5, method="inverted_cdf"),
         "abs_p99": np.quantile(np.abs(d), 0.99, method="inverted_cdf"),
     }
     for name, value in quantiles.items():
-        assert found[f"mismatch/{name}"] == pytest.approx(value, rel=0.01, abs=1e-8), name
+        assert found[f"{name}"] == pytest.approx(value, rel=0.01, abs=1e-8), name
     for name, share in (("ratio_p01", 0.01), ("ratio_p99", 0.99)):
         value = np.quantile(d, share, method="inverted_cdf")
-        assert math.log(found[f"mismatch/{name}"]) == pytest.approx(value, rel=0.01, abs=1e-8), name
+        assert math.log(found[f"{name}"]) == pytest.approx(value, rel=0.01, abs=1e-8), name
 
 
 def test_equal_log_probs_are_no_mismatch():
     x = torch.randn(100)
-    found = mismatch.metrics(mismatch.measure(x, x, torch.ones(100)))
-    assert found["mismatch/kl"] == found["mismatch/abs_median"] == found["mismatch/abs_p99"] == 0.0
-    assert found["mismatch/ess"] == found["mismatch/ratio_max"] == found["mismatch/ratio_p01"] == 1.0
+    found = mismatch.figures(mismatch.measure(x, x, torch.ones(100)))
+    assert found["kl"] == found["abs_median"] == found["abs_p99"] == 0.0
+    assert found["ess"] == found["ratio_max"] == found["ratio_p01"] == 1.0
 
 
 def test_tokens_without_a_finite_ratio_are_counted_apart():
     train = torch.tensor([-1.0, -torch.inf, torch.nan, -1.0])
-    found = mismatch.metrics(mismatch.measure(train, torch.full((4,), -1.0), torch.ones(4)))
-    assert found["mismatch/not_finite"] == 2.0
-    assert found["mismatch/kl"] == 0.0
+    found = mismatch.figures(mismatch.measure(train, torch.full((4,), -1.0), torch.ones(4)))
+    assert found["not_finite"] == 2.0
+    assert found["kl"] == 0.0
     # Of ratios 1, 0 and 1: a token that the trainer has pruned weighs nothing, which is not the same as not being there.
-    assert found["mismatch/chi2"] == pytest.approx(1 / 3)
-    assert found["mismatch/ess"] == pytest.approx(2**2 / 2 / 3)
-    empty = mismatch.metrics(mismatch.merge([]))
-    assert math.isnan(empty["mismatch/kl"]) and empty.keys() == found.keys()
+    assert found["chi2"] == pytest.approx(1 / 3)
+    assert found["ess"] == pytest.approx(2**2 / 2 / 3)
+    empty = mismatch.figures(mismatch.Mismatch())
+    assert math.isnan(empty["kl"]) and empty.keys() == found.keys()
 
 
 @settings(max_examples=40, deadline=None)
@@ -84,14 +84,14 @@ def test_where_in_the_distribution_it_sits(seed, scale):
     rollout = np.log(np.concatenate([rng.random(150), 10 ** -rng.uniform(0, 8, 150), [1.0, 1.0 - 1e-9]]))
     train = rollout + rng.normal(size=302) * scale
     parts = [mismatch.measure(*(torch.tensor(x[i::2]) for x in (train, rollout, np.ones(302)))) for i in (0, 1)]
-    found = mismatch.law_metrics(mismatch.merge(parts))
+    found = mismatch.law_figures(sum(parts, mismatch.Mismatch()))
     d, p = train - rollout, np.exp(np.minimum(train, 0.0))
     above = 0.0
     for below in mismatch.BELOW:
         members = (p >= above) & (p < below) if below < 1 else p >= above
         above = below
         if not members.any():
-            assert f"mismatch/p<{below:g}/abs" not in found
+            assert f"p<{below:g}/abs" not in found
             continue
         expected = {
             "tokens": members.sum(),
@@ -100,23 +100,23 @@ def test_where_in_the_distribution_it_sits(seed, scale):
             "abs_max": np.abs(d[members]).max(),
         }
         for name, value in expected.items():
-            assert found[f"mismatch/p<{below:g}/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-13)
+            assert found[f"p<{below:g}/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-13)
     rest = -np.expm1(np.minimum(rollout, np.minimum(train, 0.0)))
     needed = (np.abs(d) / (2 * np.maximum(rest, 1e-300)))[rest >= mismatch.CERTAIN]
     for name, share in (("epsilon_p99", 0.99), ("epsilon_p100", 1.0)):
         exact = np.quantile(needed, share, method="inverted_cdf")
-        assert found[f"mismatch/{name}"] == pytest.approx(min(exact, mismatch.LIMIT), rel=0.02, abs=1e-6)
+        assert found[f"{name}"] == pytest.approx(min(exact, mismatch.LIMIT), rel=0.02, abs=1e-6)
     tail = -d[p < mismatch.TAIL]
-    assert found["mismatch/tail_bias"] == pytest.approx(tail.mean(), rel=1e-9, abs=1e-13)
-    assert found["mismatch/tail_bias_z"] == pytest.approx(tail.mean() / (tail.std() / (len(tail) - 1) ** 0.5), rel=1e-6)
-    assert mismatch.law_metrics(mismatch.merge([])) == {}
+    assert found["tail_bias"] == pytest.approx(tail.mean(), rel=1e-9, abs=1e-13)
+    assert found["tail_bias_z"] == pytest.approx(tail.mean() / (tail.std() / (len(tail) - 1) ** 0.5), rel=1e-6)
+    assert mismatch.law_figures(mismatch.Mismatch()) == {}
 
 
 def test_the_effective_sample_size_of_sequences():
     ones = torch.ones(3)
     parts = [mismatch.measure(ones, ones, ones, sequences) for sequences in ([0.0, math.log(3.0)], [-math.inf])]
-    found = mismatch.metrics(mismatch.merge(parts))
-    assert found["mismatch/sequence_ess"] == pytest.approx((1 + 3) ** 2 / (1 + 9) / 3)
+    found = mismatch.figures(sum(parts, mismatch.Mismatch()))
+    assert found["sequence_ess"] == pytest.approx((1 + 3) ** 2 / (1 + 9) / 3)
 
 
 def test_the_picture_by_probability():

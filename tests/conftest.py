@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SLOW = ("e2e", "trainer", "rollout", "routing", "sync")
-"""Folders whose files take minutes."""
+SLOW = ("e2e", "trainer", "rollout", "routing", "sync", "models", "platform", "csrc")
+"""Folders whose files take minutes: servers, several processes, compilers. Their tests, and those marked `slow`, are not among
+those of `tests/run.sh --fast`, but for the files of FAST."""
+FAST = ("test_objective.py", "test_packing.py", "test_table.py", "test_refusals.py", "test_spec.py", "test_precision.py")
+"""Files of these folders that take seconds."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files first: the last worker that is still at one would be alone."""
     items.sort(key=lambda item: item.path.parent.name not in SLOW)
+    for item in items:
+        if item.path.parent.name in SLOW and item.path.name not in FAST:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up, checks the scripts and the style, and runs the tests. Arguments go to pytest.
+# Sets everything up, checks the scripts and the style, and runs the tests. Arguments go to pytest; --fast as the first one
+# leaves out what takes long: servers, several processes, compilers. What remains is for while one edits.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,4 +12,5 @@ mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -pa
 "$bin/shellcheck" --external-sources "${scripts[@]}"
 "$bin/ruff" check --quiet .
 # Two files of tests at a time; more would want more memory than a laptop has.
+[[ ${1:-} != --fast ]] || set -- -m "not slow" "${@:2}"
 exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -11,7 +11,8 @@ from megatron_rl.metrics.reduce import Metric, Metrics, Value, derived
 def of_layers(name: str, layers: Mapping[int, Metric], update: int, *, each: bool = False) -> Metrics:
     """routing/layer_LL/NAME, which counts towards routing/NAME and routing/update_U/NAME.
 
-    layers: by model layer, from 0. update: number in the rollout batch, from 1. each: towards routing/layer_LL/update_U/NAME too.
+    layers: by model layer, from 0. update: number in the rollout batch, from 1. each: towards routing/layer_LL/update_U/NAME
+    too.
     """
     found: Metrics = {}
     for layer, metric in layers.items():

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.metrics.reduce import mean, of_update, over_ranks, total
+from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count

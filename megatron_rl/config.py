@@ -54,7 +54,8 @@ class ModelConfig:
 @section
 class DataConfig:
     task: str = "file"
-    """file | hub | reasoning_gym:NAME | a built-in task (number_sorting, number_zigzag)."""
+    """file | hub | reasoning_gym:NAME | number_sorting | number_zigzag, or a task of your own as module:name or
+    path/to/file.py:name."""
     path: str | None = None
     """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder."""
     eval_path: str | None = None
@@ -70,7 +71,11 @@ class DataConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the task itself (for reasoning_gym: those of the data set)."""
     verifier: str | None = None
-    """exact | math | number_list | reasoning_gym; by default the task's own."""
+    """exact | math | number_list, or a function (response, answer) of your own as module:name or path/to/file.py:name; by
+    default exact for file and hub, else the task's own."""
+    prepare: str | None = None
+    """A function of your own, as module:name or path/to/file.py:name, that is given each row of a file or hub task and returns
+    it with the columns wanted here, or None to leave it out."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Weights of the named reward parts; by default 1.0 for each part that the task lists as its main one."""
     seed: int = 0
@@ -488,8 +493,22 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
+def _parse_value(text: str, kind: Any) -> Any:
+    """A value of the command line. It is YAML, but where a text is wanted what YAML takes for something else stays one, such as
+    {prompt} or 7; a list of texts may be given as a,b."""
+    try:
+        parsed = parse_yaml(text)
+    except yaml.YAMLError:
+        parsed = text
+    if kind == list[str] and isinstance(parsed, str):
+        return [part.strip() for part in parsed.split(",")]
+    optional = type(None) in typing.get_args(kind)
+    wants_text = kind is str or (optional and str in typing.get_args(kind))
+    return text if wants_text and not isinstance(parsed, str) and not (optional and parsed is None) else parsed
+
+
 def parse_overrides(arguments: list[str]) -> dict:
-    """['--a.b', '1', '--c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML."""
+    """['--a.b', '1', '--c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML (`_parse_value`)."""
     tree: dict = {}
     items = iter(arguments)
     for item in items:
@@ -504,10 +523,7 @@ def parse_overrides(arguments: list[str]) -> dict:
         in_options = any(key.startswith(f"{p}.") for p, kind in paths.items() if typing.get_origin(kind) is dict)
         if key not in paths and not in_options:
             raise UserError(f"config: unknown key '{key}'; {nearest_key(key)}")
-        try:
-            parsed = parse_yaml(value)
-        except yaml.YAMLError:
-            parsed = value
+        parsed = _parse_value(value, paths.get(key))
         for part in reversed(key.split(".")):
             parsed = {part: parsed}
         tree = _merge(tree, parsed)

@@ -19,7 +19,7 @@ from megatron_rl.models.parallel_check import architecture, check_parallel, expe
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.ops import extensions, flash
 from megatron_rl.ops.sink_attention import flash_takes
-from megatron_rl.plan import Plan, make_plan
+from megatron_rl.plan import Plan, check_group, make_plan
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
 from megatron_rl.rollout.routes import RouteLayout
@@ -45,11 +45,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     check_precision(config.precision, machine, trains=kind != "ask", rolls_out=kind != "sft")
     check_parallel(hf_config, config.parallel, world_size)
     plan = make_plan(config.batch, config.parallel, world_size)
-    if kind == "train" and config.batch.samples_per_prompt < 2:
-        raise UserError(
-            "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
-            " always be 0; use 2 or more"
-        )
+    if kind == "train":
+        check_group(config.batch)
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
         raise UserError(

@@ -11,14 +11,12 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_rl.errors import UserError
 
-T = TypeVar("T")
 
-
-def resolve(kind: str, name: str, builtin: Mapping[str, T], key: str) -> T | Any:
+def resolve[T](kind: str, name: str, builtin: Mapping[str, T], key: str) -> T | Any:
     """`builtin[name]`, or the user's own function or class of that name.
 
     kind: a word for it, such as "verifier"; key: the config's. Errors: UserError naming `key`, where `check_name` has one,

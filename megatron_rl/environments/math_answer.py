@@ -13,19 +13,19 @@ _LITERAL = re.compile(
     rf"""(?<![\w.\\])
     (?: \\[dt]?frac\s*\{{\s*(?P<top>[-+]?\d+)\s*\}}\s*\{{\s*(?P<bottom>\d+)\s*\}}
       | \\[dt]?frac\s*(?P<top1>\d)\s*(?P<bottom1>\d)
-      | {_DIGITS}\s*(?:\\times|\\cdot|[×·*x])\s*10\s*\^\s*(?:\{{\s*[-+]?\d+\s*\}}|[-+]?\d+)
+      | {_DIGITS}\s*(?:\\times|\\cdot|[*x])\s*10\s*\^\s*(?:\{{\s*[-+]?\d+\s*\}}|[-+]?\d+)
       | {_DIGITS}[eE][-+]?\d+(?!\w)
       | (?P<over>\d+)\s?/\s?(?P<under>\d+)(?!\.?\d|,\d{{3}})
       | {_DIGITS}(?!\.?\d)
     )(?:\s?\\?%)?""",
     re.VERBOSE,
 )
-_OPERATOR = re.compile(r"[-+*/^−–÷×·xX]|\*\*|\\(?:times|cdot|div|pm|over)")  # noqa: RUF001 (signs as they are written)
+_OPERATOR = re.compile(r"[-+*/^xX]|\*\*|\\(?:times|cdot|div|pm|over)")
 _BETWEEN = re.compile(r"\\(?:left|right|[,;!()\[\]])|[\s()\[\]{}$]")
 """What may stand beside an operator."""
 _OPENED = re.compile(
     r"(?:(?:sqrt|√|\^|_|\\[dt]?frac|log|ln|sin|cos|tan|exp|binom)\s*(?:\[\d*\])?[\s{(\[]*"
-    r"|(?:[)}\]]|(?<![A-Za-z])[b-z])\s*(?:[-+*/^−·×]|\\times|\\cdot)\s*[({\[]*)$"  # noqa: RUF001
+    r"|(?:[)}\]]|(?<![A-Za-z])[b-z])\s*(?:[-+*/^]|\\times|\\cdot)\s*[({\[]*)$"
 )
 r"""The end of a text after which a number is an operand: `\sqrt{`, `x + `."""
 _GOES_ON = re.compile(
@@ -37,6 +37,7 @@ _UNITS = re.compile(r"(?:\\(?:text|mathrm|mbox)\s*\{[^}]*\}|\^\s*\{?\s*\\circ\s*
 _EQUALS = re.compile(r"(?<=[\d)}\]%])\s*\$?\s*(?:=|≈|\\approx)")
 """After arithmetic: `48 / 2 =`, and not `x =`."""
 _BOLD = re.compile(r"(?<!\d)\*\*|\*\*(?!\d)|__")
+_SIGNS = str.maketrans("\u2212\u2013\u00d7\u00b7\u00f7\u00a0\uff0b", "--**/ +")
 _MARKED = re.compile(
     r"####[ \t]*(?P<hash>\S.*)|<answer>(?P<tag>.*?)</answer>"
     r"|(?:final answer|answer)\s*(?:is|:|=)+\s*:?\s*(?=(?P<phrase>\S.*))",
@@ -70,7 +71,7 @@ def literals(text: str) -> list[Literal]:
         start, signed, binary = _sign(text, match.start())
         found.append(literal := _literal(match, start, signed))
         gap = text[found[-2].end : literal.start] if number else ""
-        if number and (binary or _OPERATOR.fullmatch(_BETWEEN.sub("", gap)) or re.fullmatch(r"\)\s*\(", gap)):
+        if number and (binary or _OPERATOR.fullmatch(_BETWEEN.sub("", gap)) or re.fullmatch(r"\)\s*\(|\(", gap)):
             operands |= {number - 1, number}
         value = [int(n) for n in match.group("top", "top1", "over", "bottom", "bottom1", "under") if n]
         unevaluated = literal.fraction and (value[1] == 0 or value[0] % value[1] == 0)
@@ -81,7 +82,7 @@ def literals(text: str) -> list[Literal]:
 
 def _sign(text: str, start: int) -> tuple[int, str, bool]:
     """(start with the sign, the sign, whether it is rather an operator) of the number at `start`."""
-    match = re.search(r"([-+−])(\s*)\\?\$?$", text[:start])  # noqa: RUF001
+    match = re.search(r"([-+])(\s*)\\?\$?$", text[:start])
     if not match:
         return start, "", False
     before = text[: match.start()]
@@ -140,8 +141,8 @@ def stated_number(statement: Statement) -> Literal | None:
 
 
 def clean(text: str) -> str:
-    """Without bold marks and the TeX that is written inside of numbers."""
-    return _BOLD.sub("", text).replace("{,}", ",").replace(r"\,", "").replace(r"\!", "")
+    """Signs in ASCII, without bold marks and the TeX that is written inside of numbers."""
+    return _BOLD.sub("", text.translate(_SIGNS)).replace("{,}", ",").replace(r"\,", "").replace(r"\!", "")
 
 
 def only_number(text: str) -> Literal | None:
@@ -156,9 +157,9 @@ def only_number(text: str) -> Literal | None:
 
 def squeeze(text: str) -> str:
     """In one notation, to look for an expression in a text."""
-    text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
-    text = re.sub(r"\\times|\\cdot|[×·]", "*", text)
-    text = re.sub(r"\\div|÷", "/", text).replace("−", "-")  # noqa: RUF001
+    text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text.translate(_SIGNS))
+    text = re.sub(r"\\times|\\cdot", "*", text)
+    text = text.replace(r"\div", "/")
     return re.sub(r"\\(?:left|right|[,;!()\[\]])|[\s${}]|(?<=\d),(?=\d{3})", "", text)
 
 

@@ -288,8 +288,6 @@ def _extras(function: Callable, name: str) -> list[str]:
     try:
         signature.bind("", "", **dict.fromkeys(extras))
     except TypeError as error:
-        raise UserError(
-            f"config: data.verifier: {name}{signature} cannot be called with (response, answer{''.join(f', {e}' for e in extras)}):"
-            f" {error}"
-        ) from None
+        given = ", ".join(["response", "answer", *extras])
+        raise UserError(f"config: data.verifier: {name}{signature} cannot be called with ({given}): {error}") from None
     return extras

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.files import FileTask, HubTask
 from megatron_rl.environments.number_sorting import NumberSorting
@@ -56,7 +58,14 @@ def build_task(data: DataConfig, *, demonstrations: bool = False) -> Task:
             raise
         raise UserError(f"config: data.task: {data.task} cannot be made from (data, demonstrations): {error}") from None
     if not isinstance(task, Task):
-        raise UserError(f"config: data.task: {data.task} gives {task!r:.60}, not a megatron_rl.environments.Task")
+        given = type(task).__name__
+        raise UserError(f"config: data.task: {data.task} gives {given}, not a megatron_rl.environments.Task")
+    try:
+        inspect.signature(task.score).bind([], [], None)
+    except TypeError as error:
+        raise UserError(
+            f"config: data.task: {data.task}.score does not take (prompts, texts, truncated): {error}"
+        ) from None
     task.weights = resolve_weights(task, data.rewards)
     return task
 

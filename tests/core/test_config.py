@@ -69,3 +69,25 @@ def test_the_tree_is_frozen_and_has_few_knobs():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
     assert len(key_paths()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "section", "key", "value"),
+    [
+        (["--data.template", "{prompt}"], "data", "template", "{prompt}"),
+        (["--data.template={prompt}: [x]"], "data", "template", "{prompt}: [x]"),
+        (["--data.template", "[{prompt}]"], "data", "template", "[{prompt}]"),
+        (["--data.template", "'Q: {prompt}'"], "data", "template", "Q: {prompt}"),
+        (["--data.answer_key", "7"], "data", "answer_key", "7"),
+        (["--data.answer_key", "yes"], "data", "answer_key", "yes"),
+        (["--data.path", "2024"], "data", "path", "2024"),
+        (["--data.path", "null"], "data", "path", None),
+        (["--rollout.addresses", "http://a:1"], "rollout", "addresses", ["http://a:1"]),
+        (["--rollout.addresses", "http://a:1,http://b:2"], "rollout", "addresses", ["http://a:1", "http://b:2"]),
+        (["--rollout.addresses", "[http://a:1, http://b:2]"], "rollout", "addresses", ["http://a:1", "http://b:2"]),
+        (["--rollout.addresses", "[]"], "rollout", "addresses", []),
+        (["--data.options", "{a: 1}"], "data", "options", {"a": 1}),
+    ],
+)
+def test_texts_and_lists_of_texts_on_the_command_line_need_no_quotes(arguments, section, key, value):
+    assert getattr(getattr(build_config(parse_overrides(arguments)), section), key) == value

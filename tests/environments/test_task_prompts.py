@@ -209,3 +209,33 @@ def test_reward_parts_are_weighted_and_misspelt_ones_refused():
 def test_tasks_that_cannot_be_built_say_why(data, message):
     with pytest.raises(UserError, match=message):
         build_task(DataConfig(**data))
+
+
+def test_demonstrations_that_are_too_long_are_skipped_and_counted(tokenizer, caplog):
+    """Prompt and response together; nothing is kept free for a response that would be sampled."""
+    task = sorting(size=60)
+    rng = random.Random(0)
+    lengths = {
+        p.prompt_id: len(p.encode(tokenizer).tokens) + len(encode_response(tokenizer, task.demonstration(p, rng)))
+        for p in task.prompts("train")
+    }
+    limit = sorted(lengths.values())[30]
+    long = {name for name, length in lengths.items() if length > limit}
+    stream = PromptStream(task, tokenizer, limit, 10_000, seed=1)
+    with caplog.at_level("WARNING"):
+        pairs = stream.next_demonstrations(2 * (60 - len(long)), random.Random(0))
+    assert 0 < len(long) < 60 and stream.skipped == long
+    assert {p.prompt_id for p, _ in pairs} == set(lengths) - long
+    assert all(len(p.tokens) + len(response) == lengths[p.prompt_id] for p, response in pairs)
+    assert len([m for m in caplog.messages if m.startswith("data: demonstration ")]) == len(long)
+    assert f"included, exceed rollout.context_length {limit}" in caplog.messages[0]
+    stream = PromptStream(task, tokenizer, min(lengths.values()) - 1, 8, seed=1)
+    with pytest.raises(UserError, match="none of the 60 demonstrations fits into rollout.context_length"):
+        stream.next_demonstrations(1, random.Random(0))
+
+
+def test_demonstrations_come_in_the_order_of_prompts(tokenizer):
+    prompts, pairs = (PromptStream(sorting(size=40), tokenizer, 64, 8, seed=1) for _ in range(2))
+    rng = random.Random("7/3")
+    expected = [(p, encode_response(tokenizer, prompts.task.demonstration(p, rng))) for p in prompts.next(50)]
+    assert pairs.next_demonstrations(50, random.Random("7/3")) == expected

@@ -198,6 +198,7 @@ def test_average_and_majority():
     assert majority_at_n(
         [["a", "a", "b"], ["c", "d", "d"], ["e", "f"]], [[1, 1, 0], [1, 0, 0], [1, 0]]
     ) == pytest.approx(0.5)
+    assert majority_at_n([["a", "a", "b"]], [[1, 0, 0]]) == pytest.approx(0.5)  # one of the two was cut off
     rng = random.Random(0)
     answers = [[rng.randrange(4) for _ in range(9)] for _ in range(50)]
     expected = []

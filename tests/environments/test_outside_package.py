@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -191,6 +193,30 @@ def test_rows_are_prepared(folder):
         task("text")
     with pytest.raises(UserError, match="data.prepare takes rows of task file or hub, and 'number_sorting' has none"):
         build_task(DataConfig(task="number_sorting", prepare="os.path:join"))
+
+
+def test_the_examples_of_the_documents(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    verifier, prepare, task = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for name, code in (("rewards", verifier), ("prepare", prepare), ("reversal", task)):
+        (tmp_path / f"{name}.py").write_text(code)
+    rows = [{"context": "x" * n, "question": "?", "answer": "7"} for n in range(1900, 2100, 10)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = build_task(
+        DataConfig(
+            path=str(tmp_path / "questions.jsonl"),
+            verifier=f"{tmp_path / 'rewards.py'}:right_and_short",
+            prepare=f"{tmp_path / 'prepare.py'}:only_short",
+            rewards={"correct": 1.0, "short": 0.2},
+        )
+    )
+    assert len(questions.prompts("train")) + len(questions.prompts("eval")) == 10
+    parts = score(questions, questions.prompts("train")[:1] * 3, ["It is 7", "x" * 200 + "7", "8"])
+    assert [combine(part, questions.weights) for part in parts] == [1.2, 1.0, 0.0]
+    questions.close()
+    reversal = build_task(DataConfig(task=f"{tmp_path / 'reversal.py'}:Reversal", seed=3))
+    prompt = reversal.prompts("train")[5]
+    assert reversal.rewards(prompt, prompt.text[5::-1]) == {"correct": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,25 @@ from megatron_rl.errors import UserError
 
 log = logging.getLogger(__name__)
 
+SHOWN = 5
+"""Prompts that are named in the log when they are skipped; there may be thousands."""
+
 
 def fitting(prompts: Sequence[Prompt], tokenizer, context_length: int, max_new_tokens: int) -> list[Prompt]:
     """Tokenised prompts that leave room for max_new_tokens; the others are logged (for evaluation sets)."""
     encoded = [prompt.encode(tokenizer) for prompt in prompts]
-    short = [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
-    for prompt in encoded:
-        if len(prompt.tokens) + max_new_tokens > context_length:
-            log.warning("%s", _too_long(prompt, context_length, max_new_tokens))
-    return short
+    long = [p for p in encoded if len(p.tokens) + max_new_tokens > context_length]
+    for number, prompt in enumerate(long, 1):
+        _warn(number, _too_long(prompt, context_length, max_new_tokens))
+    return [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
+
+
+def _warn(number: int, problem: str) -> None:
+    """Log why the number-th prompt is skipped; the first few are named."""
+    if number <= SHOWN:
+        log.warning("%s", problem)
+    if number == SHOWN:
+        log.warning("data: prompts that are skipped from here on are counted and not named")
 
 
 def _too_long(prompt: Prompt, context_length: int, max_new_tokens: int) -> str:
@@ -34,8 +44,8 @@ class PromptStream:
     """Training prompts of a task, tokenised, without end.
 
     Epoch e visits the prompts in an order that depends on (seed, e) alone. A prompt that leaves no room for
-    max_new_tokens, or a demonstration that is too long, is skipped: logged once, counted in `skipped`. Errors: UserError
-    where nothing of an epoch fits.
+    max_new_tokens, or a demonstration that is too long, is skipped: counted in `skipped`, and the first few are logged.
+    Errors: UserError where nothing of an epoch fits.
     """
 
     def __init__(self, task: Task, tokenizer, context_length: int, max_new_tokens: int, seed: int):
@@ -97,7 +107,7 @@ class PromptStream:
                 self._taken += 1
             elif prompt.prompt_id not in self.skipped:
                 self.skipped.add(prompt.prompt_id)
-                log.warning("%s", problem)
+                _warn(len(self.skipped), problem)
         return chosen
 
     def state_dict(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_predictors_learn_a_drift_that_goes_on(found):
 def test_with_a_zero_predictor_pr2_is_r2_bit_for_bit(found):
     """All four updates of a rollout batch recorded by zero predictors, which learn meanwhile and disturb nothing."""
     recorded, predicted = found["trained"]["r2"], found["trained"]["pr2"]
-    for ours, theirs in zip(predicted["scored"], recorded["scored"], strict=True):
+    for ours, theirs in zip(predicted["log_probs"], recorded["log_probs"], strict=True):
         assert np.array_equal(ours, theirs)
     of_predictors = ("/drift", "/unpredicted/0", "/unpredicted/1", "/unpredicted/2", "/predictors_skipped")
     same = [{k: v for k, v in sums.items() if not k.endswith(of_predictors)} for sums in predicted["sums"]]

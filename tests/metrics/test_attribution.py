@@ -29,7 +29,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     from dataclasses import replace
 
     from megatron_rl.config import build_config
-    from megatron_rl.data.packing import Sample
+    from megatron_rl.data.sequence import Sequence
     from megatron_rl.data.trajectory import Trajectory, WeightSpan
     from megatron_rl.metrics.attribute import attribute
     from megatron_rl.models.attention import CoreAttention
@@ -62,13 +62,13 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
         trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
         found = []
         for i, sequence in enumerate(tokens):
-            sample = Sample.demonstration(sequence[:2].tolist(), sequence[2:].tolist())
+            sample = Sequence.demonstration(sequence[:2].tolist(), sequence[2:].tolist())
             sample.routes = None if routes is None else routes[i]
             [batch] = trainer.pack([sample])
-            trainer.compute_log_probs([batch], "scored")
+            [own] = trainer.compute_log_probs([batch])
             table = [batch.routes.recorded[layer] for layer in shape.moe_layers] if routes is None else []
-            own = torch.stack(table, 1).numpy()[: sample.inputs] if table else None
-            found.append((batch.scored["scored"][batch.mask].float().numpy(), own))
+            chosen = torch.stack(table, 1).numpy()[: sample.inputs] if table else None
+            found.append((own[batch.mask].float().numpy(), chosen))
         return found
 
     exact = score()
@@ -102,11 +102,19 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     for name, (precision, log_probs, routes) in engines.items():
         trajectories = [
             Trajectory(
-                "", i, sequence, 2, log_probs[i].astype(np.float32), np.ones(len(sequence) - 2, bool),
-                routes=routes[i], weight_spans=[WeightSpan(str(STEP), 0, len(sequence) - 2)],
+                prompt_id="",
+                group_id=i,
+                tokens=sequence,
+                prompt_length=2,
+                fields={
+                    "loss_mask": np.ones(len(sequence) - 2, bool),
+                    "rollout_log_probs": log_probs[i].astype(np.float32),
+                },
+                routes=routes[i],
+                weight_spans=[WeightSpan(str(STEP), 0, len(sequence) - 2)],
             )
             for i, sequence in enumerate(tokens)
-        ]  # fmt: skip
+        ]
         CoreAttention.forward = wrong if name == "attention" else forward
         found[name] = attribute(config(precision), ranks, trajectories, None, STEP, STEP)
         if name == "routes":

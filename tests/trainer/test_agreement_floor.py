@@ -21,7 +21,8 @@ def update_from_engines(model: str, floors: list[float | None], seed: int) -> li
 
     from megatron_rl.trainer.objective import Policy
 
-    config = make_config(model, {"routing": {"source": "r3"}, "precision": {"train": "bf16"}})
+    one_update = {"batch": {"updates_per_step": 1}}
+    config = make_config(model, {"routing": {"source": "r3"}, "precision": {"train": "bf16"}, **one_update})
     trainer = make_trainer(config)
     samples = make_samples(seed, 8, trainer.model.hf_config.vocab_size)
     shape = trainer.layout.routes

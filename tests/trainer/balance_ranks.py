@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.data.balance import plan_updates, redistribute
-from megatron_rl.data.sequence import RouterFeatures
+from megatron_rl.data.sequence import FIELDS, Field, RouterFeatures
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.plan import share_of
 from megatron_rl.launch.run import Run
@@ -58,12 +58,21 @@ def share_with_advantages(ranks: parallel.Ranks, trajectories: list[Trajectory],
 
 
 def exchanges(trajectories: list[Trajectory], tensor: int, config) -> list[list[tuple]]:
-    """What this rank trains on, by update: (number, advantage, tokens, digest of all that travels besides the fields)."""
+    """What this rank trains on, by update: (number, advantage, tokens, digest of what travels besides fields)."""
     ranks = parallel.initialize(ParallelConfig(tensor=tensor), 0)
+    FIELDS["number"] = Field(np.int32)  # one that nobody here knows of
+    for number, trajectory in enumerate(trajectories):
+        trajectory["number"] = number
     updates = redistribute(share_with_advantages(ranks, trajectories, config), UPDATES, ranks)
     found = [
         [
-            (int(s.routes[0, 0, 0]), float(s["advantages"][0]), s.inputs, int(s.features.hidden[0, 0, 0]), int(s.kept[0][0]))
+            (
+                int(s.routes[0, 0, 0]),
+                float(s["advantages"][0]),
+                s.inputs,
+                int(s.features.hidden[0, 0, 0]),
+                int(s.kept[0][0]),
+            )
             for s in one
         ]
         for one in updates

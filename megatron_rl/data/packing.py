@@ -155,7 +155,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
     labels = np.full(total, IGNORED, np.int64)
     names = {name for i in indices for name in samples[i].fields} | set(ALWAYS)
     fields = {name: np.full(total, FIELDS[name].default, FIELDS[name].dtype) for name in FIELDS if name in names}
-    sequence_ids = np.full(total, -1, np.int64)
+    ids = np.full(total, -1, np.int64)
     for row, (i, start) in enumerate(zip(indices, borders, strict=False)):
         sample = samples[i]
         n, p = sample.inputs, sample.prompt_length
@@ -165,7 +165,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         labels[response] = sample.tokens[p:]
         for name, values in fields.items():
             values[response] = sample[name]
-        sequence_ids[start : start + n] = row
+        ids[start : start + n] = row
 
     local = np.concatenate([_zigzag(a, b, layout) for a, b in pairwise(borders)])
     pick = lambda array: torch.from_numpy(np.ascontiguousarray(array[local]))  # noqa: E731
@@ -176,7 +176,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         labels=pick(labels),
         label_rows=torch.from_numpy(np.flatnonzero(labels[local] != IGNORED)),
         fields={name: pick(values) for name, values in fields.items()},
-        segments=Segments(pick(sequence_ids), len(indices), layout.all_reduce),
+        segments=Segments(pick(ids), len(indices), layout.all_reduce),
         cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
         layout=PackedLayout.build(torch.from_numpy(borders), len(local), layout.context, layout.context_rank),
         max_seqlen=int(np.diff(borders).max()),
@@ -186,7 +186,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         routes=None
         if routes is None
         else _route_table([samples[i] for i in indices], routes, borders, fields["loss_mask"], local, layout),
-        without_route=0 if routes is None else int((_missing(routes) & (sequence_ids >= 0))[local].sum()),
+        without_route=0 if routes is None else int((_missing(routes) & (ids >= 0))[local].sum()),
     )
 
 

@@ -100,7 +100,7 @@ def test_decoupled_and_bypass_are_two_ratios_and_one():
     assert (decoupled - bypass).abs().max() > 1e-3
 
 
-def test_normalised_weights_have_mean_one_over_the_update():
+def test_normalized_weights_have_mean_one_over_the_update():
     batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
     config = config_of({"mode": "truncate", "high": 1.2, "normalize": True}, loss="reinforce")
     assert Policy(config).needs == {"old_log_probs"} and not Policy(config).ratio_from_old

@@ -55,7 +55,7 @@ ALGORITHMS = {
         },
     },
     # One update: its own forward is the old policy, and only the mean weight is known before.
-    "normalised": {
+    "normalized": {
         "correction": {"mode": "truncate", "high": 2.0, "normalize": True},
         "batch": {"updates_per_step": 1},
     },
@@ -150,7 +150,7 @@ def one_rank(model, samples, truncated):
         1,
         under("corrected", both)
         | under("pruned", both)
-        | under("normalised", both)
+        | under("normalized", both)
         | under("weighted", {"reference": {}}),
     )
 
@@ -162,7 +162,7 @@ def two_ranks(model, samples, truncated):
     experts = with_data | {name: TWO_RANKS[name] for name in ("ep2", "dp2_replicated_optimizer", "pp2_interleaved")}
     experts |= SHARDED
     return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts)) | run(
-        model, truncated, 2, under("corrected", with_data) | under("normalised", with_data)
+        model, truncated, 2, under("corrected", with_data) | under("normalized", with_data)
     )
 
 
@@ -231,12 +231,12 @@ def test_corrected_and_pruned_over_split_sequences_and_vocabularies(one_rank, tw
     compare_all("corrected", one_rank, two_ranks)
 
 
-def test_normalised_weights_of_a_single_update(one_rank, two_ranks):
+def test_normalized_weights_of_a_single_update(one_rank, two_ranks):
     """By their mean, which the ranks learn from each other before the update."""
-    normalised, weighted = one_rank["normalised reference"], one_rank["weighted reference"]
+    normalized, weighted = one_rank["normalized reference"], one_rank["weighted reference"]
     mean = weighted["mismatch"]["corrected/weight_mean"]
     assert mean > 1.1
     expected = weighted["metrics"]["update/grad_norm"] / mean
-    assert normalised["metrics"]["update/grad_norm"] == pytest.approx(expected, rel=1e-4)
-    compare_all("normalised", one_rank, one_rank)
-    compare_all("normalised", one_rank, two_ranks)
+    assert normalized["metrics"]["update/grad_norm"] == pytest.approx(expected, rel=1e-4)
+    compare_all("normalized", one_rank, one_rank)
+    compare_all("normalized", one_rank, two_ranks)

@@ -47,6 +47,3 @@ class Segments:
     def take(self, rows: Tensor) -> Segments:
         """Of the tokens `rows` [n] alone."""
         return replace(self, ids=self.ids[rows])
-
-    def to(self, device: torch.device) -> Segments:
-        return replace(self, ids=self.ids.to(device))

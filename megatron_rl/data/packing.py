@@ -103,10 +103,11 @@ class Batch:
         return self.fields["loss_mask"]
 
     def to(self, device: torch.device) -> Batch:
-        movable = (RouteTable, KeptTokens, PackedLayout, Segments)
+        movable = (RouteTable, KeptTokens, PackedLayout)
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
         moved |= {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        return replace(self, **moved, fields={name: upload(values, device) for name, values in self.fields.items()})
+        moved["fields"] = {name: upload(values, device) for name, values in self.fields.items()}
+        return replace(self, **moved, segments=replace(self.segments, ids=upload(self.segments.ids, device)))
 
     def take(self, rows: torch.Tensor) -> Batch:
         """Some tokens of it [n], for losses that look at each token alone; what belongs to sequences stays."""

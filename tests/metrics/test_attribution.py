@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from megatron_rl.algorithms.segments import Segments
 from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
 
@@ -157,7 +158,7 @@ def test_only_what_both_measure_is_compared():
     nan = math.nan
     before = torch.tensor([1.0, nan, 2.0, 4.0, 8.0], dtype=torch.float64)
     after = torch.tensor([0.5, 3.0, nan, 1.0, 0.0], dtype=torch.float64)
-    sums = attribution.common_sums(before, after, torch.tensor([0, 0, 0, 1, 1]), 3)
+    sums = attribution.common_sums(before, after, Segments(torch.tensor([0, 0, 0, 1, 1]), 3))
     assert sums.tolist() == [[1.0, 12.0, 0.0], [0.5, 1.0, 0.0], [1.0, 2.0, 0.0]]
     found = attribution.source("x", "", *sums)
     assert found.kl == 0.5 and found.share == pytest.approx(1 - 1.5 / 13)

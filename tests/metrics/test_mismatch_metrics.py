@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from megatron_rl.config import build_config
 from megatron_rl.data.packing import Layout, pack
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
+from megatron_rl.metrics.reduce import figures
 from megatron_rl.trainer.objective import HeadOutputs, Policy, Totals
 from megatron_rl.trainer.trainer import Update
 
@@ -33,15 +33,8 @@ def measured(ratios=RATIOS, coverage=1.0, **config) -> dict[str, float]:
     covered[batch.mask] = torch.as_tensor(coverage, dtype=torch.float32)
     objective = Policy(config, Totals(int(batch.mask.sum()), 2))
     result = objective(batch, HeadOutputs(train, torch.zeros_like(train), covered))
-    trainer = SimpleNamespace(reports=True, layout=SimpleNamespace(context_rank=0))
-    task = SimpleNamespace(weights={"answer": 2.0, "length": -0.5})
-    run = SimpleNamespace(trainer=trainer, config=config, task=task, ranks=_Alone())
-    return mismatch_metrics(run, [[batch]], [Update(result.metrics, [result.tokens])])
-
-
-class _Alone:
-    def gather(self, value):
-        return [value]
+    updates = [Update(result.metrics, [result.tokens])]
+    return figures(mismatch_metrics(config, [[batch]], updates, {"answer": 2.0, "length": -0.5}))
 
 
 def ess(weights) -> float:

@@ -11,7 +11,6 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 warnings.simplefilter("ignore")
@@ -43,6 +42,7 @@ from safetensors import safe_open  # noqa: E402
 from megatron_rl.config import ParallelConfig, build_config  # noqa: E402
 from megatron_rl.data.sequence import Sequence  # noqa: E402
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics  # noqa: E402
+from megatron_rl.metrics.reduce import over_ranks  # noqa: E402
 from megatron_rl.models.moe import expert_slices, moe_layers  # noqa: E402
 from megatron_rl.models.parallel_check import expert_tensor_size  # noqa: E402
 from megatron_rl.ops.late_checks import LateChecks  # noqa: E402
@@ -200,11 +200,10 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     stage("forward")
     late.look()
     stage("look")
-    metrics = trainer._reduce([result.metrics for result in results])
+    metrics = over_ranks(ranks, [result.metrics for result in results])
     trainer._total(route_sums(passes))
     stage("sums")
-    run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=SimpleNamespace(weights={"a": 1.0}))
-    mismatch_metrics(run, [batches], [Update(metrics, [result.tokens for result in results])])
+    mismatch_metrics(config, [batches], [Update(metrics, [result.tokens for result in results])], {"a": 1.0})
     stage("mismatch")
     parallel.shutdown()
     return {"stages": stages, "devices": sorted(devices), "grad": total.requires_grad}

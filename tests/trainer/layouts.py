@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from megatron_rl.config import Config, RefreshConfig, build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
-from megatron_rl.metrics.reduce import figures
+from megatron_rl.metrics.reduce import figures, over_ranks
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.sync.refresh import measure
 from megatron_rl.trainer import parallel
@@ -141,9 +140,8 @@ def run_layout(config: Config, samples: list[Sequence], updates: int = 2, *, who
         trainer._step = step
         if update == 0:
             result |= {"metrics": figures(done.metrics), "grads": captured.get("grads"), "micro_batches": len(batches)}
-            task = SimpleNamespace(weights={"correct": 1.0})
-            run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=task)
-            result["mismatch"] = mismatch_metrics(run, [batches], [done])
+            mismatch = mismatch_metrics(config, [batches], [done], {"correct": 1.0})
+            result["mismatch"] = figures(over_ranks(ranks, [mismatch] if trainer.reports else []))
             result["vp2o"] = vp2o_metrics([done.sums])
             if config.vp2o.enabled:  # the drift, over all tokens: each layout would have others of them
                 drift = measure(trainer, mine, RefreshConfig(when="drift", tokens=1 << 20))

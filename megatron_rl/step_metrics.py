@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.metrics.hardware import hardware_metrics
+from megatron_rl.metrics.samples import choose
 from megatron_rl.panel import panel_metrics
 from megatron_rl.rollout.trajectory import Trajectory
 from megatron_rl.routing.metrics import PREFIX, route_metrics
@@ -88,14 +89,22 @@ def fallback_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, int]:
     return {"routing/fallback_tokens": run.ranks.total(mine)}
 
 
-def _samples(run: Run, trajectories: list[Trajectory]) -> Iterator[dict[str, Any]]:
-    """Rollouts for the report's table."""
-    for t in trajectories:
-        yield {
+def _samples(run: Run, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    """Rollouts for the report, chosen among those of all leaders; each says how many of the step are the same."""
+    places = [(t.group_id, hashlib.sha256(t.text.encode()).digest()) for t in trajectories]  # what travels is small
+    rollouts = [(*place, t.reward) for place, t in zip(places, trajectories, strict=True)]
+    counts = choose(run.gather_from_leaders(rollouts), run.config.logging.samples)
+    mine = {place: t for place, t in zip(places, trajectories, strict=True) if place in counts}
+    samples = [
+        {
             "prompt": run.tokenizer.decode(t.tokens[: t.prompt_length]),
             "response": t.text,
             "reward": t.reward,
             **{f"reward/{part}": value for part, value in t.reward_parts.items()},
             "finish": t.finish_reason,
             "weights": ",".join(span.version for span in t.weight_spans),
+            "count": counts[place],
         }
+        for place, t in mine.items()
+    ]
+    return run.gather_from_leaders(samples)

@@ -108,4 +108,3 @@ def table(found: Attribution) -> Table:
     for row in rows(found):
         shown.add_row(*row)
     return shown
-

@@ -15,7 +15,8 @@ class Chart:
     title: str
     note: str
     series: dict[str, str]
-    """{metric: label}; "a*b" stands for all metrics "a", anything, "b", and the label's * for what * was."""
+    """{metric: label}; "a*b" stands for all metrics "a", anything, "b", and the label's * for what * was.
+    Of several runs only the first is shown."""
     log: bool = False
     reach: tuple[float, float] | None = None
     """The value axis covers at least this."""
@@ -24,10 +25,10 @@ class Chart:
     unit: str = ""
 
 
-def _layers(title: str, note: str, metric: str, mean: str = "all layers", **more) -> Chart:
+def _layers(title: str, note: str, metric: str, **more) -> Chart:
     """A metric's mean over the MoE layers, and each layer's own."""
     room, name = metric.split("/")
-    return Chart(title, note, {metric: mean, f"{room}/layer_*/{name}": "layer *"}, **more)
+    return Chart(title, note, {metric: "all layers", f"{room}/layer_*/{name}": "layer *"}, **more)
 
 
 def _updates(title: str, note: str, metric: str, **more) -> Chart:
@@ -35,137 +36,61 @@ def _updates(title: str, note: str, metric: str, **more) -> Chart:
     return Chart(title, note, {f"routing/{metric}": "all updates", f"routing/update_*/{metric}": "update *"}, **more)
 
 
-PASS, DISTINCT, GREEDY = "eval/pass@*", "eval/distinct@*", "eval/greedy"
-
+# fmt: off
 SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Curves": (
-        Chart(
-            "Evaluation",
-            "held-out prompts: mean reward, best of n, greedy",
-            {PASS: "pass@*", "eval/score": "score", GREEDY: "greedy"},
-            reach=(0, 1),
-            kind="points",
-        ),
-        Chart(
-            "Different right answers", "of an evaluation's n responses to a prompt", {DISTINCT: "of *"}, kind="points"
-        ),
+        Chart("Evaluation", "held-out prompts: mean reward, best of n, greedy",
+              {"eval/score": "score", "eval/pass@*": "pass@*", "eval/greedy": "greedy"}, reach=(0, 1), kind="points"),
+        Chart("Different right answers", "of an evaluation's n responses to a prompt",
+              {"eval/distinct@*": "of *"}, kind="points"),
         Chart("Reward", "mean over the step's rollouts", {"reward/mean": "reward"}),
         Chart("Entropy", "of the policy, nats per token", {"entropy": "entropy"}),
-        Chart(
-            "Mismatch",
-            "KL from the engine that samples to the trainer, nats per token",
-            {"mismatch/kl": "KL (k3)", "corrected/kl": "of the tokens that stay in the update"},
-            log=True,
-        ),
-        Chart(
-            "Clip fraction", "tokens held back by the clip", {"loss/clip_fraction": "clipped"}, reach=(0, 0.01)
-        ),
+        Chart("Mismatch", "KL from the engine that samples to the trainer, nats per token",
+              {"mismatch/kl": "KL (k3)", "corrected/kl": "of the tokens that stay in the update"}, log=True),
+        Chart("Clip fraction", "tokens held back by the clip", {"loss/clip_fraction": "clipped"}, reach=(0, 0.01)),
         Chart("Policy loss", "as it is minimized", {"loss/policy": "loss"}),
         Chart("KL to the reference", "nats per token", {"kl/reference": "KL"}),
         Chart("Response length", "tokens, mean", {"response/length": "tokens"}),
         Chart("Gradient norm", "before clipping", {"update/grad_norm": "norm"}, log=True),
-        Chart(
-            "Throughput",
-            "prompt and response tokens per second",
-            {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "a GPU of the trainer"},
-        ),
-        Chart(
-            "GPU utilization",
-            "MFU of the updates: model FLOPs as a share of the bf16 peak",
-            {"throughput/mfu": "MFU"},
-        ),
-        Chart(
-            "GPU memory",
-            "GB, of the trainer's process that has most",
-            {"memory/peak_gb": "allocated, peak", "memory/reserved_gb": "reserved, peak"},
-            unit="GB",
-        ),
-        Chart(
-            "Where a step's time goes",
-            "seconds",
-            {f"time/{part}_s": part for part in TIMES if part != "step"},
-            kind="areas",
-            unit="s",
-        ),
+        Chart("Throughput", "prompt and response tokens per second",
+              {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "a GPU of the trainer"}),
+        Chart("GPU utilization", "MFU of the updates: model FLOPs as a share of the bf16 peak", {"throughput/mfu": "MFU"}),
+        Chart("GPU memory", "GB, of the trainer's process that has most",
+              {"memory/peak_gb": "allocated, peak", "memory/reserved_gb": "reserved, peak"}, unit="GB"),
+        Chart("Where a step's time goes", "seconds",
+              {f"time/{part}_s": part for part in TIMES if part != "step"}, kind="areas", unit="s"),
     ),
     "Engine and trainer": (
-        Chart(
-            "Importance ratios",
-            "largest and smallest trainer / engine ratio of a token",
-            {
-                "mismatch/ratio_max": "largest",
-                "mismatch/ratio_min": "smallest",
-                "corrected/weight_max": "largest weight after correction",
-            },
-            log=True,
-        ),
-        Chart(
-            "Effective sample size",
-            "of the ratios, as a share of the tokens or of the sequences",
-            {"mismatch/ess": "tokens", "mismatch/sequence_ess": "sequences"},
-            reach=(0.95, 1),
-        ),
-        Chart(
-            "Chi-square divergence",
-            "of the trainer from the engine: mean of (ratio - 1)^2",
-            {"mismatch/chi2": "all tokens", "corrected/chi2": "tokens that stay in the update"},
-            log=True,
-        ),
+        Chart("Importance ratios", "largest and smallest trainer / engine ratio of a token",
+              {"mismatch/ratio_max": "largest", "mismatch/ratio_min": "smallest",
+               "corrected/weight_max": "largest weight after correction"}, log=True),
+        Chart("Effective sample size", "of the ratios, as a share of the tokens or of the sequences",
+              {"mismatch/ess": "tokens", "mismatch/sequence_ess": "sequences"}, reach=(0.95, 1)),
+        Chart("Chi-square divergence", "of the trainer from the engine: mean of (ratio - 1)^2",
+              {"mismatch/chi2": "all tokens", "corrected/chi2": "tokens that stay in the update"}, log=True),
         Chart("Perplexity gap", "trainer's minus engine's, of the sampled tokens", {"mismatch/ppl_gap": "gap"}),
-        Chart(
-            "Bias of the tail",
-            "engine's minus trainer's log-prob of sampled tokens with p < 0.01; the paper predicts above 0",
-            {"mismatch/tail_bias": "mean"},
-        ),
-        Chart(
-            "Out of the update",
-            "share of the tokens",
-            {
-                "corrected/masked": "weight 0",
-                "corrected/vetoed": "by the veto",
-                "corrected/rejected": "by the rejection",
-            },
-            reach=(0, 0.01),
-        ),
-        Chart(
-            "Pruned vocabulary",
-            "probability outside the safe set: mean, and the largest of a step",
-            {"pruning/pruned_mass": "mean", "pruning/pruned_mass_max": "largest"},
-            log=True,
-        ),
-        Chart(
-            "Drift of the policy",
-            "KL(engine || policy) after a step, nats per token; the engine is refreshed by it",
-            {"sync/kl": "KL (k3)"},
-            log=True,
-        ),
+        Chart("Bias of the tail", "engine's minus trainer's log-prob of tokens with p < 0.01; the paper predicts above 0",
+              {"mismatch/tail_bias": "mean"}),
+        Chart("Out of the update", "share of the tokens",
+              {"corrected/masked": "weight 0", "corrected/vetoed": "by the veto", "corrected/rejected": "by the rejection"},
+              reach=(0, 0.01)),
+        Chart("Pruned vocabulary", "probability outside the safe set: mean, and the largest of a step",
+              {"pruning/pruned_mass": "mean", "pruning/pruned_mass_max": "largest"}, log=True),
+        Chart("Drift of the policy", "KL(engine || policy) after a step, nats per token; the engine is refreshed by it",
+              {"sync/kl": "KL (k3)"}, log=True),
         Chart("Sample size under drift", "effective share of the tokens", {"sync/ess": "ESS"}, reach=(0.95, 1)),
-        Chart(
-            "Age of the engine's weights",
-            "steps, before a refresh",
-            {"sync/age": "steps", "sync/refreshed": "refreshed"},
-        ),
+        Chart("Age of the engine's weights", "steps, before a refresh",
+              {"sync/age": "steps", "sync/refreshed": "refreshed"}),
     ),
     "Routing": (
-        _updates(
-            "Routing agreement",
-            "experts in common: replayed route and current router, mean over tokens, layers and updates",
-            "agreement",
-            reach=(0.98, 1),
-        ),
+        _updates("Routing agreement", "experts in common: replayed route and current router, mean over tokens and layers",
+                 "agreement", reach=(0.98, 1)),
         _updates("Route KL", "recorded against current router, nats per token and layer", "kl", log=True),
         _updates("Predictor loss", "as it is minimized, from the second update on", "predictor_loss", log=True),
-        Chart(
-            "Routing staleness",
-            "soft total variation between recorded and current router, 0 to 1",
-            {"routing/staleness": "staleness"},
-        ),
-        Chart(
-            "Engine agreement",
-            "experts in common: rollout engine and trainer",
-            {"routing/engine_agreement": "share"},
-            reach=(0.98, 1),
-        ),
+        Chart("Routing staleness", "soft total variation between recorded and current router, 0 to 1",
+              {"routing/staleness": "staleness"}),
+        Chart("Engine agreement", "experts in common: rollout engine and trainer",
+              {"routing/engine_agreement": "share"}, reach=(0.98, 1)),
         Chart("Tokens without a route", "routed freely instead", {"routing/fallback_tokens": "tokens"}),
     ),
     "Experts": (
@@ -176,20 +101,13 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         _layers("Kernel of strangers", "mean cos of the prototypes of pairs that repel", "vp2o/stranger_kernel"),
         _layers("Kernel of neighbors", "mean cos of the prototypes of pairs that attract", "vp2o/neighbor_kernel"),
         _layers("Attraction", "norm of the experts' mixed gradients, before clipping", "vp2o/attraction", log=True),
-        _layers(
-            "Repulsion",
-            "norm of what is added to the experts' gradients, before clipping",
-            "vp2o/repulsion",
-            log=True,
-        ),
+        _layers("Repulsion", "norm of what is added to the experts' gradients, before clipping", "vp2o/repulsion", log=True),
         _layers("Orthogonality loss", "of the outputs of a token's experts, mean over tokens", "routing/orthogonality"),
-        _layers(
-            "Barycenter shift",
-            "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
-            "vp2o/shift",
-            mean="mean of layers",
-        ),
+        _layers("Barycenter shift",
+                "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
+                "vp2o/shift"),
         Chart("Halvings", "by the trust region, in a step", {"update/halvings": "halvings"}),
         Chart("Undone updates", "by the trust region, in a step", {"update/undone": "undone"}),
     ),
 }
+# fmt: on

@@ -16,7 +16,16 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import attribution, vega
 from megatron_rl.metrics.charts import SECTIONS, Chart
 from megatron_rl.metrics.runlog import (
-    RunLog, by_probability, deviation_tails, evaluations, heat_map, named, points, probability_bound, read_run, repeated,
+    RunLog,
+    by_probability,
+    deviation_tails,
+    evaluations,
+    heat_map,
+    named,
+    points,
+    probability_bound,
+    read_run,
+    repeated,
 )
 from megatron_rl.metrics.samples import leading
 
@@ -49,7 +58,8 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.folder)) for run in runs]
     path = Path(output) if output else (folders[0] if len(folders) == 1 else folders[0].parent) / "report.html"
-    sections = {name: _section(runs, name, charts) for name, charts in SECTIONS.items()}
+    hidden = repeated([run.lines for run in runs])
+    sections = {name: _section(runs, hidden, name, charts) for name, charts in SECTIONS.items()}
     cards = [asdict(card) for section in sections.values() for card in section["cards"]]
     page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     page.filters |= {"short": _short, "shortened": _shortened}
@@ -65,7 +75,9 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
         attribution=attribution,
         leading={run.name: leading(run.samples) for run in runs if run.samples},
         samples={group: rows for run in runs for group, rows in _samples(run, len(runs) > 1).items()},
-        configs={run.name: yaml.safe_dump(run.config, sort_keys=False) if run.config else "no config.yaml" for run in runs},
+        configs={
+            run.name: yaml.safe_dump(run.config, sort_keys=False) if run.config else "no config.yaml" for run in runs
+        },
         smoothed=any(len(run.lines) >= vega.SMOOTHED_FROM for run in runs),
         themes={"light": vega.LIGHT, "dark": vega.DARK},
         details=_details,
@@ -98,7 +110,9 @@ def _facts(run: RunLog) -> list[str]:
         f"{run.setting('algorithm.advantage', '')} / {run.setting('algorithm.loss', '')}".strip(" /"),
     ]
     if run.setting("batch.prompts_per_step"):
-        facts.append(f"{run.setting('batch.prompts_per_step')} prompts x {run.setting('batch.samples_per_prompt')} samples")
+        facts.append(
+            f"{run.setting('batch.prompts_per_step')} prompts x {run.setting('batch.samples_per_prompt')} samples"
+        )
     if run.setting("optimizer.lr"):
         facts.append(f"lr {float(run.setting('optimizer.lr')):g}")
     sizes = {"TP": "tensor", "PP": "pipeline", "CP": "context", "EP": "expert"}
@@ -114,7 +128,8 @@ def _tiles(run: RunLog) -> list[tuple[str, float | None, float, str, float]]:
         (first_step, first), (last_step, last) = scores[0], scores[-1]
         change, note = last - first, f"{last - first:+.3f} from step {first_step} to {last_step}"
         tiles.append(
-            ("Evaluation score", first, last, note, change) if len(scores) > 1
+            ("Evaluation score", first, last, note, change)
+            if len(scores) > 1
             else ("Evaluation score", None, first, f"at step {first_step}", 0.0)
         )
     if rewards := [value for _, value in points(run.lines, "reward/mean")]:
@@ -143,15 +158,20 @@ def _differences(runs: list[RunLog]) -> dict[str, list[Any]]:
     return {k: v for k, v in rows.items() if k not in ("name", "runs_dir") and any(value != v[0] for value in v)}
 
 
-def _section(runs: list[RunLog], name: str, charts: Sequence[Chart]) -> dict[str, list[Any]]:
-    """The cards of a section, and (title, note, label, value) of the charts that would be flat."""
+def _section(runs: list[RunLog], hidden: set[str], name: str, charts: Sequence[Chart]) -> dict[str, list[Any]]:
+    """The cards of a section, and (title, note, value) of the charts that would be flat."""
     cards, constants = [], []
     for chart in charts:
-        series = _series(runs, chart)
+        if chart.kind == "areas" and len(runs) > 1:  # stacks of several runs would hide each other
+            chart = replace(chart, title="Time of a step", series={"time/step_s": "step"}, kind="lines")
+        series = _series(runs, hidden, chart)
         if series and all(len({value for _, value in found}) == 1 for _, _, found in series):
-            constants += [(chart.title, chart.note, label, found[0][1]) for label, _, found in series]
+            constants += [
+                (chart.title + (f": {label}" if len(series) > 1 else ""), chart.note, found[0][1])
+                for label, _, found in series
+            ]
         elif series:
-            cards.append(_card(chart, series))
+            cards.append(_card(chart, series, apart=len(runs) == 1))
     cards += {"Engine and trainer": _probability_cards, "Routing": _routing_cards}.get(name, lambda _: [])(runs)
     narrow = [card for card in cards if not card.wide]
     if len(narrow) % 2:
@@ -163,21 +183,19 @@ Series = tuple[str, str, list[tuple[int, float]]]
 """Label, color, points."""
 
 
-def _series(runs: list[RunLog], chart: Chart) -> list[Series]:
+def _series(runs: list[RunLog], hidden: set[str], chart: Chart) -> list[Series]:
     """A chart's series with data: all of them for one run, the first one for each of several."""
-    hidden = repeated([run.lines for run in runs])
-    wanted = chart.series
-    if chart.kind == "areas" and len(runs) > 1:  # stacks of several runs would hide each other
-        wanted = {"time/step_s": "step"}
     series: list[Series] = []
     for index, run in enumerate(runs):
         names = {
             metric: label.replace("*", star)
-            for pattern, label in wanted.items()
-            for metric, star in named(run.lines, pattern).items()
+            for pattern, label in chart.series.items()
+            for metric, star in named(run.metrics, pattern).items()
             if metric not in hidden and points(run.lines, metric)
         }
-        shaded = len(names) > 1 and any("*" in label for label in list(wanted.values())[1:])  # of updates, or of layers
+        shaded = len(names) > 1 and any(
+            "*" in label for label in list(chart.series.values())[1:]
+        )  # of updates, or of layers
         for position, (metric, label) in enumerate(names.items()):
             found = points(run.lines, metric)
             if position and (len(runs) > 1 or (shaded and found == series[0][2])):  # the only update is all of them
@@ -191,12 +209,12 @@ def _series(runs: list[RunLog], chart: Chart) -> list[Series]:
     return series
 
 
-def _card(chart: Chart, series: list[Series]) -> Card:
+def _card(chart: Chart, series: list[Series], *, apart: bool) -> Card:
     labels, colors, found = zip(*series, strict=True)
     legend = list(zip(labels, colors, strict=True))
-    if chart.kind == "areas" and len(series) > 1:
+    if chart.kind == "areas":
         return Card(chart.title, chart.note, vega.areas(found, colors), legend, chart.unit, wide=True)
-    spec = vega.lines(found, colors, log=chart.log, reach=chart.reach, points=chart.kind == "points")
+    spec = vega.lines(found, colors, log=chart.log, reach=chart.reach, marks=chart.kind == "points", apart=apart)
     return Card(chart.title, chart.note, spec, legend, chart.unit)
 
 

@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ class RunLog:
     config: dict[str, Any]
     lines: Lines
     samples: list[dict[str, Any]]
+
+    @cached_property
+    def metrics(self) -> dict[str, None]:
+        return metrics(self.lines)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key of the config; the default where it is missing or null."""
@@ -68,19 +72,23 @@ def points(lines: Lines, metric: str) -> Points:
     return [(line["step"], line[metric]) for line in lines if number(line.get(metric)) is not None]
 
 
-def named(lines: Lines, pattern: str) -> dict[str, str]:
-    """{metric: what its * stands for} of the logged metrics of a pattern "a*b", 4 before 16; a name alone is itself."""
+def metrics(lines: Lines) -> dict[str, None]:
+    """The names that any line has, in their order."""
+    return dict.fromkeys(name for line in lines for name in line)
+
+
+def named(names: Iterable[str], pattern: str) -> dict[str, str]:
+    """{metric: what its * stands for} of the names of a pattern "a*b", 4 before 16; a name alone is itself."""
     start, star, end = pattern.partition("*")
     if not star:
         return {pattern: ""}
-    names = dict.fromkeys(name for line in lines for name in line)
     found = [name for name in names if re.fullmatch(f"{re.escape(start)}[^/]+{re.escape(end)}", name)]
     return {n: n[len(start) : len(n) - len(end)] for n in sorted(found, key=lambda name: (len(name), name))}
 
 
 def repeated(runs: Sequence[Lines]) -> set[str]:
     """The eval/distinct@n that only repeat pass@n, as they do where a prompt has one right answer."""
-    names = {name for lines in runs for name in named(lines, "eval/distinct@*")}
+    names = {name for lines in runs for name in named(metrics(lines), "eval/distinct@*")}
 
     def repeats(lines: Lines, name: str) -> bool:
         return points(lines, name) == points(lines, name.replace("distinct", "pass"))
@@ -92,7 +100,9 @@ def evaluations(lines: Lines) -> list[tuple[str, Points]]:
     """(title, points) of each eval metric."""
     names = dict.fromkeys(name for line in lines for name in line if name.startswith("eval/"))
     hidden = {"eval/prompts", *repeated([lines])}
-    found = [(name.removeprefix("eval/").replace("_", " "), points(lines, name)) for name in names if name not in hidden]
+    found = [
+        (name.removeprefix("eval/").replace("_", " "), points(lines, name)) for name in names if name not in hidden
+    ]
     return [(title, values) for title, values in found if values]
 
 
@@ -104,11 +114,9 @@ def mean_of_last_quarter(lines: Lines, names: Iterable[str]) -> dict[str, float 
     return {name: mean([number(line.get(name)) for line in recent]) for name in names}
 
 
-def mean(parts: Iterable[Any]) -> Any:
-    """Mean of numbers, or element by element of nested lists of any lengths, without what is None; None of nothing."""
-    present = [part for part in parts if part is not None]
-    if present and isinstance(present[0], list):
-        return [mean(column) for column in zip_longest(*present)]
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are not None; None of nothing."""
+    present = [value for value in values if value is not None]
     return statistics.fmean(present) if present else None
 
 
@@ -117,7 +125,7 @@ def deviation_tails(lines: Lines) -> list[float | None]:
 
     Mean over the last quarter of the steps; empty where the run logged none. Figure 4b of the Pr2 paper.
     """
-    slots = named(lines, "routing/deviation_*")
+    slots = named(metrics(lines), "routing/deviation_*")
     shares = {int(slots[name]): share for name, share in mean_of_last_quarter(lines, slots).items()}
     if all(share is None for share in shares.values()):
         return []
@@ -130,8 +138,7 @@ def heat_map(lines: Lines, metric: str = "agreement") -> dict[tuple[int, int], f
     Figure 6 of the Pr2 paper.
     """
     pattern = re.compile(rf"routing/layer_(\d+)/update_(\d+)/{metric}")
-    names = dict.fromkeys(name for line in lines for name in line)
-    places = {name: match for name in names if (match := pattern.fullmatch(name))}
+    places = {name: match for name in metrics(lines) if (match := pattern.fullmatch(name))}
     values = mean_of_last_quarter(lines, places)
     return {(int(m[1]), int(m[2])): values[n] for n, m in places.items() if values[n] is not None}
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-Rollout = tuple[int, str, float]
-"""(group, response, reward): samples of one prompt share the group."""
+Place = tuple[int, Hashable]
+"""(group, response or what stands for it): samples of one prompt share the group."""
 
 
-def choose(rollouts: Sequence[Rollout], most: int) -> dict[tuple[int, str], int]:
-    """{(group, response): how many of the step's rollouts have this response} of at most `most` to keep.
+def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[Place, int]:
+    """{place: how many of the step's rollouts have its response} of at most `most` (group, response, reward) to keep.
 
     A quarter of them (rounded up) are the best-paid responses, then a quarter the most frequent ones, and the rest go from
     prompt to prompt.
     """
     counts = Counter(response for _, response, _ in rollouts)
-    groups: dict[int, list[tuple[int, str]]] = {}
+    groups: dict[int, list[Place]] = {}
     for group, response, _ in rollouts:
         groups.setdefault(group, []).append((group, response))
     paid = {r[1]: r[:2] for r in sorted(rollouts, key=lambda r: (r[2], counts[r[1]]))}  # the best-paid place of each
@@ -38,12 +38,17 @@ def leading(samples: Iterable[dict[str, Any]], most: int = 4) -> dict[str, list[
         text = sample["response"]
         reward = sample.get("reward")
         one = found.setdefault(text, {"sample": sample, "count": 0, "best": None, "first": sample["step"]})
-        if (sample["step"], text) not in counted:  # one response to two prompts is kept twice, each with the whole count
+        if (
+            sample["step"],
+            text,
+        ) not in counted:  # one response to two prompts is kept twice, each with the whole count
             counted.add((sample["step"], text))
             one["count"] += sample.get("count", 1)
         if reward is not None and (one["best"] is None or reward >= one["best"]):
             one |= {"sample": sample, "best": reward}
         one["last"] = sample["step"]
-    paid = sorted((o for o in found.values() if o["best"] is not None), key=lambda o: (-o["best"], -o["count"], -o["last"]))
+    paid = sorted(
+        (o for o in found.values() if o["best"] is not None), key=lambda o: (-o["best"], -o["count"], -o["last"])
+    )
     frequent = sorted((o for o in found.values() if o["count"] > 1), key=lambda o: -o["count"])
     return {"Best paid": paid[:most], "Most frequent": frequent[:most]}

@@ -26,7 +26,7 @@ DARK |= {"bad": "#f08a7e", "bad-soft": "#3d211d", "s0": "#6aa2f7", "s1": "#f5a04
 DARK |= {"s4": "#ee77a6", "s5": "#47bfd6", "s6": "#d9ba3f", "s7": "#9a9fa6"}
 
 LABEL = (
-    "datum.value && (abs(datum.value) < 1e-3 || abs(datum.value) >= 1e6)"
+    "datum.value && (abs(datum.value) < 1e-3 || abs(datum.value) >= 1e9)"
     " ? format(datum.value, '.3~e') : format(datum.value, ',')"
 )
 """All digits that a tick has."""
@@ -42,10 +42,11 @@ CONFIG: Spec = {
     "title": {"color": "var(--ink)", "fontSize": 12, "fontWeight": 500, "anchor": "start"},
     "legend": {"labelColor": "var(--ink)", "title": None, "orient": "top", "columns": 4, "labelLimit": 300},
 }
-STEPS = {"field": "step", "type": "quantitative", "axis": {"format": ",", "tickMinStep": 1, "tickCount": 6}}
+STEPS = {"field": "step", "type": "quantitative", "axis": {"labelExpr": LABEL, "tickMinStep": 1, "tickCount": 6}}
 STEPS |= {"scale": {"nice": False, "zero": False}}
 SMOOTHED_FROM = 25
 """Points that a series must have to be shown with its running mean."""
+ROUNDED = ("share", "value", "abs", "abs_max", "bound", "bias")
 MOST_ROWS, MOST_VALUES = 1000, 3000
 """Of a chart: steps, and numbers in it; above these, even pieces of the steps are averaged."""
 
@@ -70,7 +71,10 @@ def table(series: Sequence[Points]) -> list[dict[str, float]]:
     most = min(MOST_ROWS, max(60, MOST_VALUES // max(len(series), 1)))
     size = -(-len(rows) // most)
     pieces = [rows[i : i + size] for i in range(0, len(rows), size)] if rows else []
-    return [{name: piece[-1]["step"] if name == "step" else _mean(piece, name) for name in _names(piece)} for piece in pieces]
+    return [
+        {name: piece[-1]["step"] if name == "step" else _mean(piece, name) for name in _names(piece)}
+        for piece in pieces
+    ]
 
 
 def _names(piece: Sequence[Mapping[str, float]]) -> dict[str, None]:
@@ -81,55 +85,65 @@ def _mean(piece: Sequence[Mapping[str, float]], name: str) -> float:
     return float(f"{statistics.fmean(row[name] for row in piece if name in row):.6g}")
 
 
-def lines(series: Sequence[Points], colors: Sequence[str], *, log: bool, reach: Sequence[float] | None, points: bool) -> Spec:
-    """Lines over steps with a rule at the step under the mouse.
+def lines(
+    series: Sequence[Points],
+    colors: Sequence[str],
+    *,
+    log: bool,
+    reach: Sequence[float] | None,
+    marks: bool,
+    apart: bool = False,
+) -> Spec:
+    """Lines over steps with a rule at the step under the mouse; a long series is a thin line with its running mean on it.
 
-    A long series is a thin line with its running mean on it. With `points` the first line is the broadest, and the last one
-    is dashed, so that lines which coincide are all seen.
+    With `marks` each value has one and nothing is smoothed. `apart`: the second line is broad and pale below the first, and
+    those after it are dashed, so that lines which coincide are all seen.
     """
     rows, fields = table(series), [f"s{i}" for i in range(len(series))]
-    values = [value for found in series for _, value in found]
-    positive = [value for value in values if value > 0]
-    log = log and bool(positive) and max(positive) >= 5 * min(positive)
-    scale: Spec = {"type": "log", "nice": False, "padding": 10} if log else {"zero": _from_zero(values), "nice": True}
+    values = [value for found in series for _, value in found if value > 0 or not log]
+    log = log and bool(values) and max(values) >= 5 * min(values)
+    y: Spec = {"field": "value", "type": "quantitative"}
+    y |= log_axis(min(values), max(values)) if log else {"scale": {"zero": _from_zero(values), "nice": True}}
     if reach:
-        scale["domain"] = {"unionWith": list(reach)}
-    transform = [
-        {"fold": fields, "as": ["series", "value"]},
-        {"filter": "isValid(datum.value)" + (" && datum.value > 0" if log else "")},
-    ]
-    y = {"field": "value", "type": "quantitative", "scale": scale}
+        y["scale"] |= {"domain": [min(*reach, *values), max(*reach, *values)]}
+    above = " && datum.value > 0" if log else ""
+    fold = [{"fold": fields, "as": ["series", "value"]}, {"filter": f"isValid(datum.value){above}"}]
     paint = {"field": "series", "type": "nominal", "legend": None, "scale": {"domain": fields, "range": list(colors)}}
-    encoding = {"x": STEPS, "y": y, "color": paint}
     mark = {"type": "line", "strokeWidth": 2, "strokeJoin": "round", "strokeCap": "round"}
-    smooth = not points and max(map(len, series)) >= SMOOTHED_FROM
-    if points and len(series) > 1:
-        last = len(fields) - 1
-        widths = {"field": "series", "legend": None, "scale": {"domain": fields, "range": [6, *[2.5] * last]}}
-        faint = {"field": "series", "legend": None, "scale": {"domain": fields, "range": [0.4, *[1] * last]}}
-        dashes = {"field": "series", "legend": None, "scale": {"domain": fields, "range": [*[[1, 0]] * last, [5, 5]]}}
-        layers = [
-            {"mark": mark, "encoding": encoding | {"strokeWidth": widths, "opacity": faint, "strokeDash": dashes}},
-            {"mark": {"type": "point", "filled": True, "size": 36, "opacity": 1}, "encoding": encoding},
-        ]
-    elif smooth:
+    thin = {"strokeWidth": 1, "opacity": 0.32 if len(series) <= 4 else 0.15}
+    if marks:
+        styles: list[Spec] = [{"point": {"size": 36, "filled": True}} for _ in fields]
+        if apart:
+            for style in styles[1:2]:
+                style |= {"strokeWidth": 7, "opacity": 0.4}
+            for style in styles[2:]:
+                style |= {"strokeDash": [3, 5]}
+        only = [[{"filter": f"datum.series == '{field}'"}] for field in fields]
+        layers = [{"mark": mark | style, "transform": one} for style, one in zip(styles, only, strict=True)]
+        layers[:2] = layers[1::-1] if apart else layers[:2]  # the broad one below
+    elif max(map(len, series)) >= SMOOTHED_FROM:
         half = max(1, round(0.025 * len(rows)))
         window = {"window": [{"op": "mean", "field": "value", "as": "mean"}], "frame": [-half, half]}
         window |= {"sort": [{"field": "step"}], "groupby": ["series"]}
-        thin = {"strokeWidth": 1, "opacity": 0.32 if len(series) <= 4 else 0.15}
-        layers = [
-            {"mark": mark | thin, "encoding": encoding},
-            {"mark": mark, "transform": [window], "encoding": encoding | {"y": y | {"field": "mean"}}},
-        ]
+        smooth = {"mark": mark, "transform": [window], "encoding": {"y": y | {"field": "mean"}}}
+        layers = [{"mark": mark | thin}, smooth]
     else:
-        layers = [{"mark": mark | {"point": {"size": 30}} if points or len(rows) == 1 else mark, "encoding": encoding}]
-    return _over_steps(rows, transform, layers)
+        layers = [{"mark": mark}]
+    shared = {"x": STEPS, "y": y, "color": paint}
+    return _over_steps(rows, fold, [layer | {"encoding": shared | layer.get("encoding", {})} for layer in layers])
+
+
+def log_axis(low: float, high: float) -> Spec:
+    """A log scale with lines at powers of ten, and at their doubles and fives where the range is short."""
+    parts = (1, 2, 5) if high < 300 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [tick for p in powers for m in parts if low <= (tick := float(f"{m}e{p}")) <= high]
+    axis = {"values": ticks[:: math.ceil(len(ticks) / 7) or 1]}
+    return {"scale": {"type": "log", "nice": False, "padding": 10}, "axis": axis}
 
 
 def areas(series: Sequence[Points], colors: Sequence[str]) -> Spec:
     """Series on top of each other over steps."""
-    steps = sorted({step for found in series for step, _ in found})
-    full = [[(step, dict(found).get(step, 0.0)) for step in steps] for found in series]
     fields = [f"s{i}" for i in range(len(series))]
     encoding = {
         "x": STEPS,
@@ -138,9 +152,8 @@ def areas(series: Sequence[Points], colors: Sequence[str]) -> Spec:
         "order": {"field": "series"},
     }
     mark = {"type": "area", "interpolate": "step", "opacity": 0.86}
-    return _over_steps(
-        table(full), [{"fold": fields, "as": ["series", "value"]}], [{"mark": mark, "encoding": encoding}]
-    )
+    stacked = [{"fold": fields, "as": ["series", "value"]}, {"calculate": "datum.value || 0", "as": "value"}]
+    return _over_steps(table(series), stacked, [{"mark": mark, "encoding": encoding}])
 
 
 def _over_steps(rows: list[dict[str, float]], transform: list[Spec], layers: list[Spec]) -> Spec:
@@ -169,22 +182,27 @@ def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str])
     ]
     low = min([row["share"] for row in rows if row["share"]], default=0.1) / 3
     paint = {"field": "run", "legend": None, "scale": {"domain": list(colors), "range": list(colors.values())}}
-    place = {"x": {"field": "slots", "type": "ordinal", "axis": {"labelAngle": 0}}}
-    place["xOffset"] = {"field": "run", "sort": list(colors)}
-    y = {"type": "quantitative", "scale": {"type": "log", "domain": [low, 1], "nice": False}}
+    y = {"field": "top", "type": "quantitative"} | log_axis(low, 1.0)
+    y["scale"] |= {"domain": [low, 1], "padding": 0}
+    bar = {"mark": "bar", "transform": [{"filter": "datum.share > 0"}]}
     return {
         "data": {"values": rows},
         "transform": [{"calculate": f"max(datum.share, {low})", "as": "top"}],
-        "encoding": place | {"y": y | {"field": "top"}},
+        "encoding": {
+            "x": {"field": "slots", "type": "ordinal", "axis": {"labelAngle": 0}},
+            "xOffset": {"field": "run", "sort": list(colors)},
+            "y": y,
+            "tooltip": _tip("run", "slots", "share"),
+        },
         "layer": [
-            {
-                "mark": {"type": "bar", "tooltip": {"content": "data"}},
-                "transform": [{"filter": "datum.share > 0"}],
-                "encoding": {"y2": {"datum": low}, "color": paint},
-            },
+            bar | {"encoding": {"y2": {"datum": low}, "color": paint}},
             {"mark": {"type": "text", "dy": -7}, "encoding": {"text": {"field": "text"}}},
         ],
     }
+
+
+def _tip(*fields: str) -> list[Spec]:
+    return [{"field": field, "format": ".4~g"} if field in ROUNDED else {"field": field} for field in fields]
 
 
 def heat(values: Mapping[tuple[int, int], float], ends: tuple[float, float], *, kl: bool) -> Spec:
@@ -196,31 +214,25 @@ def heat(values: Mapping[tuple[int, int], float], ends: tuple[float, float], *, 
         {"layer": layer, "update": update, "value": value, "text": cell_text(value, kl=kl)}
         for (layer, update), value in sorted(values.items())
     ]
-    updates = sorted({row["update"] for row in rows})
-    texts = len({row["layer"] for row in rows}) <= 24
+    layers, updates = (len({row[name] for row in rows}) for name in ("layer", "update"))
     scale = {"domain": list(ends), "scheme": "viridis", "reverse": kl, "clamp": True, "type": "log" if kl else "linear"}
     legend = {"orient": "top", "direction": "horizontal", "gradientLength": 160, "gradientThickness": 10}
     legend |= {"labelColor": "var(--faint)", "values": list(ends), "labelExpr": LABEL}
-    cell = {
-        "mark": {"type": "rect", "stroke": "var(--card)", "strokeWidth": 1, "tooltip": {"content": "data"}},
-        "encoding": {"color": {"field": "shown", "type": "quantitative", "scale": scale, "legend": legend}},
-    }
+    shown = {"field": "shown", "type": "quantitative", "scale": scale, "legend": legend}
     middle = math.sqrt(ends[0] * ends[1]) if kl else sum(ends) / 2
-    dark = f"datum.shown {'>' if kl else '<'} {middle}"
-    paint = {"condition": {"test": dark, "value": "#ffffff"}, "value": "#111111"}
-    text = {
-        "mark": {"type": "text", "fontSize": 9},
-        "encoding": {"text": {"field": "text"}, "color": paint},
-    }
+    ink = {"condition": {"test": f"datum.shown {'>' if kl else '<'} {middle}", "value": "#fff"}, "value": "#111"}
+    cell = {"mark": {"type": "rect", "stroke": "var(--card)"}, "encoding": {"color": shown}}
+    text = {"mark": {"type": "text", "fontSize": 9}, "encoding": {"text": {"field": "text"}, "color": ink}}
     return {
         "data": {"values": rows},
-        "height": 21 * len(updates),
+        "height": 21 * updates,
         "transform": [{"calculate": f"max(datum.value, {ends[0]})", "as": "shown"}],  # a KL of zero is at the light end
         "encoding": {
-            "x": {"field": "layer", "type": "ordinal", "axis": {"labelAngle": 0}},
+            "x": {"field": "layer", "type": "ordinal", "axis": {"labelAngle": 0, "labelOverlap": True}},
             "y": {"field": "update", "type": "ordinal", "axis": {"labelExpr": "datum.label"}},
+            "tooltip": _tip("layer", "update", "value"),
         },
-        "layer": [cell, text] if texts else [cell],
+        "layer": [cell, text] if layers <= 24 else [cell],
     }
 
 
@@ -253,27 +265,35 @@ def probability(classes: Mapping[float, Mapping[str, float]], bounds: Mapping[fl
     """|d log p| of sampled tokens by their probability (figure 1 of papers/000): marks at the mean and the largest of each
     class, the bound as a dashed line, and a dot at the mean of engine - trainer, filled where it is above 0."""
     rows = [
-        {"p": f"< {below:g}", **found, "bound": bounds[below], "size": abs(found["bias"])}
+        {"class": f"< {below:g}|{found['tokens']:,.0f}", **found, "bound": bounds[below], "size": abs(found["bias"])}
         for below, found in classes.items()
     ]
-    floor = 10.0 ** math.floor(math.log10(min([v for r in rows for v in (r["abs"], r["abs_max"]) if v > 0], default=1)))
-
-    def y(field: str) -> Spec:
-        return {"field": field, "type": "quantitative", "scale": {"type": "log", "nice": True}}
+    heights = [row[name] for row in rows for name in ("abs", "abs_max", "bound") if row[name]] or [1.0]
+    low, high = (10.0 ** cut(math.log10(end)) for cut, end in ((math.floor, min(heights)), (math.ceil, max(heights))))
+    axis = log_axis(low, high)
+    axis["scale"] |= {"domain": [low, high], "clamp": True}
 
     def layer(field: str, index: int, **mark: Any) -> Spec:
-        mark = {"color": color(index), "tooltip": {"content": "data"}} | mark
-        return {"mark": mark, "transform": [{"filter": f"datum.{field} > 0"}], "encoding": {"y": y(field)}}
+        y = {"field": field, "type": "quantitative", **axis}
+        return {
+            "mark": {"color": color(index), "opacity": 1, **mark},
+            "transform": [{"filter": f"datum.{field} > 0"}],
+            "encoding": {"y": y},
+        }
 
     dot = layer("size", 2, type="point", size=60)
-    dot["transform"].append({"calculate": f"max(datum.size, {floor})", "as": "size"})
     dot["encoding"]["fill"] = {"condition": {"test": "datum.bias > 0", "value": color(2)}, "value": "transparent"}
-    x = {"field": "p", "type": "ordinal", "sort": None, "axis": {"labelAngle": 0}}
+    x = {
+        "field": "class",
+        "type": "ordinal",
+        "sort": None,
+        "axis": {"labelAngle": 0, "labelExpr": "split(datum.label, '|')"},
+    }
     return {
         "data": {"values": rows},
-        "encoding": {"x": x},
+        "encoding": {"x": x, "tooltip": _tip("tokens", "abs", "abs_max", "bound", "bias")},
         "layer": [
-            layer("bound", 1, type="line", strokeDash=[5, 4], strokeWidth=1.5, tooltip=None),
+            layer("bound", 1, type="line", strokeDash=[5, 4], strokeWidth=1.5),
             layer("abs", 0, type="tick", thickness=3, width=28),
             layer("abs_max", 4, type="tick", thickness=3, width=18),
             dot,

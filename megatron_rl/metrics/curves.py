@@ -44,7 +44,8 @@ def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list
     }
     if any(tails.values()):
         bars = vega.bars(tails, colors) | {"width": 780, "height": 220}
-        bars["layer"][0]["encoding"]["color"]["legend"] = {}
+        scale = {"domain": list(colors), "range": list(colors.values())}
+        bars["layer"][0]["encoding"]["color"] = {"field": "run", "scale": scale}
         specs["deviation"] = [bars]
     for name, metric in (("layers", "agreement"), ("layers-kl", "kl")):
         maps = {label: _mean_map([heat_map(run, metric) for run in runs]) for label, runs in logs.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -81,13 +82,19 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
         smoothed=any(len(run.lines) >= vega.SMOOTHED_FROM for run in runs),
         themes={"light": vega.LIGHT, "dark": vega.DARK},
         details=_details,
-        bundle=vl_convert.javascript_bundle(),
+        library=_library(),
     )
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"report {path}: {error.strerror}") from None
     return path
+
+
+@functools.cache
+def _library() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script; it takes a second to put together."""
+    return vl_convert.javascript_bundle()
 
 
 def _short(value: float) -> str:

@@ -21,8 +21,8 @@ def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[P
     groups: dict[int, list[Place]] = {}
     for group, response, _ in rollouts:
         groups.setdefault(group, []).append((group, response))
-    paid = {r[1]: r[:2] for r in sorted(rollouts, key=lambda r: (r[2], counts[r[1]]))}  # the best-paid place of each
     best = sorted(rollouts, key=lambda r: (-r[2], -counts[r[1]]))
+    paid = {response: (group, response) for group, response, _ in reversed(best)}  # where each is paid best
     quarter = -(-most // 4)
     chosen = [paid[response] for response in list(dict.fromkeys(r[1] for r in best))[:quarter]]
     chosen += [paid[response] for response, count in counts.most_common(quarter) if count > 1]

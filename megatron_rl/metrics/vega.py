@@ -174,14 +174,16 @@ def _from_zero(values: Sequence[float]) -> bool:
 
 def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str]) -> Spec:
     """Shares of the numbers of slots, a bar a run on a log axis with its share on it; a share of zero has no bar."""
+    ids = {run: f"s{i}" for i, run in enumerate(colors)}  # a name would be cut into an expression
     rows = [
-        {"slots": j, "run": run, "share": share, "text": short(share)}
+        {"slots": j, "run": run, "series": ids[run], "share": share, "text": short(share)}
         for run, shares in tails.items()
         for j, share in enumerate(shares)
         if share is not None
     ]
     low = min([row["share"] for row in rows if row["share"]], default=0.1) / 3
-    paint = {"field": "run", "legend": None, "scale": {"domain": list(colors), "range": list(colors.values())}}
+    scale = {"domain": list(ids.values()), "range": list(colors.values())}
+    paint = {"field": "series", "legend": None, "scale": scale}
     y = {"field": "top", "type": "quantitative"} | log_axis(low, 1.0)
     y["scale"] |= {"domain": [low, 1], "padding": 0}
     bar = {"mark": "bar", "transform": [{"filter": "datum.share > 0"}]}
@@ -190,7 +192,7 @@ def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str])
         "transform": [{"calculate": f"max(datum.share, {low})", "as": "top"}],
         "encoding": {
             "x": {"field": "slots", "type": "ordinal", "axis": {"labelAngle": 0}},
-            "xOffset": {"field": "run", "sort": list(colors)},
+            "xOffset": {"field": "series", "sort": list(ids.values())},
             "y": y,
             "tooltip": _tip("run", "slots", "share"),
         },

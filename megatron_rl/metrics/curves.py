@@ -29,7 +29,7 @@ class Panel:
 def write_curves(groups: Groups, panels: Sequence[Panel], path: Path, *, title: str) -> None:
     """A panel for each metric with a line for each group: the mean of its runs, in a band from the smallest to the largest."""
     logs = _logs(groups)
-    specs = [spec for panel in panels if (spec := _curves(logs, panel))]
+    specs = [_curves(logs, panel) for panel in panels]
     path.write_text(vega.static({"concat": specs, "columns": 2}, title), encoding="utf-8")
 
 
@@ -38,7 +38,7 @@ def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list
     logs = _logs(groups)
     colors = {label: vega.color(i) for i, label in enumerate(logs)}
     agreement = Panel("Top-k agreement", "routing/agreement"), Panel("Route KL, nats per token", "routing/kl", log=True)
-    specs = {"agreement": [spec for panel in agreement if (spec := _curves(logs, panel))]}
+    specs = {"agreement": [spec for panel in agreement if (spec := _curves(logs, panel))["data"]["values"]]}
     tails = {
         label: [mean(column) for column in zip_longest(*map(deviation_tails, runs))] for label, runs in logs.items()
     }
@@ -69,7 +69,7 @@ def _mean_map(maps: Sequence[Mapping[tuple[int, int], float]]) -> dict[tuple[int
     }
 
 
-def _curves(logs: Mapping[str, Sequence[Lines]], panel: Panel) -> vega.Spec | None:
+def _curves(logs: Mapping[str, Sequence[Lines]], panel: Panel) -> vega.Spec:
     rows = [
         {"step": step, "value": value, "group": group, "run": i}
         for group, runs in logs.items()
@@ -77,9 +77,7 @@ def _curves(logs: Mapping[str, Sequence[Lines]], panel: Panel) -> vega.Spec | No
         for step, value in points(run, panel.metric)
         if value > 0 or not panel.log
     ]
-    if not rows:
-        return None
-    values = [row["value"] for row in rows]
+    values = [row["value"] for row in rows] or [1.0]
     axis: dict[str, Any] = vega.log_axis(min(values), max(values)) if panel.log else {"scale": {"zero": False}}
     y = {"type": "quantitative", **axis}
     colors = {"domain": list(logs), "range": [vega.color(i) for i in range(len(logs))]}

@@ -200,8 +200,8 @@ def _series(runs: list[RunLog], hidden: set[str], chart: Chart) -> list[Series]:
             for metric, star in named(run.metrics, pattern).items()
             if metric not in hidden and points(run.lines, metric)
         }
-        shaded = len(names) > 1 and any(
-            "*" in label for label in list(chart.series.values())[1:]
+        shaded = (
+            chart.kind == "lines" and len(names) > 1 and any("*" in label for label in list(chart.series.values())[1:])
         )  # of updates, or of layers
         for position, (metric, label) in enumerate(names.items()):
             found = points(run.lines, metric)

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.config import Config, to_yaml
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import vega
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.summary import before_after
@@ -127,6 +128,7 @@ def test_lines_that_coincide_are_all_seen(tmp_path):
     ]
     first = {mark["stroke"]: mark for mark in reversed(drawn)}
     color = dict(page.charts["Evaluation"]["legend"])
+    assert list(color.values()) == [vega.color(i) for i in range(3)]
     score, best, greedy = (first[color[label]] for label in ("score", "pass@4", "greedy"))
     assert drawn[0]["stroke"] == color["pass@4"]
     assert best["strokeWidth"] > 2 * greedy["strokeWidth"] and best["opacity"] < 0.5

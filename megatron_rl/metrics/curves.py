@@ -77,16 +77,15 @@ def _curves(logs: Mapping[str, Sequence[Lines]], panel: Panel) -> vega.Spec:
         for step, value in points(run, panel.metric)
         if value > 0 or not panel.log
     ]
-    values = [row["value"] for row in rows] or [1.0]
+    empty = {"title": panel.title, "width": 380, "height": 240, "data": {"values": rows}}
+    if not rows:
+        return empty | {"mark": "text"}
+    values = [row["value"] for row in rows]
     axis: dict[str, Any] = vega.log_axis(min(values), max(values)) if panel.log else {"scale": {"zero": False}}
     y = {"type": "quantitative", **axis}
     colors = {"domain": list(logs), "range": [vega.color(i) for i in range(len(logs))]}
     names = {"mean": "mean", "min": "low", "max": "high"}
-    return {
-        "title": panel.title,
-        "width": 380,
-        "height": 240,
-        "data": {"values": rows},
+    return empty | {
         "transform": [
             {
                 "window": [{"op": "mean", "field": "value", "as": "value"}],

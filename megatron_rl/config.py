@@ -404,7 +404,7 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb_project: str | None = None
     samples: Count = 8
-    """Rollouts of each step that are kept for the report."""
+    """Rollouts of each step that are kept for the report: best-paid, most frequent, and others from prompt to prompt."""
     profile_steps: list[Positive] = dataclasses.field(default_factory=list)
     """Steps of which rank 0 writes a trace of torch's profiler, as profile/step_N.json.gz in the run's folder."""
 

@@ -14,6 +14,8 @@ from ranks import run_ranks
 from megatron_rl.algorithms.segments import Segments
 from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
+from megatron_rl.metrics.report import write_report
+from tests.metrics.page import Page
 
 RHO = 0.5
 STEP = 3
@@ -190,7 +192,9 @@ def test_table_page_and_file_say_the_same(tmp_path):
     )  # fmt: skip
     attribution.save(found, tmp_path)
     assert attribution.load(tmp_path) == found
-    page = attribution.section(found)
-    assert "+66.7% ± 2.0%" in page and "&lt;engine&gt;" in page and "2 sequences of several weights left out" in page
+    (tmp_path / "config.yaml").write_text("name: run\n")
+    page = Page(write_report(tmp_path))
+    assert page.row("routes", 4) == ["routes", "experts of the <engine>", "5e-05", "+66.7% ± 2.0%"]
+    assert "2 sequences of several weights left out" in page.text
     assert attribution.load(tmp_path / "nothing") is None
     assert math.isclose(found.sources[0].kl, 5e-5)

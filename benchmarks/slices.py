@@ -19,7 +19,6 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +26,14 @@ import torch
 import transformers
 
 from megatron_rl.config import build_config
-from megatron_rl.data.packing import Sample
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.memory import estimate
+from megatron_rl.metrics.reduce import figures
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import is_pointwise, policy_objective
+from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 TOKENS = 18_432
@@ -81,19 +82,16 @@ def make_folder(config: transformers.PreTrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def make_samples(tokens: int, vocabulary: int) -> list[Sample]:
+def make_samples(tokens: int, vocabulary: int) -> list[Sequence]:
     rng = np.random.default_rng(0)
     lengths = [tokens * 8 // 9, *[tokens // 36] * 4]
-    return [
-        Sample(
-            tokens=rng.integers(4, vocabulary, length).astype(np.int32),
-            prompt_length=length // 8,
-            loss_mask=np.ones(length - length // 8, bool),
-            rollout_log_probs=np.full(length - length // 8, -np.log(vocabulary), np.float32),
-            advantage=float(rng.normal()),
-        )
-        for length in lengths
-    ]
+    samples = []
+    for length in lengths:
+        sample = Sequence(tokens=rng.integers(4, vocabulary, length).astype(np.int32), prompt_length=length // 8)
+        sample["loss_mask"], sample["rollout_log_probs"] = True, -np.log(vocabulary)
+        sample["advantages"] = float(rng.normal())
+        samples.append(sample)
+    return samples
 
 
 class Device:
@@ -116,12 +114,11 @@ class Device:
         return {name: round(value / 1e9, 2) for name, value in found.items()}
 
 
-def one_update(trainer: Trainer, batches: list) -> dict[str, float]:
-    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
-    return trainer.update(batches, objective, pointwise=is_pointwise(trainer.config))
+def one_update(trainer: Trainer, batches: list[Batch]) -> dict[str, float]:
+    return figures(trainer.update(batches, Policy(trainer.config)).metrics)
 
 
-def synchronizations(trainer: Trainer, batches: list) -> dict[str, int]:
+def synchronizations(trainer: Trainer, batches: list[Batch]) -> dict[str, int]:
     """How often one update waited for the GPU, by place in our own or Megatron's source."""
     if not torch.cuda.is_available():
         return {}
@@ -134,7 +131,7 @@ def synchronizations(trainer: Trainer, batches: list) -> dict[str, int]:
     return dict(Counter(places).most_common())
 
 
-def profile(trainer: Trainer, batches: list, folder: Path | None) -> dict[str, float]:
+def profile(trainer: Trainer, batches: list[Batch], folder: Path | None) -> dict[str, float]:
     """Milliseconds of the ten kernels (on a CPU: operators) that took longest in one update; the trace goes to `folder`."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     gpu = torch.cuda.is_available()
@@ -187,7 +184,7 @@ def main() -> None:
     norms, skipped = [], 0.0
     for _ in range(options.updates):
         start = device.now()
-        trainer.compute_log_probs(batches, "old")
+        trainer.compute_log_probs(batches)
         middle = device.now()
         metrics = one_update(trainer, batches)
         seconds["score"].append(middle - start)

@@ -17,18 +17,18 @@ import random
 import statistics
 import time
 from dataclasses import replace
-from functools import partial
 from typing import get_args
 
 import numpy as np
 import torch
 
 from megatron_rl.config import CorrectionConfig, PruningConfig, VP2OConfig, build_config
-from megatron_rl.data.packing import Batch, Sample
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.replay import PREDICTING, RouteSource
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import is_pointwise, log_probs_before, policy_objective
+from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
@@ -42,18 +42,15 @@ VP2O = {
 VARIANTS = (*get_args(RouteSource), "pruned", "corrected", *VP2O)
 
 
-def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sample]:
+def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sequence]:
     rng = np.random.default_rng(0)
-    return [
-        Sample(
-            tokens=rng.integers(4, vocab, prompt + new).astype(np.int32),
-            prompt_length=prompt,
-            loss_mask=np.ones(new, bool),
-            rollout_log_probs=np.zeros(new, np.float32),
-            advantage=float(rng.normal()),
-        )
-        for _ in range(count)
-    ]
+    samples = []
+    for _ in range(count):
+        sample = Sequence(tokens=rng.integers(4, vocab, prompt + new).astype(np.int32), prompt_length=prompt)
+        sample["loss_mask"], sample["rollout_log_probs"] = True, 0.0
+        sample["advantages"] = float(rng.normal())
+        samples.append(sample)
+    return samples
 
 
 Parts = dict[str, tuple[Stein, TrustRegion | None]]
@@ -80,7 +77,7 @@ def use(trainer: Trainer, variant: str, parts: Parts) -> None:
 
 
 def one_round(
-    trainer: Trainer, samples: list[Sample], updates: int, variants: list[str], parts: Parts
+    trainer: Trainer, samples: list[Sequence], updates: int, variants: list[str], parts: Parts
 ) -> dict[str, dict[str, float]]:
     """By variant: seconds of packing and scoring, and of all updates, of one rollout batch each.
 
@@ -95,8 +92,7 @@ def one_round(
             use(trainer, variant, parts)
             start = time.perf_counter()
             batches = packed[variant, index] = trainer.pack(samples[index * per_update : (index + 1) * per_update])
-            if name := log_probs_before(trainer.config):
-                trainer.compute_log_probs(batches, name)
+            trainer.compute_fields(batches, Policy(trainer.config).needs)
             seconds[variant]["score"] += time.perf_counter() - start
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
@@ -105,32 +101,27 @@ def one_round(
             if index == 0:
                 trainer.weights_pushed()  # what the trainer does about it: the trust region's anchor
             batches = packed[variant, index]
-            objective = partial(
-                policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum
-            )
             learn = index > 0 and variant in PREDICTING
-            trainer.update(batches, objective, pointwise=is_pointwise(trainer.config), learn_routes=learn)
+            trainer.update(batches, Policy(trainer.config), learn_routes=learn)
             seconds[variant]["train"] += time.perf_counter() - start
     return seconds
 
 
-def measure_memory(trainer: Trainer, samples: list[Sample], variant: str, parts: Parts) -> dict[str, float]:
+def measure_memory(trainer: Trainer, samples: list[Sequence], variant: str, parts: Parts) -> dict[str, float]:
     """Bytes of one update beyond what was there before it, at its peak; and what VP2O keeps between two."""
     use(trainer, variant, parts)
     batches = trainer.pack(samples)
-    if name := log_probs_before(trainer.config):
-        trainer.compute_log_probs(batches, name)
-    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
-    options = {"pointwise": is_pointwise(trainer.config), "learn_routes": False}
+    objective = Policy(trainer.config)
+    trainer.compute_fields(batches, objective.needs)
     figures: dict[str, float] = {}
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        trainer.update(batches, objective, **options)
+        trainer.update(batches, objective)
         figures["peak_bytes"] = torch.cuda.max_memory_allocated() - before
     else:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            trainer.update(batches, objective, **options)
+            trainer.update(batches, objective)
         events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
         held, peak = 0, 0
         for event in sorted(events, key=lambda e: e.start_ns()):

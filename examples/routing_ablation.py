@@ -26,8 +26,8 @@ from ablations import (
     warm_start,
 )
 
+from megatron_rl.metrics.curves import write_svg
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.metrics.routing_pictures import write_svg
 
 METHODS: dict[str, dict[str, object]] = {
     "GRPO": {},

@@ -151,6 +151,13 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.launch.fit import plan_command
 
         return plan_command(config, args.gpus, args.memory, as_json=args.json)
+    # Told before torch and its neighbours are imported, which takes long.
+    from megatron_rl.environments.build import check_data
+    from megatron_rl.launch.plan import check_group
+
+    check_data(config.data)
+    if args.command == "train":
+        check_group(config.batch)
     if args.command in ("train", "sft"):
         from megatron_rl.sync.allocator import allocator_settings
 

@@ -59,7 +59,8 @@ class ModelConfig:
 @section
 class DataConfig:
     task: str = "file"
-    """file | hub | reasoning_gym:NAME | a built-in task (number_sorting, number_zigzag)."""
+    """file | hub | reasoning_gym:NAME | number_sorting | number_zigzag, or a task of your own as module:name or
+    path/to/file.py:name."""
     path: str | None = None
     """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder."""
     eval_path: str | None = None
@@ -75,7 +76,11 @@ class DataConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the task itself (for reasoning_gym: those of the data set)."""
     verifier: str | None = None
-    """exact | math | number_list | reasoning_gym; by default the task's own."""
+    """exact | math | number_list, or a function (response, answer) of your own as module:name or path/to/file.py:name; by
+    default exact for file and hub, else the task's own."""
+    prepare: str | None = None
+    """A function of your own, as module:name or path/to/file.py:name, that is given each row of a file or hub task and returns
+    it with the columns wanted here, or None to leave it out."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Weights of the named reward parts; by default 1.0 for each part that the task lists as its main one."""
     seed: int = 0
@@ -105,11 +110,12 @@ class KLConfig:
 
 @section
 class AlgorithmConfig:
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r - mean; rloo: r - mean of the others."""
-    loss: Literal["ppo", "gspo", "reinforce", "cispo"] = "ppo"
+    advantage: str = "grpo"
+    """grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r - mean; rloo: r - mean of the others; or your own
+    function by module:name."""
+    loss: str = "ppo"
     """ppo: PPO and GRPO's clipped token ratio; gspo: the sequence ratio; reinforce: no ratio; cispo: a clipped ratio as a
-    weight, without gradient."""
+    weight, without gradient; or your own by module:name."""
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
     """DAPO's clip-higher: a clip_high above clip_low."""
@@ -398,7 +404,7 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb_project: str | None = None
     samples: Count = 8
-    """Rollouts of each step that are kept for the report."""
+    """Rollouts of each step that are kept for the report: best-paid, most frequent, and others from prompt to prompt."""
     profile_steps: list[Positive] = dataclasses.field(default_factory=list)
     """Steps of which rank 0 writes a trace of torch's profiler, as profile/step_N.json.gz in the run's folder."""
 
@@ -500,6 +506,16 @@ def nearest_key(key: str) -> str:
     return f"did you mean '{near}'?" if near else "docs/configuration.md lists all keys"
 
 
+def _check_values(values: dict, source: str) -> None:
+    """Errors: UserError for a value that has another name now."""
+    for key, names in RENAMED_VALUES.items():
+        found: Any = values
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if isinstance(found, str) and found in names:
+            raise UserError(f"config {source}: '{key}' = '{found}': it is called '{names[found]}' now")
+
+
 def _merge(base: dict, over: dict) -> dict:
     merged = dict(base)
     for key, value in over.items():
@@ -520,8 +536,22 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
+def _parse_value(text: str, kind: Any) -> Any:
+    """A value of the command line. It is YAML, but where a text is wanted what YAML takes for something else stays one, such as
+    {prompt} or 7; a list of texts may be given as a,b."""
+    try:
+        parsed = parse_yaml(text)
+    except yaml.YAMLError:
+        parsed = text
+    if kind == list[str] and isinstance(parsed, str):
+        return [part.strip() for part in parsed.split(",")]
+    optional = type(None) in typing.get_args(kind)
+    wants_text = kind is str or (optional and str in typing.get_args(kind))
+    return text if wants_text and not isinstance(parsed, str) and not (optional and parsed is None) else parsed
+
+
 def parse_overrides(arguments: list[str]) -> dict:
-    """['--a.b', '1', '--c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML."""
+    """['--a.b', '1', '--c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML (`_parse_value`)."""
     tree: dict = {}
     items = iter(arguments)
     for item in items:
@@ -536,10 +566,7 @@ def parse_overrides(arguments: list[str]) -> dict:
         in_options = any(key.startswith(f"{p}.") for p, kind in paths.items() if typing.get_origin(kind) is dict)
         if key not in paths and not in_options:
             raise UserError(f"config: unknown key '{key}'; {nearest_key(key)}")
-        try:
-            parsed = parse_yaml(value)
-        except yaml.YAMLError:
-            parsed = value
+        parsed = _parse_value(value, paths.get(key))
         for part in reversed(key.split(".")):
             parsed = {part: parsed}
         tree = _merge(tree, parsed)
@@ -554,14 +581,13 @@ def _explain(error: ValidationError, source: str) -> str:
         choices = [c.strip("' ") for c in first["ctx"]["expected"].replace(" or ", ",").split(",")]
         close = difflib.get_close_matches(str(first["input"]), choices, 1, 0.3)
         near = f"; did you mean '{close[0]}'?" if close else ""
-        if new := RENAMED_VALUES.get(key, {}).get(str(first["input"])):
-            near = f"; it is called '{new}' now"
     return f"config {source}: '{key}' = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{near}"
 
 
 def build_config(values: dict, source: str = "") -> Config:
     """Validate a nested dict against the tree. Errors: UserError that names the key, the value and the nearest choice."""
     _check_keys(values, Config)
+    _check_values(values, source)
     try:
         return TypeAdapter(Config).validate_python(values)
     except ValidationError as error:

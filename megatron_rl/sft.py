@@ -7,7 +7,6 @@ import random
 from megatron_rl.config import Config
 from megatron_rl.data.balance import plan_updates
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.environments.task import encode_response
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.hardware import hardware_metrics
 from megatron_rl.metrics.reduce import figures
@@ -21,13 +20,9 @@ def sft(config: Config) -> None:
         clock = run.clock()
         while run.step < config.steps and not run.stop_requested():
             with clock("train"):
-                prompts = run.stream.next(config.batch.prompts_per_step)
                 rng = random.Random(f"{config.seed}/{run.step}")
-                texts = [run.task.demonstration(prompt, rng) for prompt in prompts]
-                samples = [
-                    Sequence.demonstration(prompt.tokens, encode_response(run.tokenizer, text))
-                    for prompt, text in zip(prompts, texts, strict=True)
-                ]
+                pairs = run.stream.next_demonstrations(config.batch.prompts_per_step, rng)
+                samples = [Sequence.demonstration(prompt.tokens, response) for prompt, response in pairs]
                 [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
                 mine = [samples[i] for i in shares[run.ranks.data_rank]]
                 batches = trainer.pack(mine)
@@ -36,7 +31,8 @@ def sft(config: Config) -> None:
             times = clock.times()
             sequences = [(len(s.tokens) - 1, len(s.tokens) - s.prompt_length) for s in mine]
             gpus = hardware_metrics(run, sequences, times, sum(len(s.tokens) for s in samples))
-            run.logger.log_step(run.step, figures(update.metrics) | gpus | times)
+            skipped = {"data/skipped_prompts": len(run.stream.skipped)}
+            run.logger.log_step(run.step, figures(update.metrics) | skipped | gpus | times)
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
             with clock("checkpoint"):
                 run.checkpoint()

@@ -13,6 +13,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.evaluate import evaluate
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.step import log_step
+from megatron_rl.registry import resolve
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.refresh import RefreshSchedule, measure, refresh_metrics
 from megatron_rl.trainer.hooks import Place
@@ -70,7 +71,7 @@ def add_advantages(config: AlgorithmConfig, run: Run, trajectories: list[Traject
     parts = run.ranks.gather_from_leaders([(t.group_id, t.reward) for t in trajectories])
     groups = torch.tensor([group for part in parts for group, _ in part])
     rewards = torch.tensor([reward for part in parts for _, reward in part], dtype=torch.float32)
-    everyones = ADVANTAGES[config.advantage](rewards, groups)
+    everyones = resolve("advantage", config.advantage, ADVANTAGES, "algorithm.advantage")(rewards, groups)
     first = sum(len(part) for part in parts[: run.ranks.data_rank])
     for trajectory, advantage in zip(trajectories, everyones[first : first + len(trajectories)].tolist(), strict=True):
         trajectory["advantages"] = advantage

@@ -12,7 +12,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SLOW = ("e2e", "trainer", "rollout", "routing", "sync", "models", "platform", "csrc")
 """Folders whose files take minutes: servers, several processes, compilers. Their tests, and those marked `slow`, are not among
 those of `tests/run.sh --fast`, but for the files of FAST."""
-FAST = ("test_objective.py", "test_packing.py", "test_table.py", "test_refusals.py", "test_spec.py", "test_precision.py")
+FAST = (
+    "test_objective.py",
+    "test_packing.py",
+    "test_table.py",
+    "test_refusals.py",
+    "test_spec.py",
+    "test_precision.py",
+)
 """Files of these folders that take seconds."""
 
 

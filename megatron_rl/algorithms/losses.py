@@ -54,6 +54,9 @@ class PolicyLoss:
     has_ratio: bool = True
     """It depends on the old log-probs."""
 
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        return self.terms(inputs)
+
 
 @dataclass(frozen=True)
 class SurrogateLoss:
@@ -138,7 +141,7 @@ def policy_terms(loss: PolicyLoss, inputs: LossInputs) -> tuple[Tensor, dict[str
     log_probs = torch.where(mask, inputs.log_probs, 0.0)
     old_log_probs = torch.where(mask, inputs.old_log_probs.detach(), 0.0)
     advantages = torch.where(mask, inputs.advantages, 0.0)
-    found = loss.terms(replace(inputs, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages))
+    found = loss(replace(inputs, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages))
     with torch.no_grad():
         log_ratio = (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = torch.exp(log_ratio)

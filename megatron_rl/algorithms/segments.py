@@ -33,7 +33,7 @@ class Segments:
     def local_sums(self, values: Tensor) -> Tensor:
         """[..., T] -> [..., count]: sums over the tokens that are here; padding counts for nothing."""
         places = torch.where(self.ids >= 0, self.ids, self.count)  # the last place is padding's
-        rows = values.reshape(-1, values.shape[-1])
+        rows = values.reshape(values.shape[:-1].numel(), values.shape[-1])
         found = [row.new_zeros(self.count + 1).index_add(0, places, row)[: self.count] for row in rows]
         return torch.stack(found).view(*values.shape[:-1], self.count)
 
@@ -49,6 +49,3 @@ class Segments:
     def take(self, rows: Tensor) -> Segments:
         """Of the tokens `rows` [n] alone."""
         return replace(self, ids=self.ids[rows])
-
-    def to(self, device: torch.device) -> Segments:
-        return replace(self, ids=self.ids.to(device))

@@ -103,10 +103,11 @@ class Batch:
         return self.fields["loss_mask"]
 
     def to(self, device: torch.device) -> Batch:
-        movable = (RouteTable, KeptTokens, PackedLayout, Segments)
+        movable = (RouteTable, KeptTokens, PackedLayout)
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
         moved |= {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        return replace(self, **moved, fields={name: upload(values, device) for name, values in self.fields.items()})
+        moved["fields"] = {name: upload(values, device) for name, values in self.fields.items()}
+        return replace(self, **moved, segments=replace(self.segments, ids=upload(self.segments.ids, device)))
 
     def take(self, rows: torch.Tensor) -> Batch:
         """Some tokens of it [n], for losses that look at each token alone; what belongs to sequences stays."""
@@ -155,7 +156,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
     labels = np.full(total, IGNORED, np.int64)
     names = {name for i in indices for name in samples[i].fields} | set(ALWAYS)
     fields = {name: np.full(total, FIELDS[name].default, FIELDS[name].dtype) for name in FIELDS if name in names}
-    sequence_ids = np.full(total, -1, np.int64)
+    ids = np.full(total, -1, np.int64)
     for row, (i, start) in enumerate(zip(indices, borders, strict=False)):
         sample = samples[i]
         n, p = sample.inputs, sample.prompt_length
@@ -165,7 +166,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         labels[response] = sample.tokens[p:]
         for name, values in fields.items():
             values[response] = sample[name]
-        sequence_ids[start : start + n] = row
+        ids[start : start + n] = row
 
     local = np.concatenate([_zigzag(a, b, layout) for a, b in pairwise(borders)])
     pick = lambda array: torch.from_numpy(np.ascontiguousarray(array[local]))  # noqa: E731
@@ -176,7 +177,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         labels=pick(labels),
         label_rows=torch.from_numpy(np.flatnonzero(labels[local] != IGNORED)),
         fields={name: pick(values) for name, values in fields.items()},
-        segments=Segments(pick(sequence_ids), len(indices), layout.all_reduce, counts=layout.context_rank == 0),
+        segments=Segments(pick(ids), len(indices), layout.all_reduce, counts=layout.context_rank == 0),
         cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
         layout=PackedLayout.build(torch.from_numpy(borders), len(local), layout.context, layout.context_rank),
         max_seqlen=int(np.diff(borders).max()),
@@ -186,7 +187,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         routes=None
         if routes is None
         else _route_table([samples[i] for i in indices], routes, borders, fields["loss_mask"], local, layout),
-        without_route=0 if routes is None else int((_missing(routes) & (sequence_ids >= 0))[local].sum()),
+        without_route=0 if routes is None else int((_missing(routes) & (ids >= 0))[local].sum()),
     )
 
 

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import inspect
+
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.files import RowTask, read_file, read_hub
+from megatron_rl.environments.files import FileTask, HubTask
 from megatron_rl.environments.number_sorting import NumberSorting
 from megatron_rl.environments.number_zigzag import NumberZigzag
 from megatron_rl.environments.reasoning import ReasoningGym
-from megatron_rl.environments.task import Split, Task, nearest, resolve_weights
+from megatron_rl.environments.task import Task, resolve_weights
+from megatron_rl.environments.verifiers import VERIFIERS
 from megatron_rl.errors import UserError
+from megatron_rl.registry import check_name, resolve
 
-TASKS = ("file", "hub", "number_sorting", "number_zigzag", "reasoning_gym:NAME")
+TASKS: dict[str, type[Task]] = {
+    "file": FileTask,
+    "hub": HubTask,
+    "number_sorting": NumberSorting,
+    "number_zigzag": NumberZigzag,
+    "reasoning_gym": ReasoningGym,
+}
+
+
+def check_data(data: DataConfig) -> None:
+    """What can be told of the section before anything is imported or read.
+
+    Errors: UserError for a template without a prompt, and for a task, a verifier or a `prepare` that is not there.
+    """
+    if "{prompt}" not in data.template:
+        raise UserError(f"config: data.template = {data.template!r} does not contain {{prompt}}")
+    check_name("task", _kind(data), TASKS, "data.task")
+    made = TASKS.get(_kind(data))
+    if made in (FileTask, HubTask) and data.verifier is not None:
+        check_name("verifier", data.verifier, VERIFIERS, "data.verifier")
+    if made not in (None, FileTask, HubTask) and data.verifier not in (None, made.verifier):
+        raise UserError(
+            f"config: data.verifier: task '{data.task}' has its own ({made.verifier}), not '{data.verifier}'"
+        )
+    if data.prepare is not None:
+        if made not in (FileTask, HubTask):
+            raise UserError(f"config: data.prepare takes rows of task file or hub, and '{data.task}' has none")
+        check_name("function", data.prepare, {}, "data.prepare")
 
 
 def build_task(data: DataConfig, *, demonstrations: bool = False) -> Task:
@@ -18,48 +49,27 @@ def build_task(data: DataConfig, *, demonstrations: bool = False) -> Task:
 
     Errors: UserError for a misspelt name, missing data, or a verifier or reward part that does not fit.
     """
-    if "{prompt}" not in data.template:
-        raise UserError(f"config: data.template = {data.template!r} does not contain {{prompt}}")
-    task = _make(data, demonstrations)
+    check_data(data)
+    make = resolve("task", _kind(data), TASKS, "data.task")
+    try:
+        task = make(data, demonstrations)
+    except TypeError as error:
+        if make in TASKS.values() or error.__traceback__.tb_next is not None:
+            raise
+        raise UserError(f"config: data.task: {data.task} cannot be made from (data, demonstrations): {error}") from None
+    if not isinstance(task, Task):
+        given = type(task).__name__
+        raise UserError(f"config: data.task: {data.task} gives {given}, not a megatron_rl.environments.Task")
+    try:
+        inspect.signature(task.score).bind([], [], None)
+    except TypeError as error:
+        raise UserError(
+            f"config: data.task: {data.task}.score does not take (prompts, texts, truncated): {error}"
+        ) from None
     task.weights = resolve_weights(task, data.rewards)
     return task
 
 
-def _make(data: DataConfig, demonstrations: bool) -> Task:
-    kind, _, name = data.task.partition(":")
-    if kind in ("file", "hub"):
-        return _row_task(kind, data, demonstrations)
-    own_verifier = {"number_sorting": "number_list", "number_zigzag": "zigzag", "reasoning_gym": "reasoning_gym"}
-    if kind not in own_verifier:
-        raise UserError(f"config: data.task: unknown task '{data.task}'{nearest(data.task, TASKS)}")
-    if data.verifier not in (None, own_verifier[kind]):
-        raise UserError(
-            f"config: data.verifier: task '{data.task}' has its own ({own_verifier[kind]}), not '{data.verifier}'"
-        )
-    if kind in ("number_sorting", "number_zigzag"):
-        return (NumberSorting if kind == "number_sorting" else NumberZigzag)(data.options, data.seed)
-    return ReasoningGym(name, data.options, data.seed, data.template, data.chat)
-
-
-def _row_task(kind: str, data: DataConfig, demonstrations: bool) -> Task:
-    if not data.path:
-        raise UserError(f"config: data.task: {kind} needs data.path")
-    known = {"file": {"verifier_timeout_s"}, "hub": {"verifier_timeout_s", "subset", "split", "eval_split"}}[kind]
-    for option in data.options:
-        if option not in known:
-            raise UserError(f"config: unknown key 'data.options.{option}' of task '{kind}'{nearest(option, known)}")
-
-    def read(split: Split):
-        if kind == "file":
-            if split == "train":
-                return read_file(data.path)
-            return read_file(data.eval_path, "data.eval_path") if data.eval_path else None
-        subset = data.options.get("subset")
-        if split == "train":
-            return read_hub(data.path, "data.path", subset, data.options.get("split", "train"))
-        if data.eval_path or "eval_split" in data.options:
-            key = "data.eval_path" if data.eval_path else "data.path"
-            return read_hub(data.eval_path or data.path, key, subset, data.options.get("eval_split", "test"))
-        return None
-
-    return RowTask(data.task, data, read, demonstrations=demonstrations)
+def _kind(data: DataConfig) -> str:
+    """The task's name, without the data set of reasoning-gym."""
+    return "reasoning_gym" if data.task.startswith("reasoning_gym:") else data.task

@@ -39,14 +39,14 @@ def distinct_right(
 def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]]) -> float:
     """maj@n: mean reward of each prompt's most frequent answer; among equally frequent ones the mean of theirs.
 
-    answers, rewards: [prompts][n]; equal answers of a prompt have equal rewards.
+    answers, rewards: [prompts][n]. Equal answers have equal rewards but for responses that were cut off: their mean counts.
     """
     scores = []
     for row, row_rewards in zip(answers, rewards, strict=True):
         counts = Counter(row)
-        top = max(counts.values())
-        reward_of = dict(zip(row, row_rewards, strict=True))
-        scores.append(_mean([reward_of[answer] for answer, count in counts.items() if count == top]))
+        top = max(counts.values(), default=0)
+        # Answers that are equally frequent weigh the same: the mean of their means is the mean over their responses.
+        scores.append(_mean([r for answer, r in zip(row, row_rewards, strict=True) if counts[answer] == top]))
     return _mean(scores)
 
 

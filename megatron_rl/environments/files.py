@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.task import Prompt, Split, Task, is_held_out, nearest
-from megatron_rl.environments.verifiers import PooledVerifier, exact, extract_answer, number_list
+from megatron_rl.environments.task import Prompt, Split, Task, is_held_out
+from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
+from megatron_rl.registry import nearest, resolve
 
 log = logging.getLogger(__name__)
 
 Row = tuple[str, dict[str, Any] | None, str]
 """(where it stands, the row or None, what is wrong with it or '')."""
 HELD_OUT_SHARE = 0.1
-MATH_TIMEOUT_S = 5.0
+VERIFIER_TIMEOUT_S = 5.0
 _SHOWN = 5
 _MISSING = object()
 
@@ -85,34 +86,47 @@ class RowTask(Task):
     demonstrations: rows need data.response_key (and no answer), for SFT.
     """
 
-    def __init__(
-        self, name: str, data: DataConfig, read: Callable[[Split], Iterator[Row] | None], *, demonstrations: bool
-    ):
-        self.name = name
-        self.data = data
-        self.demonstrations = demonstrations
-        options = dict(data.options)
-        self.verify = _verifier(data.verifier or "exact", float(options.pop("verifier_timeout_s", MATH_TIMEOUT_S)))
-        self.parts = ("correct",) if data.verifier in (None, "exact") else ("correct", "answered")
+    known_options: tuple[str, ...] = ("verifier_timeout_s",)
+
+    def __init__(self, data: DataConfig, demonstrations: bool = False):
+        super().__init__(data, demonstrations)
+        if not data.path:
+            raise UserError(f"config: data.task: {data.task} needs data.path")
+        for option in data.options:
+            if option not in self.known_options:
+                hint = nearest(option, self.known_options)
+                raise UserError(f"config: unknown key 'data.options.{option}' of task '{data.task}'{hint}")
+        self.prepare = resolve("function", data.prepare, {}, "data.prepare") if data.prepare else None
+        timeout_s = float(data.options.get("verifier_timeout_s", VERIFIER_TIMEOUT_S))
+        self.verify = RowVerifier(data.verifier or "exact", tuple(data.rewards), timeout_s=timeout_s)
+        self.parts = self.verify.parts
+        self.main_parts = ("correct",)
         self.skipped = 0
-        self._split = self._load(read)
+        self._split = self._load(self._read)
+
+    def _read(self, split: Split) -> Iterator[Row] | None:
+        """Rows of a split; None where held-out prompts have no source of their own."""
+        raise NotImplementedError
 
     def _load(self, read: Callable[[Split], Iterator[Row] | None]) -> dict[str, list[Prompt]]:
-        train = self._parse(read("train"))
+        train = self._parse(read("train"), f"data.path: {self.data.path}")
         held_out = read("eval")
         if held_out is None:
             return _split_by_hash(train)
-        evaluation = self._parse(held_out)
+        evaluation = self._parse(held_out, f"data.eval_path: {self.data.eval_path or self.data.path}")
         texts = {prompt.text for prompt in evaluation}
         fresh = [prompt for prompt in train if prompt.text not in texts]
         if len(fresh) < len(train):
             log.warning("data: %d training prompts are also held-out prompts and are left out", len(train) - len(fresh))
         return {"train": fresh, "eval": evaluation}
 
-    def _parse(self, rows: Iterator[Row]) -> list[Prompt]:
-        prompts, columns, skipped, where = [], set(), 0, "the data"
+    def _parse(self, rows: Iterator[Row], source: str) -> list[Prompt]:
+        """Prompts of the rows. Errors: UserError naming `source`, a key and a file, where none can be used."""
+        prompts, columns, skipped, where = [], set(), 0, ""
         missing = dict.fromkeys(self._needed(), 0)
         for where, row, problem in rows:
+            if row is not None and self.prepare is not None and (row := self._prepared(row, where)) is None:
+                continue
             if row is not None:
                 columns |= row.keys()
                 absent = [key for key in missing if _get(row, key) is _MISSING]
@@ -126,7 +140,9 @@ class RowTask(Task):
             if skipped <= _SHOWN:
                 log.warning("data: %s skipped: %s", where, problem)
         if not prompts:
-            file = where.rpartition(":")[0] or where
+            if not where:
+                raise UserError(f"config: {source} is empty: it has no line")
+            file = where.rpartition(":")[0]
             for key, count in missing.items():
                 if count and key not in columns and columns:
                     name = {self.data.prompt_key: "prompt", self.data.answer_key: "answer"}.get(key, "response")
@@ -136,6 +152,17 @@ class RowTask(Task):
             log.warning("data: %d of %d lines skipped", skipped, skipped + len(prompts))
         self.skipped += skipped
         return prompts
+
+    def _prepared(self, row: dict[str, Any], where: str) -> dict[str, Any] | None:
+        """What data.prepare makes of a row; None where it leaves it out."""
+        try:
+            prepared = self.prepare(row)
+        except Exception as error:  # of the user's function
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise UserError(f"config: data.prepare: {self.data.prepare} fails on {where}: {reason}") from None
+        if prepared is not None and not isinstance(prepared, dict):
+            raise UserError(f"config: data.prepare: {self.data.prepare} gives {prepared!r:.60}, not a row or None")
+        return prepared
 
     def _needed(self) -> list[str]:
         return [self.data.prompt_key, self.data.response_key if self.demonstrations else self.data.answer_key]
@@ -173,28 +200,37 @@ class RowTask(Task):
         return self._split[split]
 
     def extract(self, text: str) -> str:
-        return extract_answer(text.rpartition("####")[2])
+        return self.verify.extract(text)
 
-    def score(self, prompts, texts):
-        if isinstance(self.verify, PooledVerifier):
-            return self.verify.score(prompts, [(t, str(p.answer)) for p, t in zip(prompts, texts, strict=True)])
-        return [self.verify(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
+    def score(self, prompts, texts, truncated=None):
+        return self.verify.score(prompts, texts, truncated)
 
     def close(self) -> None:
-        if isinstance(self.verify, PooledVerifier):
-            self.verify.close()
+        self.verify.close()
 
 
-def _verifier(name: str, timeout_s: float):
-    verifiers = {"exact": exact, "number_list": number_list}
-    if name == "math":
-        target = "megatron_rl.environments.verifiers:compare_math"
-        return PooledVerifier(target, ("correct", "answered"), timeout_s=timeout_s, imports=["math_verify"])
-    if name not in verifiers:
-        raise UserError(
-            f"config: data.verifier: '{name}' does not fit a file or hub task{nearest(name, [*verifiers, 'math'])}"
-        )
-    return verifiers[name]
+class FileTask(RowTask):
+    """Rows of data.path, a .jsonl or .parquet file; held-out ones of data.eval_path."""
+
+    def _read(self, split: Split) -> Iterator[Row] | None:
+        if split == "train":
+            return read_file(self.data.path)
+        return read_file(self.data.eval_path, "data.eval_path") if self.data.eval_path else None
+
+
+class HubTask(RowTask):
+    """Rows of a Hugging Face data set; options: subset, split, eval_split."""
+
+    known_options = ("verifier_timeout_s", "subset", "split", "eval_split")
+
+    def _read(self, split: Split) -> Iterator[Row] | None:
+        data, subset = self.data, self.data.options.get("subset")
+        if split == "train":
+            return read_hub(data.path, "data.path", subset, data.options.get("split", "train"))
+        if data.eval_path or "eval_split" in data.options:
+            key = "data.eval_path" if data.eval_path else "data.path"
+            return read_hub(data.eval_path or data.path, key, subset, data.options.get("eval_split", "test"))
+        return None
 
 
 def _get(row: dict[str, Any], key: str) -> Any:

@@ -14,10 +14,12 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from megatron_rl.config import DataConfig
 from megatron_rl.environments.procedural import HELD_OUT_SIZE, ProceduralPrompts
-from megatron_rl.environments.task import Prompt, Split, Task, nearest
+from megatron_rl.environments.task import Prompt, Split, Task
 from megatron_rl.environments.verifiers import number_list, read_numbers
 from megatron_rl.errors import UserError
+from megatron_rl.registry import nearest
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -41,12 +43,14 @@ class NumberSortingOptions:
 class NumberSorting(Task):
     name = "number_sorting"
     parts = ("correct", "answered")
+    verifier = "number_list"
 
-    def __init__(self, options: dict[str, Any], seed: int):
-        self.options = _parse_options(options)
-        self.seed = seed
+    def __init__(self, data: DataConfig, demonstrations: bool = False):
+        super().__init__(data, demonstrations)
+        self.options = _parse_options(data.options)
+        self.seed = data.seed
         # entry i of the generator is drawn with seed i: runs with different seeds take entries that are far apart
-        self._first = seed * 1_000_003 * self.options.size
+        self._first = self.seed * 1_000_003 * self.options.size
         self._dataset = _dataset(self.options)
 
     def prompts(self, split: Split) -> ProceduralPrompts:
@@ -60,7 +64,7 @@ class NumberSorting(Task):
         sign = "<" if metadata["direction"] == "ascending" else ">"
         return Prompt(f"{self.name}:{self.seed}:{number}", f"{sign}{' '.join(map(str, numbers))}:", answer)
 
-    def score(self, prompts, texts):
+    def score(self, prompts, texts, truncated=None):
         return [number_list(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
 
     def extract(self, text: str) -> str:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
+from megatron_rl.config import DataConfig
 from megatron_rl.environments.number_sorting import NumberSorting
 from megatron_rl.environments.task import Prompt
 from megatron_rl.environments.verifiers import zigzag
@@ -18,9 +18,10 @@ class NumberZigzag(NumberSorting):
     """With the options of number_sorting."""
 
     name = "number_zigzag"
+    verifier = "zigzag"
 
-    def __init__(self, options: dict[str, Any], seed: int):
-        super().__init__(options, seed)
+    def __init__(self, data: DataConfig, demonstrations: bool = False):
+        super().__init__(data, demonstrations)
         self._values = range(self.options.min_value, self.options.max_value + 1)
         if len(self._values) < self.options.max_numbers:
             raise UserError(
@@ -35,7 +36,7 @@ class NumberZigzag(NumberSorting):
         text = f"{rng.choice('<>')}{' '.join(map(str, numbers))}:"
         return Prompt(f"{self.name}:{self.seed}:{number}", text, text)
 
-    def score(self, prompts, texts):
+    def score(self, prompts, texts, truncated=None):
         return [zigzag(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
 
     def _right(self, prompt: Prompt, rng: random.Random) -> list[int]:

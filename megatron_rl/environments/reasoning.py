@@ -9,10 +9,12 @@ import warnings
 from functools import cache
 from typing import Any
 
+from megatron_rl.config import DataConfig
 from megatron_rl.environments.procedural import HELD_OUT_SIZE, ProceduralPrompts
-from megatron_rl.environments.task import Prompt, Split, Task, nearest
-from megatron_rl.environments.verifiers import PooledVerifier, extract_answer
+from megatron_rl.environments.task import Prompt, Split, Task
+from megatron_rl.environments.verifiers import PooledCalls, extract_answer
 from megatron_rl.errors import UserError
+from megatron_rl.registry import nearest
 
 DEFAULT_SIZE = 10_000
 _NONSENSE = ("no answer", "#")
@@ -22,18 +24,20 @@ class ReasoningGym(Task):
     parts = ("score", "answered")
     main_parts = ("score",)
 
-    def __init__(self, dataset: str, options: dict[str, Any], seed: int, template: str, chat: bool):
-        options = dict(options)
-        self.name = f"reasoning_gym:{dataset}"
-        self.dataset = dataset
+    verifier = "reasoning_gym"
+
+    def __init__(self, data: DataConfig, demonstrations: bool = False):
+        super().__init__(data, demonstrations)
+        options = dict(data.options)
+        self.dataset = data.task.partition(":")[2]
         self.timeout_s = float(options.pop("verifier_timeout_s", 5.0))
         self.size = int(options.pop("size", DEFAULT_SIZE))
         self.options = json.dumps(options, sort_keys=True)
-        self.template, self.chat = template, chat
+        self.template, self.chat = data.template, data.chat
         # entry i of a data set is usually drawn with seed + i
-        self._first_seed = seed * 1_000_003 * self.size
+        self._first_seed = data.seed * 1_000_003 * self.size
         self._check(options)
-        self._verifier: PooledVerifier | None = None
+        self._verifier: PooledCalls | None = None
 
     def _check(self, options: dict[str, Any]) -> None:
         configs = _registry()
@@ -77,10 +81,10 @@ class ReasoningGym(Task):
             raise UserError(f"data.task '{self.name}' gives no answers, so it has no demonstrations for SFT")
         return str(prompt.answer)
 
-    def score(self, prompts, texts):
+    def score(self, prompts, texts, truncated=None):
         if self._verifier is None:
             target = f"{__name__}:score_parts"
-            self._verifier = PooledVerifier(target, self.parts, timeout_s=self.timeout_s, imports=["reasoning_gym"])
+            self._verifier = PooledCalls(target, self.parts, timeout_s=self.timeout_s, imports=["reasoning_gym"])
         calls = []
         for prompt, text in zip(prompts, texts, strict=True):
             answer = extract_answer(text, multiline="\n" in str(prompt.answer).strip())

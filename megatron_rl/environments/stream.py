@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.environments.task import Prompt, Task
+from megatron_rl.environments.task import Prompt, Task, encode_response
 from megatron_rl.errors import UserError
 
 log = logging.getLogger(__name__)
+
+SHOWN = 5
+"""Prompts that are named in the log when they are skipped; there may be thousands."""
 
 
 def fitting(prompts: Sequence[Prompt], tokenizer, context_length: int, max_new_tokens: int) -> list[Prompt]:
     """Tokenised prompts that leave room for max_new_tokens; the others are logged (for evaluation sets)."""
     encoded = [prompt.encode(tokenizer) for prompt in prompts]
-    short = [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
-    for prompt in encoded:
-        if len(prompt.tokens) + max_new_tokens > context_length:
-            log.warning("%s", _too_long(prompt, context_length, max_new_tokens))
-    return short
+    long = [p for p in encoded if len(p.tokens) + max_new_tokens > context_length]
+    for number, prompt in enumerate(long, 1):
+        _warn(number, _too_long(prompt, context_length, max_new_tokens))
+    return [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
+
+
+def _warn(number: int, problem: str) -> None:
+    """Log why the number-th prompt is skipped; the first few are named."""
+    if number <= SHOWN:
+        log.warning("%s", problem)
+    if number == SHOWN:
+        log.warning("data: prompts that are skipped from here on are counted and not named")
 
 
 def _too_long(prompt: Prompt, context_length: int, max_new_tokens: int) -> str:
@@ -34,10 +44,12 @@ class PromptStream:
     """Training prompts of a task, tokenised, without end.
 
     Epoch e visits the prompts in an order that depends on (seed, e) alone. A prompt that leaves no room for
-    max_new_tokens is skipped: logged once, counted in `skipped`. Errors: UserError where no prompt of an epoch fits.
+    max_new_tokens, or a demonstration that is too long, is skipped: counted in `skipped`, and the first few are logged.
+    Errors: UserError where nothing of an epoch fits.
     """
 
     def __init__(self, task: Task, tokenizer, context_length: int, max_new_tokens: int, seed: int):
+        self.task = task
         self.prompts = task.prompts("train")
         if not len(self.prompts):
             raise UserError(f"data: task '{task.name}' has no training prompt")
@@ -56,23 +68,46 @@ class PromptStream:
 
     def next(self, count: int) -> list[Prompt]:
         """The next `count` prompts that fit."""
-        chosen: list[Prompt] = []
+
+        def examine(prompt: Prompt) -> tuple[Prompt, str]:
+            long = len(prompt.tokens) + self.max_new_tokens > self.context_length
+            return prompt, _too_long(prompt, self.context_length, self.max_new_tokens) if long else ""
+
+        return self._take(count, examine, f"prompts leaves room for rollout.max_new_tokens {self.max_new_tokens} in")
+
+    def next_demonstrations(self, count: int, rng: random.Random) -> list[tuple[Prompt, list[int]]]:
+        """The next `count` prompts, each with the tokens of a demonstration, that fit together into context_length."""
+
+        def examine(prompt: Prompt) -> tuple[tuple[Prompt, list[int]], str]:
+            response = encode_response(self.tokenizer, self.task.demonstration(prompt, rng))
+            total = len(prompt.tokens) + len(response)
+            problem = (
+                f"data: demonstration {prompt.prompt_id} skipped: its {total} tokens, the prompt's {len(prompt.tokens)}"
+                f" included, exceed rollout.context_length {self.context_length}"
+            )
+            return (prompt, response), problem if total > self.context_length else ""
+
+        return self._take(count, examine, "demonstrations fits into")
+
+    def _take[T](self, count: int, examine: Callable[[Prompt], tuple[T, str]], wanted: str) -> list[T]:
+        """The next `count` items without a problem. examine: encoded prompt -> (item, why it is skipped or '')."""
+        chosen: list[T] = []
         while len(chosen) < count:
             if self.position == len(self._order):
                 if not self._taken:
                     raise UserError(
-                        f"data: none of the {len(self.prompts)} prompts leaves room for rollout.max_new_tokens"
-                        f" {self.max_new_tokens} in rollout.context_length {self.context_length}"
+                        f"data: none of the {len(self.prompts)} {wanted} rollout.context_length {self.context_length}"
                     )
                 self._start_epoch(self.epoch + 1)
             prompt = self.prompts[self._order[self.position]].encode(self.tokenizer)
+            item, problem = examine(prompt)
             self.position += 1
-            if len(prompt.tokens) + self.max_new_tokens <= self.context_length:
-                chosen.append(prompt)
+            if not problem:
+                chosen.append(item)
                 self._taken += 1
             elif prompt.prompt_id not in self.skipped:
                 self.skipped.add(prompt.prompt_id)
-                log.warning("%s", _too_long(prompt, self.context_length, self.max_new_tokens))
+                _warn(len(self.skipped), problem)
         return chosen
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megatron_rl.config import DataConfig
 from megatron_rl.errors import UserError
+from megatron_rl.registry import nearest
 
 Split = Literal["train", "eval"]
 
@@ -51,27 +52,40 @@ def encode_response(tokenizer, text: str) -> list[int]:
 
 
 class Task:
-    """Base of all tasks. A subclass gives `prompts` and `score`; `demonstration` where SFT is wanted."""
+    """Base of all tasks, made from (data, demonstrations). A subclass gives `prompts` and `score`; `demonstration` where SFT
+    is wanted."""
 
     name: str = ""
     parts: tuple[str, ...] = ("correct",)
     """Names of the reward parts that `score` returns."""
     main_parts: tuple[str, ...] = ("correct",)
     """Parts that count with weight 1.0 unless the config says otherwise; the others count 0."""
+    verifier: str | None = None
+    """Name of the verifier, where it is the task's own; data.verifier may repeat it."""
     weights: dict[str, float]
     """part -> weight, set by `build_task` from data.rewards."""
+
+    def __init__(self, data: DataConfig, demonstrations: bool = False):
+        """demonstrations: the prompts are for SFT. Errors: UserError for what is missing or does not fit."""
+        self.data, self.demonstrations = data, demonstrations
+        self.name = self.name or data.task
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Prompts of a split (not tokenised); train and eval share no text. May be lazy."""
         raise NotImplementedError
 
-    def score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[dict[str, float]]:
-        """Reward parts of texts[i] as a response to prompts[i]; never raises because of what a text says."""
+    def score(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
+    ) -> list[dict[str, float]]:
+        """Reward parts of texts[i] as a response to prompts[i]; never raises because of what a text says.
+
+        truncated[i]: the response was cut off at the longest that was allowed. None: none was.
+        """
         raise NotImplementedError
 
-    def rewards(self, prompt: Prompt, response_text: str) -> dict[str, float]:
+    def rewards(self, prompt: Prompt, response_text: str, truncated: bool = False) -> dict[str, float]:
         """Reward parts of one response."""
-        return self.score([prompt], [response_text])[0]
+        return self.score([prompt], [response_text], [truncated])[0]
 
     def extract(self, text: str) -> str:
         """The answer inside a response, in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
@@ -87,13 +101,6 @@ class Task:
         """End the task's worker processes."""
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """'; did you mean ...?' for a misspelt name, or all names where none is near."""
-    names = [str(n) for n in names]
-    close = difflib.get_close_matches(name, names, 1, 0.4)
-    return f"; did you mean '{close[0]}'?" if close else f"; there is: {', '.join(sorted(names)) or 'nothing'}"
-
-
 def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
     """part -> weight for all parts of the task. Errors: UserError for a part that the task does not have."""
     for part in rewards:
@@ -104,11 +111,13 @@ def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
     return {part: float(rewards.get(part, part in task.main_parts)) for part in task.parts}
 
 
-def score(task: Task, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[dict[str, float]]:
-    """Reward parts of each response; in parallel worker processes where the verifier is slow."""
+def score(
+    task: Task, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
+) -> list[dict[str, float]]:
+    """Reward parts of each response; in parallel worker processes where the verifier is slow. truncated: see `Task.score`."""
     if len(prompts) != len(texts):
         raise ValueError(f"{len(prompts)} prompts for {len(texts)} responses")
-    return task.score(prompts, texts)
+    return task.score(prompts, texts, truncated)
 
 
 def combine(parts: dict[str, float], weights: dict[str, float]) -> float:

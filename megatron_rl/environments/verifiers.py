@@ -5,20 +5,33 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from megatron_rl.environments.math_answer import (
+    Literal,
+    clean,
+    only_number,
+    repeats,
+    squeeze,
+    stated_number,
+    statements,
+)
 from megatron_rl.environments.task import Prompt
 from megatron_rl.environments.worker_pool import Failure, WorkerPool
+from megatron_rl.errors import UserError
+from megatron_rl.registry import resolve
 
 log = logging.getLogger(__name__)
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _PHRASE = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)+\s*:?\s*(.+)", re.IGNORECASE)
-_THOUSANDS = re.compile(r"\$?[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
@@ -83,56 +96,198 @@ def read_numbers(text: str) -> list[float] | None:
     return [float(w) for w in words] if words and all(_NUMBER.fullmatch(w) for w in words) else None
 
 
-def compare_math(text: str, answer: str) -> dict[str, float]:
-    """math-verify's verdict; runs inside a worker, which has no need of that library's own (alarm-based) limits."""
+def math_answer(text: str) -> str:
+    """The number that a response gives as its final answer, or where there is none what it states last."""
+    stated = statements(clean(text))
+    numbers = filter(None, map(stated_number, stated))
+    return next((number.text for number in numbers), stated[0].text.strip() if stated else "")
+
+
+def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> dict[str, float]:
+    """1 if the final answer of a response is the expected one; math-verify compares the two.
+
+    Where a number is expected, a literal has to be given: in a box, after a marker, or as the last of the last line. What
+    repeats the question, and a response that was cut off, is no answer. Errors: ValueError where `answer` is no mathematical
+    expression. It runs inside a worker, which has no need of that library's own (alarm-based) limits.
+    """
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
-    gold = _parse_gold(answer, parse)
+    expected = clean(str(answer).rpartition("####")[2]).strip()
+    number = only_number(expected)
+    gold = _parse(number.text if number else expected, parse)
     if not gold:
         raise ValueError(f"the expected answer {answer!r} is not a mathematical expression")
-    # GSM8K's own format marks the answer with ####; what stands before it would only confuse the parser
-    found = parse(text.rpartition("####")[2], parsing_timeout=None)
+    found = []
+    if not truncated:
+        found = _given_number(text, number, prompt, parse) if number else _given(text, expected, prompt, parse)
     correct = bool(found) and verify(gold, found, timeout_seconds=None)
     return {"correct": float(correct), "answered": float(bool(found))}
 
 
-def _parse_gold(answer: str, parse) -> list:
-    """math-verify wants LaTeX between dollars, but reads '70,000' there as a tuple."""
-    text = answer.rpartition("####")[2].strip()
-    if _THOUSANDS.fullmatch(text):
-        return parse(text.replace(",", "").strip("$"), parsing_timeout=None)
-    return parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None) or parse(
-        text, parsing_timeout=None
-    )
+def _given_number(text: str, gold: Literal, prompt: str, parse) -> list:
+    """The final answer, parsed, where a number is expected."""
+    for stated in statements(clean(text)):
+        if number := stated_number(stated):
+            asked_for = number.fraction and not gold.fraction and squeeze(number.text) in squeeze(prompt)
+            return [] if asked_for else _parse(number.text, parse)
+        if stated.kind == "boxed":
+            return [] if repeats(stated.text, prompt) else _parse(stated.text, parse)
+    return []
 
 
-class PooledVerifier:
-    """A verifier whose calls run in worker processes; a call that fails scores 0 in all parts and is counted."""
+def _given(text: str, gold: str, prompt: str, parse) -> list:
+    """The final answer, parsed, where an expression is expected: what is stated last."""
+    for stated in statements(clean(text)):
+        content = stated.text.strip().removesuffix(".").strip("*` ")
+        if stated.kind == "line":
+            found = parse(content, parsing_timeout=None)
+            content = next((part for part in found if isinstance(part, str)), content)
+        else:
+            found = _parse(content, parse)
+        if found:
+            return [] if repeats(content, prompt) and squeeze(content) != squeeze(gold) else found
+    return []
 
-    def __init__(self, target: str, parts: tuple[str, ...], *, timeout_s: float, imports: Sequence[str]):
+
+def _parse(text: str, parse) -> list:
+    """math-verify wants LaTeX between dollars."""
+    in_tex = "$" in text or "\\boxed" in text or "\\(" in text
+    return parse(text if in_tex else f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A verifier of ours: function(response, answer, ...) -> parts."""
+
+    function: Callable[..., dict[str, float]]
+    parts: tuple[str, ...] = ("correct", "answered")
+    pooled: tuple[str, ...] | None = None
+    """Modules that its worker processes import first; None: it is quick on any text and runs in this process."""
+    extract: Callable[[str], str] = lambda text: extract_answer(text.rpartition("####")[2])
+    """The answer inside a response, for maj@n and distinct@n."""
+
+
+VERIFIERS = {
+    "exact": Builtin(exact, parts=("correct",)),
+    "math": Builtin(compare_math, pooled=("math_verify",), extract=math_answer),
+    "number_list": Builtin(number_list),
+}
+_EXTRAS = ("prompt", "truncated")
+"""What a verifier is given besides response and answer, where it has a parameter of that name."""
+
+
+class PooledCalls:
+    """Calls of a scoring function in worker processes; one that fails scores 0 in all parts and is counted."""
+
+    def __init__(self, target: str, parts: tuple[str, ...], *, timeout_s: float, imports: Sequence[str] = ()):
         self.parts = parts
         self.pool = WorkerPool(target, timeout_s=timeout_s, imports=imports)
         self.timeouts = 0
         self.errors = 0
 
-    def score(self, prompts: Sequence[Prompt], calls: Sequence[tuple]) -> list[dict[str, float]]:
-        """Parts of each call; prompts[i] names call i in the log."""
-        results = []
-        for prompt, result in zip(prompts, self.pool.map(calls), strict=True):
-            if isinstance(result, Failure):
-                self.timeouts += result.timed_out
-                self.errors += not result.timed_out
-                log.warning(
-                    "verifier: a response to %s scored 0: %s (%d over the time limit, %d failed so far)",
-                    prompt.prompt_id,
-                    result.reason,
-                    self.timeouts,
-                    self.errors,
-                )
-                result = dict.fromkeys(self.parts, 0.0)
-            results.append(result)
-        return results
+    def score(
+        self, prompts: Sequence[Prompt], calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None
+    ) -> list[dict[str, float]]:
+        """Parts of each call; prompts[i] names call i in the log. Errors: UserError for results that are no parts, and where
+        the workers cannot work."""
+        return [
+            self._failed(prompt, result) if isinstance(result, Failure) else self._checked(prompt, result)
+            for prompt, result in zip(prompts, self.pool.map(calls, keywords), strict=True)
+        ]
+
+    def _checked(self, prompt: Prompt, result: Any) -> dict[str, float]:
+        given = result if isinstance(result, dict) else {"correct": result}
+        try:
+            parts = {name: float(value) for name, value in given.items()}
+        except (TypeError, ValueError):
+            raise UserError(
+                f"data.verifier: {self.pool.target} gives {result!r:.80}, neither a number nor numbers by name"
+            ) from None
+        if set(parts) != set(self.parts):
+            raise UserError(
+                f"data.verifier: {self.pool.target} gives the parts {', '.join(parts)}, expected were"
+                f" {', '.join(self.parts)}: give each its weight in data.rewards (0 for one that is only logged)"
+            )
+        if not all(map(math.isfinite, parts.values())):
+            return self._failed(prompt, Failure(f"its score is {result!r:.80}"))
+        return parts
+
+    def _failed(self, prompt: Prompt, failure: Failure) -> dict[str, float]:
+        self.timeouts += failure.timed_out
+        self.errors += not failure.timed_out
+        log.warning(
+            "verifier: a response to %s scored 0: %s (%d over the time limit, %d failed so far)",
+            prompt.prompt_id,
+            failure.reason,
+            self.timeouts,
+            self.errors,
+        )
+        return dict.fromkeys(self.parts, 0.0)
 
     def close(self) -> None:
         self.pool.close()
+
+
+class RowVerifier:
+    """The verifier that data.verifier names, for prompts with an answer: built in, or the user's function
+
+        def score(response: str, answer, ...) -> float | dict[str, float]
+
+    with `prompt` (its text) and `truncated` where it has parameters of these names. The user's has the parts that
+    data.rewards names, or `correct` alone, and runs in worker processes with a hard limit for each call.
+    """
+
+    def __init__(self, name: str, weighted: Sequence[str], *, timeout_s: float):
+        """weighted: the parts that data.rewards names. Errors: UserError where there is no such function."""
+        builtin = VERIFIERS.get(name)
+        self._function = builtin.function if builtin else resolve("verifier", name, VERIFIERS, "data.verifier")
+        self._extras = _extras(self._function, name)
+        self.extract = (builtin or VERIFIERS["exact"]).extract
+        self.parts = builtin.parts if builtin else tuple(weighted) or ("correct",)
+        self._pooled: PooledCalls | None = None
+        if builtin is None or builtin.pooled is not None:
+            target = f"{__name__}:{builtin.function.__name__}" if builtin else name
+            imports = builtin.pooled if builtin else ()
+            self._pooled = PooledCalls(target, self.parts, timeout_s=timeout_s, imports=imports)
+
+    @property
+    def timeouts(self) -> int:
+        """Responses that took longer than the limit so far."""
+        return self._pooled.timeouts if self._pooled else 0
+
+    @property
+    def errors(self) -> int:
+        """Responses whose scoring raised or ended its process so far."""
+        return self._pooled.errors if self._pooled else 0
+
+    def score(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
+    ) -> list[dict[str, float]]:
+        """Parts of texts[i] as a response to prompts[i]."""
+        cut = truncated or [False] * len(texts)
+        calls = [(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
+        extras = [{"prompt": p.text, "truncated": bool(c)} for p, c in zip(prompts, cut, strict=True)]
+        keywords = [{name: extra[name] for name in self._extras} for extra in extras]
+        if self._pooled:
+            return self._pooled.score(prompts, calls, keywords)
+        return [self._function(*call, **more) for call, more in zip(calls, keywords, strict=True)]
+
+    def close(self) -> None:
+        if self._pooled:
+            self._pooled.close()
+
+
+def _extras(function: Callable, name: str) -> list[str]:
+    """Which of `_EXTRAS` the function takes. Errors: UserError where it does not take (response, answer)."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C
+        return []
+    extras = [extra for extra in _EXTRAS if extra in signature.parameters]
+    try:
+        signature.bind("", "", **dict.fromkeys(extras))
+    except TypeError as error:
+        given = ", ".join(["response", "answer", *extras])
+        raise UserError(f"config: data.verifier: {name}{signature} cannot be called with ({given}): {error}") from None
+    return extras

@@ -1,53 +1,54 @@
-"""Child side of `WorkerPool`: reads pickled arguments from stdin, calls one function, writes pickled results to stdout.
-
-Run as `python -m megatron_rl.environments.worker module:function memory_mb [module to import first ...]`.
-"""
+"""Inside a worker process of `WorkerPool`: how it starts, and one call."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
 import os
-import pickle
 import resource
 import signal
-import struct
-import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-HEADER = struct.Struct("<Q")
-"""Length of the pickled message that follows."""
+from megatron_rl.registry import resolve
+
 _PR_SET_PDEATHSIG = 1
 
 
-def main(target: str, memory_mb: str, *imports: str) -> None:
-    parent = os.getppid()
+@dataclass(frozen=True)
+class Failure:
+    """A call without a result: it took longer than allowed, raised, or ended its process."""
+
+    reason: str
+    timed_out: bool = False
+
+
+def start(parent: int, target: str, memory_mb: int, imports: Sequence[str]) -> None:
+    """Limits of the process, and its imports, which do not count for the first call."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a busy worker must not outlive a killed trainer
     if os.getppid() != parent:
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    limit = int(memory_mb) * 2**20
+        os._exit(1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the group they mean the trainer, which ends its workers
+    limit = memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a verifier prints must not mix with the replies
-    module, _, function = target.partition(":")
-    call = getattr(importlib.import_module(module), function)
-    for name in imports:
-        importlib.import_module(name)
-    _send(replies, ("ready", None))
-    while header := requests.read(HEADER.size):
-        arguments = pickle.loads(requests.read(HEADER.unpack(header)[0]))  # from our own parent
-        try:
-            result = ("result", call(*arguments))
-        except Exception as error:
-            result = ("error", f"{type(error).__name__}: {error}"[:500])
-        _send(replies, result)
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    warnings.simplefilter("ignore")
+    os.dup2(2, 1)  # what a verifier prints is no output of the trainer
+    try:
+        for name in imports:
+            importlib.import_module(name)
+        resolve("function", target, {}, "data.verifier")
+    except (Exception, SystemExit) as error:
+        print(f"megatron-rl: a verifier process of {target} does not start: {error}", flush=True)
+        os._exit(1)
 
 
-def _send(stream, message) -> None:
-    data = pickle.dumps(message)
-    stream.write(HEADER.pack(len(data)) + data)
-    stream.flush()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
+    """What the function gives, or a Failure where it raises."""
+    try:
+        return resolve("function", target, {}, "data.verifier")(*arguments, **keywords)
+    except (Exception, SystemExit) as error:
+        return Failure(f"{type(error).__name__}: {error}"[:500])

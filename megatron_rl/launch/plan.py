@@ -34,6 +34,15 @@ class Plan:
         ]
 
 
+def check_group(batch: BatchConfig) -> None:
+    """Errors: UserError where RL has no group to compare a response with."""
+    if batch.samples_per_prompt < 2:
+        raise UserError(
+            "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
+            " always be 0; use 2 or more"
+        )
+
+
 def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> Plan:
     """Derive the sizes. Errors: UserError naming the key whose size does not divide, with the nearest that does."""
     model_parallel = parallel.tensor * parallel.pipeline * parallel.context

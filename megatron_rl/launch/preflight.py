@@ -11,15 +11,16 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
-from megatron_rl.algorithms.losses import POLICY_LOSSES
+from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
-from megatron_rl.launch.plan import Plan, make_plan
+from megatron_rl.launch.plan import Plan, check_group, make_plan
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.ops import extensions, flash
 from megatron_rl.ops.sink_attention import flash_takes
+from megatron_rl.registry import resolve
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
 from megatron_rl.rollout.routes import RouteLayout
@@ -27,7 +28,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.sync.allocator import shares_expandable_memory
-from megatron_rl.trainer.objective import correction_of
+from megatron_rl.trainer.objective import correction_of, policy_loss
 
 Kind = Literal["train", "sft", "ask"]
 """train and sft build the trainer; ask (eval, rollout) only asks the engine."""
@@ -46,11 +47,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     check_precision(config.precision, machine, trains=kind != "ask", rolls_out=kind != "sft")
     check_parallel(hf_config, config.parallel, world_size)
     plan = make_plan(config.batch, config.parallel, world_size)
-    if kind == "train" and config.batch.samples_per_prompt < 2:
-        raise UserError(
-            "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
-            " always be 0; use 2 or more"
-        )
+    if kind == "train":
+        check_group(config.batch)
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
         raise UserError(
@@ -85,6 +83,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f"config: pruning.rho = {config.pruning.rho:g} without pruning.enabled prunes nothing; set pruning.enabled: true"
         )
     if kind == "train":
+        policy_loss(config.algorithm)
+        resolve("advantage", config.algorithm.advantage, ADVANTAGES, "algorithm.advantage")
         _check_correction(config)
         _check_routing(config, hf_config)
         _check_refresh(config)
@@ -415,7 +415,7 @@ def _check_correction(config: Config) -> None:
                 f"config: correction.{key} with correction.bypass: there are no log-probs of the old policy to compare the"
                 f" engine's with, as its ratio is part of the loss's; set correction.bypass: false, or {key}: {valid}"
             )
-    if not POLICY_LOSSES[config.algorithm.loss].has_ratio:
+    if not policy_loss(config.algorithm).has_ratio:
         raise UserError(
             f"config: correction.bypass with algorithm.loss = {config.algorithm.loss}, which has no ratio that could start from"
             " the engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo"

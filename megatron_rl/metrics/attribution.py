@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -89,7 +88,7 @@ def load(run: Path) -> Attribution | None:
 HEADINGS = ("without", "which is", "KL, nats per token", "share of the KL")
 
 
-def _rows(found: Attribution) -> list[tuple[str, str, str, str]]:
+def rows(found: Attribution) -> list[tuple[str, str, str, str]]:
     rows = [("nothing", "as the run scores it", f"{found.kl:.3g}", "")]
     for one in found.sources:
         share = "" if one.share is None else f"{one.share:+.1%} ± {one.error:.1%}"
@@ -97,27 +96,15 @@ def _rows(found: Attribution) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _title(found: Attribution) -> str:
+def title(found: Attribution) -> str:
     left_out = f", {found.left_out} sequences of several weights left out" if found.left_out else ""
     return f"Sources of the mismatch at step {found.step}: {found.tokens:,} tokens in {found.sequences} sequences{left_out}"
 
 
 def table(found: Attribution) -> Table:
-    shown = Table(title=_title(found), title_justify="left")
+    shown = Table(title=title(found), title_justify="left")
     for index, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="left" if index < 2 else "right")
-    for row in _rows(found):
+    for row in rows(found):
         shown.add_row(*row)
     return shown
-
-
-def section(found: Attribution) -> str:
-    """For the report's page."""
-    kinds = ("", "", ' class="n"', ' class="n"')
-    head = "".join(f"<th{kind}>{text}</th>" for kind, text in zip(kinds, HEADINGS, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{html.escape(text)}</td>" for kind, text in zip(kinds, row, strict=True)) + "</tr>"
-        for row in _rows(found)
-    )
-    title = html.escape(_title(found))
-    return f'<h2>{title}</h2><div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,231 +1,113 @@
-"""The report's charts: which metrics share one, under which names, on which scale."""
+"""The report's charts: which metrics share one, under which labels, on which scale."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.metrics.logger import TIMES
 
-CHARTS: tuple[dict[str, Any], ...] = (
-    {
-        "title": "Evaluation",
-        "note": "held-out prompts: mean reward, best of n, greedy",
-        "series": {"eval/score": "score", "eval/pass@*": "pass@*", "eval/greedy": "greedy"},
-        "range": [0, 1],
-        "markers": True,
-    },
-    {
-        "title": "Different right answers",
-        "note": "of an evaluation's n responses to a prompt",
-        "series": {"eval/distinct@*": "of *"},
-        "markers": True,
-    },
-    {"title": "Reward", "note": "mean over the step's rollouts", "series": {"reward/mean": "reward"}},
-    {"title": "Entropy", "note": "of the policy, nats per token", "series": {"entropy": "entropy"}},
-    {
-        "title": "Mismatch",
-        "note": "KL from the engine that samples to the trainer, nats per token",
-        "series": {"mismatch/kl": "KL (k3)", "corrected/kl": "of the tokens that stay in the update"},
-        "scale": "log",
-    },
-    {
-        "title": "Clip fraction",
-        "note": "tokens held back by the clip",
-        "series": {"loss/clip_fraction": "clipped"},
-        "range": [0, 0.01],
-    },
-    {"title": "Policy loss", "note": "as it is minimised", "series": {"loss/policy": "loss"}},
-    {"title": "KL to the reference", "note": "nats per token", "series": {"kl/reference": "KL"}},
-    {"title": "Response length", "note": "tokens, mean", "series": {"response/length": "tokens"}},
-    {"title": "Gradient norm", "note": "before clipping", "series": {"update/grad_norm": "norm"}, "scale": "log"},
-    {
-        "title": "Throughput",
-        "note": "prompt and response tokens per second",
-        "series": {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "a GPU of the trainer"},
-    },
-    {
-        "title": "GPU utilization",
-        "note": "MFU of the updates: model FLOPs as a share of the bf16 peak",
-        "series": {"throughput/mfu": "MFU"},
-    },
-    {
-        "title": "GPU memory",
-        "note": "GB, of the trainer's process that has most",
-        "series": {"memory/peak_gb": "allocated, peak", "memory/reserved_gb": "reserved, peak"},
-        "unit": "GB",
-    },
-    {
-        "title": "Where a step's time goes",
-        "note": "seconds",
-        "series": {f"time/{part}_s": part for part in TIMES if part != "step"},
-        "kind": "area",
-        "wide": True,
-        "unit": "s",
-    },
-)
-"""A series "a*b" stands for all metrics "a", anything, "b"; a chart without data is left out."""
 
-MISMATCH_CHARTS: tuple[dict[str, Any], ...] = (
-    {
-        "title": "Importance ratios",
-        "note": "largest and smallest trainer / engine ratio of a token",
-        "series": {
-            "mismatch/ratio_max": "largest",
-            "mismatch/ratio_min": "smallest",
-            "corrected/weight_max": "largest weight after correction",
-        },
-        "scale": "log",
-    },
-    {
-        "title": "Effective sample size",
-        "note": "of the ratios, as a share of the tokens or of the sequences",
-        "series": {"mismatch/ess": "tokens", "mismatch/sequence_ess": "sequences"},
-        "range": [0.95, 1],
-    },
-    {
-        "title": "Chi-square divergence",
-        "note": "of the trainer from the engine: mean of (ratio - 1)^2",
-        "series": {"mismatch/chi2": "all tokens", "corrected/chi2": "tokens that stay in the update"},
-        "scale": "log",
-    },
-    {
-        "title": "Perplexity gap",
-        "note": "trainer's minus engine's, of the sampled tokens",
-        "series": {"mismatch/ppl_gap": "gap"},
-    },
-    {
-        "title": "Bias of the tail",
-        "note": "engine's minus trainer's log-prob of sampled tokens with p < 0.01; the paper predicts above 0",
-        "series": {"mismatch/tail_bias": "mean"},
-    },
-    {
-        "title": "Out of the update",
-        "note": "share of the tokens",
-        "series": {
-            "corrected/masked": "weight 0",
-            "corrected/vetoed": "by the veto",
-            "corrected/rejected": "by the rejection",
-        },
-        "range": [0, 0.01],
-    },
-    {
-        "title": "Pruned vocabulary",
-        "note": "probability outside the safe set: mean, and the largest of a step",
-        "series": {"pruning/pruned_mass": "mean", "pruning/pruned_mass_max": "largest"},
-        "scale": "log",
-    },
-    {
-        "title": "Drift of the policy",
-        "note": "KL(engine || policy) after a step, nats per token; the engine is refreshed by it",
-        "series": {"sync/kl": "KL (k3)"},
-        "scale": "log",
-    },
-    {
-        "title": "Sample size under drift",
-        "note": "effective share of the tokens",
-        "series": {"sync/ess": "ESS"},
-        "range": [0.95, 1],
-    },
-    {
-        "title": "Age of the engine's weights",
-        "note": "steps, before a refresh",
-        "series": {"sync/staleness": "steps", "sync/refreshed": "refreshed"},
-    },
-)
+@dataclass(frozen=True)
+class Chart:
+    """One chart; a chart without data is left out."""
 
-ROUTING_CHARTS: tuple[dict[str, Any], ...] = (
-    {
-        "title": "Routing agreement",
-        "note": "experts in common: replayed route and current router, mean over tokens, layers and updates",
-        "series": {"routing/agreement": "all updates", "routing/update_*/agreement": "update *"},
-        "range": [0.98, 1],
-    },
-    {
-        "title": "Route KL",
-        "note": "recorded against current router, nats per token and layer",
-        "series": {"routing/kl": "all updates", "routing/update_*/kl": "update *"},
-        "scale": "log",
-    },
-    {
-        "title": "Predictor loss",
-        "note": "as it is minimised, from the second update on",
-        "series": {"routing/predictor_loss": "all updates", "routing/update_*/predictor_loss": "update *"},
-        "scale": "log",
-    },
-    {
-        "title": "Routing staleness",
-        "note": "soft total variation between recorded and current router, 0 to 1",
-        "series": {"routing/staleness": "staleness"},
-    },
-    {
-        "title": "Engine agreement",
-        "note": "experts in common: rollout engine and trainer",
-        "series": {"routing/engine_agreement": "share"},
-        "range": [0.98, 1],
-    },
-    {
-        "title": "Tokens without a route",
-        "note": "routed freely instead",
-        "series": {"routing/fallback_tokens": "tokens"},
-    },
-)
-"""Its series after the first one are the inner updates of a rollout batch."""
+    title: str
+    note: str
+    series: dict[str, str]
+    """{metric: label}; "a*b" stands for all metrics "a", anything, "b", and the label's * for what * was.
+    Of several runs only the first is shown."""
+    log: bool = False
+    reach: tuple[float, float] | None = None
+    """The value axis covers at least this."""
+    kind: Literal["lines", "points", "areas"] = "lines"
+    """points: lines with a mark at each value, not smoothed; areas: stacked."""
+    unit: str = ""
 
-EXPERT_CHARTS: tuple[dict[str, Any], ...] = (
-    {
-        "title": "Router entropy",
-        "note": "of the distribution over experts, nats per token",
-        "series": {"routing/entropy": "all layers", "routing/layer_*/entropy": "layer *"},
-    },
-    {
-        "title": "Busiest expert",
-        "note": "its tokens, as a multiple of an expert's mean",
-        "series": {"routing/load_max": "all layers", "routing/layer_*/load_max": "layer *"},
-    },
-    {
-        "title": "Active experts",
-        "note": "share that had a token in an update",
-        "series": {"routing/active_experts": "all layers", "routing/layer_*/active_experts": "layer *"},
-        "range": [0, 1],
-    },
-    {
-        "title": "Overlap of prototypes",
-        "note": "mean |cos| of two experts of a layer",
-        "series": {"vp2o/overlap": "all layers", "vp2o/layer_*/overlap": "layer *"},
-    },
-    {
-        "title": "Kernel of inactive neighbors",
-        "note": "mean cos of the prototypes of pairs that repel",
-        "series": {"vp2o/inactive_kernel": "all layers", "vp2o/layer_*/inactive_kernel": "layer *"},
-    },
-    {
-        "title": "Kernel of neighbours",
-        "note": "mean cos of the prototypes of pairs that attract",
-        "series": {"vp2o/neighbor_kernel": "all layers", "vp2o/layer_*/neighbor_kernel": "layer *"},
-    },
-    {
-        "title": "Attraction",
-        "note": "norm of the experts' mixed gradients, before clipping",
-        "series": {"vp2o/attraction": "all layers", "vp2o/layer_*/attraction": "layer *"},
-        "scale": "log",
-    },
-    {
-        "title": "Repulsion",
-        "note": "norm of what is added to the experts' gradients, before clipping",
-        "series": {"vp2o/repulsion": "all layers", "vp2o/layer_*/repulsion": "layer *"},
-        "scale": "log",
-    },
-    {
-        "title": "Orthogonality loss",
-        "note": "of the outputs of a token's experts, mean over tokens",
-        "series": {"routing/orthogonality": "all layers", "routing/layer_*/orthogonality": "layer *"},
-    },
-    {
-        "title": "Barycentre shift",
-        "note": "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
-        "series": {"vp2o/shift": "mean of layers", "vp2o/layer_*/shift": "layer *"},
-    },
-    {"title": "Backtracks", "note": "by the trust region, in a step", "series": {"update/backtracks": "backtracks"}},
-    {"title": "Rejected updates", "note": "by the trust region, in a step", "series": {"update/rejected": "rejected"}},
-)
-"""Of every MoE model, and what VP2O adds."""
+
+def _layers(title: str, note: str, metric: str, **more) -> Chart:
+    """A metric's mean over the MoE layers, and each layer's own."""
+    room, name = metric.split("/")
+    return Chart(title, note, {metric: "all layers", f"{room}/layer_*/{name}": "layer *"}, **more)
+
+
+def _updates(title: str, note: str, metric: str, **more) -> Chart:
+    """A routing metric's mean over the inner updates of a rollout batch, and each update's own."""
+    return Chart(title, note, {f"routing/{metric}": "all updates", f"routing/update_*/{metric}": "update *"}, **more)
+
+
+# fmt: off
+SECTIONS: dict[str, tuple[Chart, ...]] = {
+    "Curves": (
+        Chart("Evaluation", "held-out prompts: mean reward, best of n, greedy",
+              {"eval/score": "score", "eval/pass@*": "pass@*", "eval/greedy": "greedy"}, reach=(0, 1), kind="points"),
+        Chart("Different right answers", "of an evaluation's n responses to a prompt",
+              {"eval/distinct@*": "of *"}, kind="points"),
+        Chart("Reward", "mean over the step's rollouts", {"reward/mean": "reward"}),
+        Chart("Entropy", "of the policy, nats per token", {"entropy": "entropy"}),
+        Chart("Mismatch", "KL from the engine that samples to the trainer, nats per token",
+              {"mismatch/kl": "KL (k3)", "corrected/kl": "of the tokens that stay in the update"}, log=True),
+        Chart("Clip fraction", "tokens held back by the clip", {"loss/clip_fraction": "clipped"}, reach=(0, 0.01)),
+        Chart("Policy loss", "as it is minimized", {"loss/policy": "loss"}),
+        Chart("KL to the reference", "nats per token", {"kl/reference": "KL"}),
+        Chart("Response length", "tokens, mean", {"response/length": "tokens"}),
+        Chart("Gradient norm", "before clipping", {"update/grad_norm": "norm"}, log=True),
+        Chart("Throughput", "prompt and response tokens per second",
+              {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "a GPU of the trainer"}),
+        Chart("GPU utilization", "MFU of the updates: model FLOPs as a share of the bf16 peak", {"throughput/mfu": "MFU"}),
+        Chart("GPU memory", "GB, of the trainer's process that has most",
+              {"memory/peak_gb": "allocated, peak", "memory/reserved_gb": "reserved, peak"}, unit="GB"),
+        Chart("Where a step's time goes", "seconds",
+              {f"time/{part}_s": part for part in TIMES if part != "step"}, kind="areas", unit="s"),
+    ),
+    "Engine and trainer": (
+        Chart("Importance ratios", "largest and smallest trainer / engine ratio of a token",
+              {"mismatch/ratio_max": "largest", "mismatch/ratio_min": "smallest",
+               "corrected/weight_max": "largest weight after correction"}, log=True),
+        Chart("Effective sample size", "of the ratios, as a share of the tokens or of the sequences",
+              {"mismatch/ess": "tokens", "mismatch/sequence_ess": "sequences"}, reach=(0.95, 1)),
+        Chart("Chi-square divergence", "of the trainer from the engine: mean of (ratio - 1)^2",
+              {"mismatch/chi2": "all tokens", "corrected/chi2": "tokens that stay in the update"}, log=True),
+        Chart("Perplexity gap", "trainer's minus engine's, of the sampled tokens", {"mismatch/ppl_gap": "gap"}),
+        Chart("Bias of the tail", "engine's minus trainer's log-prob of tokens with p < 0.01; the paper predicts above 0",
+              {"mismatch/tail_bias": "mean"}),
+        Chart("Out of the update", "share of the tokens",
+              {"corrected/masked": "weight 0", "corrected/vetoed": "by the veto", "corrected/rejected": "by the rejection"},
+              reach=(0, 0.01)),
+        Chart("Pruned vocabulary", "probability outside the safe set: mean, and the largest of a step",
+              {"pruning/pruned_mass": "mean", "pruning/pruned_mass_max": "largest"}, log=True),
+        Chart("Drift of the policy", "KL(engine || policy) after a step, nats per token; the engine is refreshed by it",
+              {"sync/kl": "KL (k3)"}, log=True),
+        Chart("Sample size under drift", "effective share of the tokens", {"sync/ess": "ESS"}, reach=(0.95, 1)),
+        Chart("Age of the engine's weights", "steps, before a refresh",
+              {"sync/staleness": "steps", "sync/refreshed": "refreshed"}),
+    ),
+    "Routing": (
+        _updates("Routing agreement", "experts in common: replayed route and current router, mean over tokens and layers",
+                 "agreement", reach=(0.98, 1)),
+        _updates("Route KL", "recorded against current router, nats per token and layer", "kl", log=True),
+        _updates("Predictor loss", "as it is minimized, from the second update on", "predictor_loss", log=True),
+        Chart("Routing staleness", "soft total variation between recorded and current router, 0 to 1",
+              {"routing/staleness": "staleness"}),
+        Chart("Engine agreement", "experts in common: rollout engine and trainer",
+              {"routing/engine_agreement": "share"}, reach=(0.98, 1)),
+        Chart("Tokens without a route", "routed freely instead", {"routing/fallback_tokens": "tokens"}),
+    ),
+    "Experts": (
+        _layers("Router entropy", "of the distribution over experts, nats per token", "routing/entropy"),
+        _layers("Busiest expert", "its tokens, as a multiple of an expert's mean", "routing/load_max"),
+        _layers("Active experts", "share that had a token in an update", "routing/active_experts", reach=(0, 1)),
+        _layers("Overlap of prototypes", "mean |cos| of two experts of a layer", "vp2o/overlap"),
+        _layers("Kernel of inactive neighbors", "mean cos of the prototypes of pairs that repel", "vp2o/inactive_kernel"),
+        _layers("Kernel of neighbors", "mean cos of the prototypes of pairs that attract", "vp2o/neighbor_kernel"),
+        _layers("Attraction", "norm of the experts' mixed gradients, before clipping", "vp2o/attraction", log=True),
+        _layers("Repulsion", "norm of what is added to the experts' gradients, before clipping", "vp2o/repulsion", log=True),
+        _layers("Orthogonality loss", "of the outputs of a token's experts, mean over tokens", "routing/orthogonality"),
+        _layers("Barycenter shift",
+                "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
+                "vp2o/shift"),
+        Chart("Backtracks", "by the trust region, in a step", {"update/backtracks": "backtracks"}),
+        Chart("Rejected updates", "by the trust region, in a step", {"update/rejected": "rejected"}),
+    ),
+}
+# fmt: on

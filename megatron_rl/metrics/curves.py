@@ -1,15 +1,19 @@
-"""Curves of several runs over steps, side by side, as one SVG file."""
+"""Curves and routing pictures of several groups of runs side by side, as SVG files for documents."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+from megatron_rl.metrics import vega
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.metrics.svg import Lines, legend, line_panel, number, over_steps, svg
+from megatron_rl.metrics.runlog import Lines, deviation_tails, heat_map, mean, points
 
-WIDTH, HEIGHT, PER_ROW = 880, 240, 2
+Groups = Mapping[str, Sequence[Path | str]]
+"""Label -> folders of its runs (the seeds of one setting, say), which are averaged."""
 
 
 @dataclass(frozen=True)
@@ -17,32 +21,89 @@ class Panel:
     title: str
     metric: str
     log: bool = False
+    """Values that are not above zero are left out."""
     smooth: int = 1
     """Steps of a running mean."""
 
 
-def write_curves(
-    groups: Mapping[str, Sequence[Path | str]], panels: Sequence[Panel], path: Path, *, title: str
-) -> None:
-    """groups: label -> folders of its runs, which are averaged, with a band from the smallest to the largest."""
-    logs = {label: [read_json_lines(Path(run) / METRICS_FILE) for run in runs] for label, runs in groups.items()}
-    parts, top = legend(dict(enumerate(groups)), 52, WIDTH - 60, 8)
-    for place, panel in enumerate(panels):
-        curves = {
-            i: over_steps([_smoothed(run, panel.metric, panel.smooth) for run in runs], panel.metric)
-            for i, runs in enumerate(logs.values())
-        }
-        row, column = divmod(place, PER_ROW)
-        left, each = column * WIDTH / PER_ROW + 52, WIDTH / PER_ROW - 68
-        parts += line_panel(panel.title, curves, panel.log, left, top + 26 + row * (HEIGHT + 74), each, HEIGHT)
-    rows = -(-len(panels) // PER_ROW)
-    path.write_text(svg(WIDTH, top + rows * (HEIGHT + 74), title, parts, False), encoding="utf-8")
+def write_curves(groups: Groups, panels: Sequence[Panel], path: Path, *, title: str) -> None:
+    """A panel for each metric with a line for each group: the mean of its runs, in a band from the smallest to the largest."""
+    logs = _logs(groups)
+    specs = [_curves(logs, panel) for panel in panels]
+    path.write_text(vega.static({"concat": specs, "columns": 2}, title), encoding="utf-8")
 
 
-def _smoothed(lines: Lines, name: str, steps: int) -> list[dict[str, float]]:
-    rows = [(row["step"], row[name]) for row in lines if number(row.get(name)) is not None]
-    means = []
-    for i, (step, _) in enumerate(rows):
-        window = [value for _, value in rows[max(0, i - steps + 1) : i + 1]]
-        means.append({"step": step, name: sum(window) / len(window)})
-    return means
+def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list[Path]:
+    """{stem}-agreement, -deviation, -layers and -layers-kl.svg: figures 4a, 4b and 6 of the Pr2 paper, where there are data."""
+    logs = _logs(groups)
+    colors = {label: vega.color(i) for i, label in enumerate(logs)}
+    agreement = Panel("Top-k agreement", "routing/agreement"), Panel("Route KL, nats per token", "routing/kl", log=True)
+    specs = {"agreement": [spec for panel in agreement if (spec := _curves(logs, panel))["data"]["values"]]}
+    tails = {
+        label: [mean(column) for column in zip_longest(*map(deviation_tails, runs))] for label, runs in logs.items()
+    }
+    if any(tails.values()):
+        bars = vega.bars(tails, colors) | {"width": 780, "height": 220}
+        scale = {"domain": list(colors), "range": list(colors.values())}
+        bars["layer"][0]["encoding"]["color"] = {"field": "run", "scale": scale}
+        specs["deviation"] = [bars]
+    for name, metric in (("layers", "agreement"), ("layers-kl", "kl")):
+        maps = {label: _mean_map([heat_map(run, metric) for run in runs]) for label, runs in logs.items()}
+        values = [value for found in maps.values() for value in found.values()]
+        ends = vega.heat_ends(values, kl=metric == "kl") if values else (0.0, 1.0)
+        heats = {label: vega.heat(found, ends, kl=metric == "kl") for label, found in maps.items() if found}
+        specs[name] = [heat | {"title": label, "width": 380} for label, heat in heats.items()]
+    paths = {name: Path(folder) / f"{stem}-{name}.svg" for name, found in specs.items() if found}
+    for name, path in paths.items():
+        path.write_text(vega.static({"concat": specs[name], "columns": 2}, f"{stem} {name}"), encoding="utf-8")
+    return list(paths.values())
+
+
+def _logs(groups: Groups) -> dict[str, list[Lines]]:
+    return {label: [read_json_lines(Path(run) / METRICS_FILE) for run in runs] for label, runs in groups.items()}
+
+
+def _mean_map(maps: Sequence[Mapping[tuple[int, int], float]]) -> dict[tuple[int, int], float]:
+    return {
+        place: mean(found.get(place) for found in maps) for place in dict.fromkeys(p for found in maps for p in found)
+    }
+
+
+def _curves(logs: Mapping[str, Sequence[Lines]], panel: Panel) -> vega.Spec:
+    rows = [
+        {"step": step, "value": value, "group": group, "run": i}
+        for group, runs in logs.items()
+        for i, run in enumerate(runs)
+        for step, value in points(run, panel.metric)
+        if value > 0 or not panel.log
+    ]
+    empty = {"title": panel.title, "width": 380, "height": 240, "data": {"values": rows}}
+    if not rows:
+        return empty | {"mark": "text"}
+    values = [row["value"] for row in rows]
+    axis: dict[str, Any] = vega.log_axis(min(values), max(values)) if panel.log else {"scale": {"zero": False}}
+    y = {"type": "quantitative", **axis}
+    colors = {"domain": list(logs), "range": [vega.color(i) for i in range(len(logs))]}
+    names = {"mean": "mean", "min": "low", "max": "high"}
+    return empty | {
+        "transform": [
+            {
+                "window": [{"op": "mean", "field": "value", "as": "value"}],
+                "frame": [1 - panel.smooth, 0],
+                "sort": [{"field": "step"}],
+                "groupby": ["group", "run"],
+            },
+            {
+                "aggregate": [{"op": op, "field": "value", "as": name} for op, name in names.items()],
+                "groupby": ["group", "step"],
+            },
+        ],
+        "encoding": {"x": vega.STEPS, "color": {"field": "group", "scale": colors, "type": "nominal"}},
+        "layer": [
+            {
+                "mark": {"type": "area", "opacity": 0.15},
+                "encoding": {"y": y | {"field": "low"}, "y2": {"field": "high"}},
+            },
+            {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": y | {"field": "mean"}}},
+        ],
+    }

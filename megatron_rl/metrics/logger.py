@@ -154,10 +154,10 @@ class RunLogger:
         self._publish(step, values)
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """The first logging.samples rollouts, into samples.jsonl: prompt, response, reward, finish, reward/PART,
-        and whatever else is given."""
+        """Rollouts of a step (metrics/samples.py chooses them) into samples.jsonl: prompt, response, reward, finish, count,
+        reward/PART, and whatever else is given."""
         if self.active:
-            for sample, _ in zip(samples, range(self.config.logging.samples), strict=False):
+            for sample in samples:
                 self._samples.write(_plain({"step": step, **sample}))
 
     def close(self) -> None:

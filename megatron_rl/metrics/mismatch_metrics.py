@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -63,13 +63,8 @@ class _Scored:
     def of(cls, batch: Batch, tokens: Mapping[str, torch.Tensor]) -> _Scored:
         host = {name: values.cpu() for name, values in tokens.items()}
         corrected = TokenWeights(**{f.name: host.pop(f.name) for f in fields(TokenWeights)})
-        return cls(
-            batch.mask.cpu(),
-            batch["rollout_log_probs"].cpu(),
-            batch.segments.to(torch.device("cpu")),
-            **host,
-            corrected=corrected,
-        )
+        segments = replace(batch.segments, ids=batch.segments.ids.cpu())
+        return cls(batch.mask.cpu(), batch["rollout_log_probs"].cpu(), segments, **host, corrected=corrected)
 
 
 def _before(batch: _Scored) -> mismatch.Mismatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from megatron_rl.launch.run import Clock, Run
 from megatron_rl.metrics.hardware import hardware_metrics
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
 from megatron_rl.metrics.reduce import Metrics, derived, figures, mean, merge, over_ranks, total
+from megatron_rl.metrics.samples import choose
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer.trainer import Update
 
@@ -70,14 +71,22 @@ def fallback_metrics(config: Config, rollout_batch: list[list[Batch]]) -> Metric
     return {"routing/fallback_tokens": total(sum(b.without_route for batches in rollout_batch for b in batches))}
 
 
-def _samples(run: Run, trajectories: list[Trajectory]) -> Iterator[dict[str, Any]]:
-    """Rollouts for the report's table."""
-    for t in trajectories:
-        yield {
+def _samples(run: Run, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    """Rollouts for the report, chosen among those of all leaders; each says how many of the step are the same."""
+    places = [(t.group_id, hashlib.sha256(t.text.encode()).digest()) for t in trajectories]  # what travels is small
+    rollouts = [(*place, t.reward) for place, t in zip(places, trajectories, strict=True)]
+    counts = choose(run.gather_from_leaders(rollouts), run.config.logging.samples)
+    mine = {place: t for place, t in zip(places, trajectories, strict=True) if place in counts}
+    samples = [
+        {
             "prompt": run.tokenizer.decode(t.tokens[: t.prompt_length]),
             "response": t.text,
             "reward": t.reward,
             **{f"reward/{part}": value for part, value in t.reward_parts.items()},
             "finish": t.finish_reason,
             "weights": ",".join(span.version for span in t.weight_spans),
+            "count": counts[place],
         }
+        for place, t in mine.items()
+    ]
+    return run.gather_from_leaders(samples)

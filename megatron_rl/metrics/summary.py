@@ -7,20 +7,20 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from megatron_rl.metrics.runlog import evaluations
 
 
 def before_after(run_dir: Path) -> Table | None:
     """Scores of a run's first and last evaluation; None where there are not two."""
-    rows = [r for r in read_json_lines(run_dir / METRICS_FILE) if r.get("eval/score") is not None]
-    if len(rows) < 2:
+    found = [(t, points) for t, points in evaluations(read_json_lines(run_dir / METRICS_FILE)) if len(points) > 1]
+    if not found:
         return None
-    first, last = rows[0], rows[-1]
+    (first, _), (last, _) = found[0][1][0], found[0][1][-1]
     table = Table(title=str(run_dir), title_justify="left")
     table.add_column("held-out prompts")
-    for heading in (f"step {first['step']}", f"step {last['step']}", "change"):
+    for heading in (f"step {first}", f"step {last}", "change"):
         table.add_column(heading, justify="right")
-    for name in (n for n in last if n.startswith("eval/") and n != "eval/prompts"):
-        if isinstance(first.get(name), (int, float)) and isinstance(last[name], (int, float)):
-            change = last[name] - first[name]
-            table.add_row(name, f"{first[name]:.3f}", f"{last[name]:.3f}", f"{change:+.3f}")
+    for title, points in found:
+        before, after = points[0][1], points[-1][1]
+        table.add_row(title, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
     return table

@@ -364,7 +364,8 @@ class Engine:
         task, tokenizer = self.run.task, self.run.tokenizer
         texts = tokenizer.batch_decode([t.tokens[t.prompt_length :] for t in trajectories], skip_special_tokens=True)
         asked = [prompts[t.group_id] for t in trajectories]
-        for t, text, parts in zip(trajectories, texts, score(task, asked, texts), strict=True):
+        truncated = [t.finish_reason == "length" for t in trajectories]
+        for t, text, parts in zip(trajectories, texts, score(task, asked, texts, truncated), strict=True):
             t.text, t.reward_parts, t.reward = text, parts, combine(parts, task.weights)
         return trajectories
 

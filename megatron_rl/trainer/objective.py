@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import Correction, TokenWeights, token_weights
-from megatron_rl.config import Config
+from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, mean
+from megatron_rl.registry import resolve
 
 CLOSE = "mismatch/close"
 """Name of a metric: share of the sampled tokens whose log-probs engine and trainer have within a factor of two."""
@@ -92,6 +94,12 @@ class SFT(Objective):
         return Result(nll, _token_means(batch, {"loss/policy": nll.detach(), "entropy": entropy}))
 
 
+def policy_loss(config: AlgorithmConfig) -> losses.PolicyLoss:
+    """The configured loss; of a plain function from outside nothing is taken for granted. Errors: UserError."""
+    found = resolve("loss", config.loss, losses.POLICY_LOSSES, "algorithm.loss")
+    return found if isinstance(found, losses.PolicyLoss) else losses.PolicyLoss(found, per_token=False)
+
+
 def correction_of(config: Config) -> Correction:
     """The configured correction. Errors: ValueError."""
     return Correction(**{f.name: getattr(config.correction, f.name) for f in fields(Correction)})
@@ -107,9 +115,9 @@ class Policy(Objective):
     mean_weight: float = 1.0
     """By which importance weights are divided: their mean over the tokens of the update, with correction.normalize."""
 
-    @property
+    @cached_property
     def loss(self) -> losses.PolicyLoss:
-        return losses.POLICY_LOSSES[self.config.algorithm.loss]
+        return policy_loss(self.config.algorithm)
 
     @property
     def per_token(self) -> bool:

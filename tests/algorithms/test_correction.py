@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megatron_rl.algorithms.correction import (
     rollout_correction,
     token_weights,
 )
+from megatron_rl.algorithms.segments import Segments
 
 
 def from_ratios(ratios, rollout=-1.0):
@@ -183,33 +185,32 @@ def test_effective_sample_size_at_the_edges():
 
 LOG_RATIOS = torch.tensor([2.0, 0.5, 9.0, 4.0, 1.0, 2.0, 7.0], dtype=torch.float64).log()
 INSIDE = torch.tensor([1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
-SEQUENCES = torch.tensor([0, 0, 0, 1, 1, 1, -1])
+SEGMENTS = Segments.of(torch.tensor([0, 0, 0, 1, 1, 1, -1]))
 """The two rows from above, packed, with padding."""
 
 
 def packed(**options):
-    return token_weights(LOG_RATIOS, INSIDE, SEQUENCES, Correction(**options), num_sequences=2)
+    return token_weights(LOG_RATIOS, INSIDE, SEGMENTS, Correction(**options))
 
 
 def test_no_mode_is_weight_one_and_zero_for_what_was_pruned():
     close(packed().weights, [1, 1, 0, 1, 1, 1, 0])
     pruned = LOG_RATIOS.clone()
     pruned[4] = -torch.inf
-    options = {"num_sequences": 2}
-    close(token_weights(pruned, INSIDE, SEQUENCES, Correction(), **options).weights, [1, 1, 0, 1, 0, 1, 0])
-    whole = token_weights(pruned, INSIDE, SEQUENCES, Correction(level="sequence"), **options)
+    close(token_weights(pruned, INSIDE, SEGMENTS, Correction()).weights, [1, 1, 0, 1, 0, 1, 0])
+    whole = token_weights(pruned, INSIDE, SEGMENTS, Correction(level="sequence"))
     close(whole.weights, [1, 1, 0, 0, 0, 0, 0])
     # Clamping to a lower bound does not bring a pruned token back.
-    clipped = token_weights(pruned, INSIDE, SEQUENCES, Correction(mode="clip", low=0.8, high=3.0), **options)
+    clipped = token_weights(pruned, INSIDE, SEGMENTS, Correction(mode="clip", low=0.8, high=3.0))
     close(clipped.weights, [2, 0.8, 0, 3, 0, 2, 0])
-    vetoed = token_weights(pruned, INSIDE, SEQUENCES, Correction(veto=1e-4), **options)
+    vetoed = token_weights(pruned, INSIDE, SEGMENTS, Correction(veto=1e-4))
     close(vetoed.weights, [1, 1, 0, 0, 0, 0, 0])
     assert vetoed.vetoed.tolist() == [False, False, False, True, True, True, False]
 
 
 def test_without_a_mode_nothing_is_bounded_and_nothing_underflows():
     far = LOG_RATIOS - 500.0  # their sum is beyond exp in fp64, and no token is outside of a set
-    found = token_weights(far, INSIDE, SEQUENCES, Correction(level="sequence"), num_sequences=2)
+    found = token_weights(far, INSIDE, SEGMENTS, Correction(level="sequence"))
     close(found.weights, [1, 1, 0, 1, 1, 1, 0])
     assert not found.bounded.any() and not packed().bounded.any()
     assert packed(mode="truncate", high=1.5).bounded.tolist() == [True, False, False, True, False, True, False]
@@ -241,7 +242,7 @@ def test_a_pruned_token_is_rejected_by_every_statistic():
     pruned[0] = -torch.inf
     for statistic in ("abs_log_ratio", "k2", "k3"):
         correction = Correction(reject=statistic, reject_level="sequence", reject_above=5.0)
-        found = token_weights(pruned, INSIDE, SEQUENCES, correction, num_sequences=2)
+        found = token_weights(pruned, INSIDE, SEGMENTS, correction)
         close(found.weights, [0, 0, 0, 1, 1, 1, 0])
 
 
@@ -256,12 +257,12 @@ def test_a_pruned_token_is_rejected_by_every_statistic():
 def test_sequences_that_are_cut_over_ranks(seed, level, reject_level, reject, veto):
     """Two halves of every sequence with the sums over both give what the whole gives."""
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.tensor([0] * 6 + [1] * 8 + [2] * 4 + [-1] * 2)
+    segments = Segments.of(torch.tensor([0] * 6 + [1] * 8 + [2] * 4 + [-1] * 2))
     log_ratios = 0.7 * torch.randn(20, generator=draw, dtype=torch.float64)
-    mask = (torch.rand(20, generator=draw) < 0.7) & (ids >= 0)
+    mask = (torch.rand(20, generator=draw) < 0.7) & (segments.ids >= 0)
     options = {"level": level, "mode": "mask", "low": 0.6, "high": 2.5, "veto": veto}
     correction = Correction(**options, reject=reject, reject_level=reject_level, reject_above=0.4)
-    whole = token_weights(log_ratios, mask, ids, correction, num_sequences=3).weights
+    whole = token_weights(log_ratios, mask, segments, correction).weights
     halves = [torch.arange(0, 20, 2), torch.arange(1, 20, 2)]
     partial: list[torch.Tensor] = []
 
@@ -270,9 +271,8 @@ def test_sequences_that_are_cut_over_ranks(seed, level, reject_level, reject, ve
         return sums
 
     def one_half(rows, all_reduce):
-        return token_weights(
-            log_ratios[rows], mask[rows], ids[rows], correction, num_sequences=3, all_reduce=all_reduce
-        ).weights
+        half = replace(segments.take(rows), all_reduce=all_reduce)
+        return token_weights(log_ratios[rows], mask[rows], half, correction).weights
 
     for rows in halves:
         one_half(rows, keep)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms import kl, losses
+from megatron_rl.algorithms.segments import Segments
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -28,7 +30,12 @@ def packed(seed: int, lengths=(3, 1, 6, 4), padding: int = 3):
     ids[: sum(lengths)] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = mask & (ids >= 0)
     mask[0] = mask[4] = True
-    return log_probs, old, advantages, mask, ids
+    return log_probs, old, advantages, mask, Segments(ids, len(lengths))
+
+
+def policy_terms(name: str, *packed_batch):
+    inputs = losses.LossInputs(*packed_batch, **CLIPS)
+    return losses.policy_terms(losses.POLICY_LOSSES[name], inputs)
 
 
 def surrogate_by_definition(log_prob, old, advantage):
@@ -74,11 +81,11 @@ def test_clip_fraction_counts_only_where_the_clip_binds():
     torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 2.0, -0.5, 0.0]]) / 4)
 
 
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "reinforce"])
+@pytest.mark.parametrize("loss", losses.POLICY_LOSSES)
 def test_on_policy_all_losses_have_the_policy_gradient(loss):
-    log_probs, _, advantages, mask, ids = packed(1)
+    log_probs, _, advantages, mask, segments = packed(1)
     log_probs = log_probs.detach().float().requires_grad_()
-    terms, sums = losses.policy_terms(loss, log_probs, log_probs.detach(), advantages.float(), mask, ids, **CLIPS)
+    terms, sums = policy_terms(loss, log_probs, log_probs.detach(), advantages.float(), mask, segments)
     (gradient,) = torch.autograd.grad(terms.sum(), log_probs)
     assert torch.equal(gradient, torch.where(mask, -advantages.float(), 0.0))
     assert float(sums["loss/ratio"]) == float(mask.sum())
@@ -86,8 +93,8 @@ def test_on_policy_all_losses_have_the_policy_gradient(loss):
 
 
 def test_reinforce_ignores_old_log_probs():
-    log_probs, old, advantages, mask, ids = packed(2)
-    terms, _ = losses.policy_terms("reinforce", log_probs, old, advantages, mask, ids, **CLIPS)
+    log_probs, old, advantages, mask, segments = packed(2)
+    terms, _ = policy_terms("reinforce", log_probs, old, advantages, mask, segments)
     torch.testing.assert_close(terms, torch.where(mask, -advantages * log_probs, 0.0))
 
 
@@ -95,15 +102,15 @@ def test_reinforce_ignores_old_log_probs():
 @pytest.mark.parametrize("seed", range(4))
 def test_gspo_equals_the_sequence_objective(seed, aggregation):
     """Value and gradient of GSPO itself: s = exp(mean log-ratio) with its gradient, one advantage per sequence."""
-    log_probs, old, advantages, mask, ids = packed(seed)
-    advantages = torch.where(ids >= 0, advantages[:4][ids.clamp(min=0)], torch.nan)
-    terms, sums = losses.policy_terms("gspo", log_probs, old, advantages, mask, ids, **CLIPS)
-    weights = losses.loss_weights(mask, ids, aggregation).double()
+    log_probs, old, advantages, mask, segments = packed(seed)
+    advantages = segments.spread_out(advantages[:4], padding=torch.nan)
+    terms, sums = policy_terms("gspo", log_probs, old, advantages, mask, segments)
+    weights = losses.loss_weights(mask, segments, aggregation).double()
     (gradient,) = torch.autograd.grad((terms * weights).sum(), log_probs)
 
     expected, clipped = log_probs.new_zeros(()), 0
     for sequence in range(4):
-        inside = mask & (ids == sequence)
+        inside = mask & (segments.ids == sequence)
         if not inside.any():
             continue
         s = torch.exp((log_probs - old)[inside].mean())
@@ -117,43 +124,92 @@ def test_gspo_equals_the_sequence_objective(seed, aggregation):
 
 
 def test_gspo_over_two_context_parallel_parts_equals_one():
-    log_probs, old, advantages, mask, ids = packed(5)
-    whole, _ = losses.policy_terms("gspo", log_probs, old, advantages, mask, ids, **CLIPS)
-    halves = [torch.arange(len(ids)) % 2 == part for part in range(2)]
+    log_probs, old, advantages, mask, segments = packed(5)
+    whole, _ = policy_terms("gspo", log_probs, old, advantages, mask, segments)
+    halves = [torch.arange(len(mask)) % 2 == part for part in range(2)]
+
+    def terms_of(half, all_reduce):
+        part = [x[half] for x in (log_probs, old, advantages, mask)]
+        return policy_terms("gspo", *part, replace(segments.take(half), all_reduce=all_reduce))[0]
+
     # What the collective of each half would have seen, recorded first, then summed: two ranks in one process.
     seen = []
     for half in halves:
-        part = [x[half] for x in (log_probs, old, advantages, mask, ids)]
-        losses.policy_terms("gspo", *part, **CLIPS, num_sequences=4, all_reduce=lambda x: seen.append(x.clone()) or x)
+        terms_of(half, lambda x: seen.append(x.clone()) or x)
+    assert len(seen) == 2, "one reduction of each half"
     total = torch.stack(seen).sum(0)
     for half in halves:
-        part = [x[half] for x in (log_probs, old, advantages, mask, ids)]
-        terms, _ = losses.policy_terms("gspo", *part, **CLIPS, num_sequences=4, all_reduce=lambda x: total)
-        torch.testing.assert_close(terms, whole[half])
-    with pytest.raises(ValueError, match="num_sequences"):
-        losses.policy_terms("gspo", *part, **CLIPS, all_reduce=lambda x: x)
+        torch.testing.assert_close(terms_of(half, lambda x: total), whole[half])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio(seed):
+    """Value and gradient against a loop over tokens: the clip bounds a token's weight, and no gradient is lost to it."""
+    log_probs, old, advantages, mask, segments = packed(seed)
+    garbage = [torch.where(mask, x, torch.nan) for x in (log_probs, old, advantages)]
+    terms, sums = policy_terms("cispo", *garbage, mask, segments)
+    (gradient,) = torch.autograd.grad(terms.sum(), log_probs)
+    clipped = 0
+    for t in range(len(mask)):
+        if not mask[t]:
+            assert float(terms[t].detach()) == float(gradient[t]) == 0.0
+            continue
+        log_prob, before, advantage = (float(x[t]) for x in (log_probs.detach(), old, advantages))
+        ratio = math.exp(log_prob - before)
+        weight = min(max(ratio, 0.8), 1.28)
+        clipped += not 0.8 <= ratio <= 1.28
+        assert float(terms[t].detach()) == pytest.approx(-weight * advantage * log_prob, rel=1e-12)
+        assert float(gradient[t]) == pytest.approx(-weight * advantage, rel=1e-12)
+    assert int(sums["loss/clip_fraction"]) == clipped
+
+
+def test_cispo_learns_where_ppo_is_held_back():
+    """Ratios 2 and 1/2 with A = +1 and -1: PPO's clip stops both gradients, CISPO bounds their weights."""
+    log_probs = torch.log(torch.tensor([2.0, 0.5])).requires_grad_()
+    rest = torch.zeros(2), torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool), Segments.of(torch.arange(2))
+    gradients = {}
+    for loss in ("ppo", "cispo"):
+        (gradients[loss],) = torch.autograd.grad(policy_terms(loss, log_probs, *rest)[0].sum(), log_probs)
+    assert gradients["ppo"].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(gradients["cispo"], torch.tensor([-1.28, 0.8]))
+
+
+@pytest.mark.parametrize("loss", losses.POLICY_LOSSES)
+def test_what_a_loss_says_of_itself_is_so(loss):
+    """per_token: no token's term moves with another token's log-prob. has_ratio: terms move with the old log-probs."""
+    log_probs, old, advantages, mask, segments = packed(7)
+    terms, _ = policy_terms(loss, log_probs, old, advantages, mask, segments)
+    nudged = log_probs.detach().clone()
+    nudged[0] += 0.1
+    moved = policy_terms(loss, nudged, old, advantages, mask, segments)[0] != terms
+    others = torch.arange(len(mask)) != 0
+    assert bool((moved & others).any()) == (not losses.POLICY_LOSSES[loss].per_token)
+    from_another = policy_terms(loss, log_probs, old - 0.1, advantages, mask, segments)[0]
+    assert torch.equal(from_another, terms) == (not losses.POLICY_LOSSES[loss].has_ratio)
 
 
 def test_weights_give_token_mean_and_mean_of_sequence_means():
-    log_probs, _, _, mask, ids = packed(6)
+    log_probs, _, _, mask, segments = packed(6)
     values = log_probs.detach()
-    tokens = losses.loss_weights(mask, ids, "token_mean")
+    tokens = losses.loss_weights(mask, segments, "token_mean")
     torch.testing.assert_close((values * tokens).sum() / mask.sum(), values[mask].mean())
-    sequences = losses.loss_weights(mask, ids, "sequence_mean")
-    means = [values[mask & (ids == s)].mean() for s in range(4) if (mask & (ids == s)).any()]
+    sequences = losses.loss_weights(mask, segments, "sequence_mean")
+    inside = [mask & (segments.ids == s) for s in range(4)]
+    means = [values[one].mean() for one in inside if one.any()]
     torch.testing.assert_close((values * sequences).sum() / len(means), torch.stack(means).mean())
     lengths = torch.tensor([2.0, 4.0, 8.0, 16.0])  # of whole sequences, of which only a part lies here
-    given_lengths = losses.loss_weights(mask, ids, "sequence_mean", sequence_lengths=lengths)
-    torch.testing.assert_close(given_lengths, torch.where(mask, 1 / lengths[ids.clamp(min=0)], 0.0))
+    given_lengths = losses.loss_weights(mask, segments, "sequence_mean", sequence_lengths=lengths)
+    torch.testing.assert_close(given_lengths, torch.where(mask, 1 / segments.spread_out(lengths), 0.0))
 
 
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "reinforce"])
+@pytest.mark.parametrize("loss", losses.POLICY_LOSSES)
 def test_nothing_masked_in_and_garbage_elsewhere_gives_zeros(loss):
     log_probs = torch.full((5,), torch.nan, requires_grad=True)
     garbage = torch.full((5,), torch.nan)
-    mask, ids = torch.zeros(5, dtype=torch.bool), torch.tensor([0, 0, -1, -1, -1])
-    terms, sums = losses.policy_terms(loss, log_probs, garbage, garbage, mask, ids, **CLIPS)
-    terms = terms * losses.loss_weights(mask, ids, "sequence_mean")
+    mask, segments = torch.zeros(5, dtype=torch.bool), Segments.of(torch.tensor([0, 0, -1, -1, -1]))
+    terms, sums = policy_terms(loss, log_probs, garbage, garbage, mask, segments)
+    terms = terms * losses.loss_weights(mask, segments, "sequence_mean")
     terms.sum().backward()
     assert not terms.any() and not log_probs.grad.any()
     assert all(float(value) == 0.0 for value in sums.values())
@@ -170,11 +226,9 @@ def test_huge_log_ratios_stay_finite():
 
 
 def test_unknown_names_are_refused():
-    log_probs, old, advantages, mask, ids = packed(0)
-    with pytest.raises(ValueError, match="ppo2"):
-        losses.policy_terms("ppo2", log_probs, old, advantages, mask, ids, **CLIPS)
+    log_probs, old, _, mask, segments = packed(0)
     with pytest.raises(ValueError, match="mean"):
-        losses.loss_weights(mask, ids, "mean")
+        losses.loss_weights(mask, segments, "mean")
     with pytest.raises(ValueError, match="k4"):
         kl.estimate(log_probs, old, "k4")
 

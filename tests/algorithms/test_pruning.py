@@ -105,7 +105,7 @@ def test_the_likeliest_error_of_a_sampled_token_overestimates_it(seed, sigma):
 
 
 def test_tail_tokens_that_were_sampled_are_overestimated_on_average():
-    """By the panel's own figure, in a simulation with a fixed seed: the engine's noise decides what is sampled."""
+    """By the mismatch metrics' own figure, in a simulation with a fixed seed: the engine's noise decides what is sampled."""
     draw, sigma = generator(5), 0.2
     logits = 4 * torch.randn(64, generator=draw, dtype=torch.float64)
     noisy = logits + sigma * torch.randn(40_000, 64, generator=draw, dtype=torch.float64)

@@ -26,7 +26,7 @@ from megatron_rl.errors import UserError
         (["--lr", "1e-4"], ["'lr'", "optimizer.lr"]),
         (["--optimizer.lr", "-1"], ["optimizer.lr", "greater than 0"]),
         (["--optimizer.lr", "nan"], ["optimizer.lr"]),
-        (["--algorithm.loss", "gpso"], ["algorithm.loss", "'gpso'", "did you mean 'gspo'?"]),
+        (["--routing.source", "ppr3"], ["routing.source", "'ppr3'", "did you mean 'pr3'?"]),
         (["--sync.transport", "nccl"], ["sync.transport", "'distributed', 'tensor' or 'disk'"]),
         (["--steps", "0"], ["steps", "greater than or equal to 1"]),
         (["--steps", "many"], ["steps", "valid integer"]),
@@ -91,6 +91,28 @@ def test_old_names_are_errors_that_name_the_new_one():
     for key, values in RENAMED_VALUES.items():
         section, _, name = key.rpartition(".")
         for old, new in values.items():
-            with pytest.raises(UserError, match=f"'{key}' = '{old}': .*; it is called '{new}' now"):
+            with pytest.raises(UserError, match=f"'{key}' = '{old}': it is called '{new}' now"):
                 build_config({section: {name: old}})
             build_config({section: {name: new}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "section", "key", "value"),
+    [
+        (["--data.template", "{prompt}"], "data", "template", "{prompt}"),
+        (["--data.template={prompt}: [x]"], "data", "template", "{prompt}: [x]"),
+        (["--data.template", "[{prompt}]"], "data", "template", "[{prompt}]"),
+        (["--data.template", "'Q: {prompt}'"], "data", "template", "Q: {prompt}"),
+        (["--data.answer_key", "7"], "data", "answer_key", "7"),
+        (["--data.answer_key", "yes"], "data", "answer_key", "yes"),
+        (["--data.path", "2024"], "data", "path", "2024"),
+        (["--data.path", "null"], "data", "path", None),
+        (["--rollout.addresses", "http://a:1"], "rollout", "addresses", ["http://a:1"]),
+        (["--rollout.addresses", "http://a:1,http://b:2"], "rollout", "addresses", ["http://a:1", "http://b:2"]),
+        (["--rollout.addresses", "[http://a:1, http://b:2]"], "rollout", "addresses", ["http://a:1", "http://b:2"]),
+        (["--rollout.addresses", "[]"], "rollout", "addresses", []),
+        (["--data.options", "{a: 1}"], "data", "options", {"a": 1}),
+    ],
+)
+def test_texts_and_lists_of_texts_on_the_command_line_need_no_quotes(arguments, section, key, value):
+    assert getattr(getattr(build_config(parse_overrides(arguments)), section), key) == value

@@ -45,8 +45,10 @@ def folder(tmp_path_factory, tiny_model):
                     group_id=i // 4,
                     tokens=rng.integers(4, 30, prompt + response).astype(np.int32),
                     prompt_length=prompt,
-                    log_probs=rng.normal(-3, 1, response).astype(np.float32),
-                    loss_mask=np.ones(response, bool),
+                    fields={
+                        "rollout_log_probs": rng.normal(-3, 1, response).astype(np.float32),
+                        "loss_mask": np.ones(response, bool),
+                    },
                     reward=float(rng.integers(0, 2)),
                     reward_parts={"correct": 1.0},
                 )

@@ -150,7 +150,10 @@ def test_report_is_one_page(finished):
     run_dir, _ = finished
     subprocess.run([sys.executable, "-m", "megatron_rl.cli", "report", str(run_dir)], check=True, timeout=120)
     page = (run_dir / "report.html").read_text()
-    sample = read_json_lines(run_dir / "samples.jsonl")[0]
+    samples = read_json_lines(run_dir / "samples.jsonl")
+    sample = samples[0]
+    assert all(s["count"] >= 1 for s in samples)
+    assert len({s["prompt"] for s in samples if s["step"] == 1}) > 1, "samples are spread over prompts"
     assert sample["prompt"].strip("<>: ") in page
     entropy = read_json_lines(run_dir / "metrics.jsonl")[-1]["entropy"]
     assert f"{entropy:.3f}"[:4] in page, "the curves' numbers are in the page"

@@ -63,7 +63,7 @@ def test_a_missing_column_names_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", "", "no usable line"),
+        ("a.jsonl", "", r"data\.path: .*a\.jsonl is empty: it has no line"),
         ("a.jsonl", "{broken\n", "no usable line .1 skipped"),
         ("a.csv", "x", "neither .jsonl nor .parquet"),
         ("a.parquet", "PAR1 not really", "not a readable parquet file"),

@@ -171,7 +171,7 @@ def test_stream_refuses_the_state_of_other_data(tokenizer):
         PromptStream(sorting(size=41), tokenizer, 64, 8, seed=1).load_state_dict(state)
 
 
-def test_prompts_that_are_too_long_are_skipped_counted_and_logged_once(tokenizer, caplog):
+def test_prompts_that_are_too_long_are_skipped_and_counted_and_the_first_are_logged(tokenizer, caplog):
     task = sorting(size=40)
     limit = 7 + 8  # bos, sign, colon and four numbers
     long = {p.prompt_id for p in task.prompts("train") if len(p.answer) > 4}
@@ -179,8 +179,8 @@ def test_prompts_that_are_too_long_are_skipped_counted_and_logged_once(tokenizer
     with caplog.at_level(logging.WARNING):
         got = stream.next(3 * (40 - len(long)))
     assert 0 < len(long) < 40 and stream.skipped == long and not long & set(ids(got))
-    named = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
-    assert len(named) == len(long) and all(any(f"{i} skipped" in m for m in named) for i in long)
+    named = [r.getMessage() for r in caplog.records if "exceed" in r.getMessage()]
+    assert len(set(named)) == len(named) == 5 and all(any(f"{i} skipped" in m for i in long) for m in named)
     assert {p.prompt_id for p in fitting(task.prompts("train")[:40], tokenizer, limit, 8)} == set(ids(got))
 
 
@@ -209,3 +209,34 @@ def test_reward_parts_are_weighted_and_misspelt_ones_refused():
 def test_tasks_that_cannot_be_built_say_why(data, message):
     with pytest.raises(UserError, match=message):
         build_task(DataConfig(**data))
+
+
+def test_demonstrations_that_are_too_long_are_skipped_and_counted(tokenizer, caplog):
+    """Prompt and response together; nothing is kept free for a response that would be sampled."""
+    task = sorting(size=60)
+    rng = random.Random(0)
+    lengths = {
+        p.prompt_id: len(p.encode(tokenizer).tokens) + len(encode_response(tokenizer, task.demonstration(p, rng)))
+        for p in task.prompts("train")
+    }
+    limit = sorted(lengths.values())[30]
+    long = {name for name, length in lengths.items() if length > limit}
+    stream = PromptStream(task, tokenizer, limit, 10_000, seed=1)
+    with caplog.at_level("WARNING"):
+        pairs = stream.next_demonstrations(2 * (60 - len(long)), random.Random(0))
+    assert 0 < len(long) < 60 and stream.skipped == long
+    assert {p.prompt_id for p, _ in pairs} == set(lengths) - long
+    assert all(len(p.tokens) + len(response) == lengths[p.prompt_id] for p, response in pairs)
+    named = [m for m in caplog.messages if m.startswith("data: demonstration ")]
+    assert len(named) == min(5, len(long)) and len(caplog.messages) <= 6
+    assert f"included, exceed rollout.context_length {limit}" in caplog.messages[0]
+    stream = PromptStream(task, tokenizer, min(lengths.values()) - 1, 8, seed=1)
+    with pytest.raises(UserError, match="none of the 60 demonstrations fits into rollout.context_length"):
+        stream.next_demonstrations(1, random.Random(0))
+
+
+def test_demonstrations_come_in_the_order_of_prompts(tokenizer):
+    prompts, pairs = (PromptStream(sorting(size=40), tokenizer, 64, 8, seed=1) for _ in range(2))
+    rng = random.Random("7/3")
+    expected = [(p, encode_response(tokenizer, prompts.task.demonstration(p, rng))) for p in prompts.next(50)]
+    assert pairs.next_demonstrations(50, random.Random("7/3")) == expected

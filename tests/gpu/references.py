@@ -36,7 +36,7 @@ def make_family(family: str, folder: Path) -> None:
     model = make_tiny_model(family, folder / "model", sizes=Sizes(layers=2), seed=SEED)
     samples = make_samples(SEED, SAMPLES, VOCABULARY)
     result = run_layout(make_config(str(model), {}), samples)
-    kept = {key: result[key] for key in ("scored", "grads", "weights", "metrics")}
+    kept = {key: result[key] for key in ("log_probs", "grads", "weights", "metrics")}
     torch.save({"samples": [vars(sample) for sample in samples], **kept}, folder / "reference.pt")
     print(f"references: {family}", flush=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.data.packing import Sample
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.ops import linear_log_probs
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint
 from megatron_rl.trainer import checkpoint, parallel
-from megatron_rl.trainer.objective import is_pointwise, policy_objective
 from tests.routing import replays
 from tests.trainer import layouts
 from tools.make_tiny_model import FAMILIES
@@ -37,15 +35,15 @@ def leave_no_groups():
 def reference(request, references: Path, device) -> dict:
     folder = references / request.param
     stored = torch.load(folder / "reference.pt", weights_only=False)  # our own file, of plain arrays
-    samples = [Sample(**fields) for fields in stored.pop("samples")]
+    samples = [Sequence(**fields) for fields in stored.pop("samples")]
     return stored | {"family": request.param, "model": str(folder / "model"), "samples": samples}
 
 
 def differences(found: dict, reference: dict) -> dict[str, float]:
     """Largest of the log-probs; of each gradient relative to the largest entry of all; mean of the weights."""
-    assert found["scored"].keys() == reference["scored"].keys()
+    assert found["log_probs"].keys() == reference["log_probs"].keys()
     assert found["grads"].keys() == reference["grads"].keys() and found["weights"].keys() == reference["weights"].keys()
-    pairs = [(found["scored"][key], theirs) for key, theirs in reference["scored"].items()]
+    pairs = [(found["log_probs"][key], theirs) for key, theirs in reference["log_probs"].items()]
     largest = max(np.abs(g).max() for g in reference["grads"].values())
     return {
         "log_probs": max(abs(a - b) for a, b in pairs),
@@ -69,7 +67,7 @@ def test_bf16_is_near(reference, record_property):
     """The flash attention and the bf16 kernels: as far from fp32 as a CPU's bf16 is, which is some percent of a nat."""
     config = layouts.make_config(reference["model"], {"precision": {"train": "bf16"}})
     found = layouts.run_layout(config, reference["samples"], updates=1, whole=False)
-    off = np.asarray([abs(found["scored"][key] - value) for key, value in reference["scored"].items()])
+    off = np.asarray([abs(found["log_probs"][key] - value) for key, value in reference["log_probs"].items()])
     record_property("median", float(np.median(off)))
     record_property("largest", float(off.max()))
     # Routes that flip move single tokens by much; logits of about 5 are 1/64 apart on either side of the rounding.
@@ -93,9 +91,8 @@ def test_save_and_resume(reference, tmp_path, device):
 
     def update(trainer) -> None:
         batches = trainer.pack(reference["samples"])
-        trainer.compute_log_probs(batches, "old")
-        objective = partial(policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum)
-        trainer.update(batches, objective, pointwise=is_pointwise(config))
+        layouts.score(trainer, batches)
+        layouts.update(trainer, batches)
 
     def weights(trainer) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in trainer.export_weights()}

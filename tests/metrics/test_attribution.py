@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from megatron_rl.algorithms.segments import Segments
 from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
+from megatron_rl.metrics.report import write_report
+from tests.metrics.page import Page
 
 RHO = 0.5
 STEP = 3
@@ -29,7 +32,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     from dataclasses import replace
 
     from megatron_rl.config import build_config
-    from megatron_rl.data.packing import Sample
+    from megatron_rl.data.sequence import Sequence
     from megatron_rl.data.trajectory import Trajectory, WeightSpan
     from megatron_rl.metrics.attribute import attribute
     from megatron_rl.models.attention import CoreAttention
@@ -62,13 +65,13 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
         trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
         found = []
         for i, sequence in enumerate(tokens):
-            sample = Sample.demonstration(sequence[:2].tolist(), sequence[2:].tolist())
+            sample = Sequence.demonstration(sequence[:2].tolist(), sequence[2:].tolist())
             sample.routes = None if routes is None else routes[i]
             [batch] = trainer.pack([sample])
-            trainer.compute_log_probs([batch], "scored")
+            [own] = trainer.compute_log_probs([batch])
             table = [batch.routes.recorded[layer] for layer in shape.moe_layers] if routes is None else []
-            own = torch.stack(table, 1).numpy()[: sample.inputs] if table else None
-            found.append((batch.scored["scored"][batch.mask].float().numpy(), own))
+            chosen = torch.stack(table, 1).numpy()[: sample.inputs] if table else None
+            found.append((own[batch.mask].float().numpy(), chosen))
         return found
 
     exact = score()
@@ -102,11 +105,19 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     for name, (precision, log_probs, routes) in engines.items():
         trajectories = [
             Trajectory(
-                "", i, sequence, 2, log_probs[i].astype(np.float32), np.ones(len(sequence) - 2, bool),
-                routes=routes[i], weight_spans=[WeightSpan(str(STEP), 0, len(sequence) - 2)],
+                prompt_id="",
+                group_id=i,
+                tokens=sequence,
+                prompt_length=2,
+                fields={
+                    "loss_mask": np.ones(len(sequence) - 2, bool),
+                    "rollout_log_probs": log_probs[i].astype(np.float32),
+                },
+                routes=routes[i],
+                weight_spans=[WeightSpan(str(STEP), 0, len(sequence) - 2)],
             )
             for i, sequence in enumerate(tokens)
-        ]  # fmt: skip
+        ]
         CoreAttention.forward = wrong if name == "attention" else forward
         found[name] = attribute(config(precision), ranks, trajectories, None, STEP, STEP)
         if name == "routes":
@@ -149,7 +160,7 @@ def test_only_what_both_measure_is_compared():
     nan = math.nan
     before = torch.tensor([1.0, nan, 2.0, 4.0, 8.0], dtype=torch.float64)
     after = torch.tensor([0.5, 3.0, nan, 1.0, 0.0], dtype=torch.float64)
-    sums = attribution.common_sums(before, after, torch.tensor([0, 0, 0, 1, 1]), 3)
+    sums = attribution.common_sums(before, after, Segments(torch.tensor([0, 0, 0, 1, 1]), 3))
     assert sums.tolist() == [[1.0, 12.0, 0.0], [0.5, 1.0, 0.0], [1.0, 2.0, 0.0]]
     found = attribution.source("x", "", *sums)
     assert found.kl == 0.5 and found.share == pytest.approx(1 - 1.5 / 13)
@@ -181,7 +192,9 @@ def test_table_page_and_file_say_the_same(tmp_path):
     )  # fmt: skip
     attribution.save(found, tmp_path)
     assert attribution.load(tmp_path) == found
-    page = attribution.section(found)
-    assert "+66.7% ± 2.0%" in page and "&lt;engine&gt;" in page and "2 sequences of several weights left out" in page
+    (tmp_path / "config.yaml").write_text("name: run\n")
+    page = Page(write_report(tmp_path))
+    assert page.row("routes", 4) == ["routes", "experts of the <engine>", "5e-05", "+66.7% ± 2.0%"]
+    assert "2 sequences of several weights left out" in page.text
     assert attribution.load(tmp_path / "nothing") is None
     assert math.isclose(found.sources[0].kl, 5e-5)

@@ -14,7 +14,7 @@ from megatron_rl.config import Config, LoggingConfig
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import STANDARD, RunLogger, read_json_lines
 
-CONFIG = Config(steps=10, logging=LoggingConfig(tensorboard=False, samples=2))
+CONFIG = Config(steps=10, logging=LoggingConfig(tensorboard=False))
 
 
 def lines_of(folder):
@@ -60,7 +60,7 @@ def test_a_resumed_run_cuts_later_steps_and_a_broken_last_line(tmp_path):
     with RunLogger(tmp_path, CONFIG) as logger:
         for step in range(1, 6):
             logger.log_step(step, {"reward/mean": step})
-            logger.log_samples(step, [{"prompt": "p", "response": "r", "reward": step}] * 3)
+            logger.log_samples(step, [{"prompt": "p", "response": "r", "reward": step}] * 2)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "rewa')
     with RunLogger(tmp_path, CONFIG, resume_step=3) as logger:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.metrics import mismatch
-from megatron_rl.metrics.mismatch_pictures import by_probability, probability_svg
+from megatron_rl.metrics.report import write_report
+from megatron_rl.metrics.runlog import by_probability, probability_bound
+from tests.metrics.page import Page
 
 
 def log_probs(seed: int, scale: float, shape=(4, 50)):
@@ -119,25 +121,34 @@ def test_the_effective_sample_size_of_sequences():
     assert found["sequence_ess"] == pytest.approx((1 + 3) ** 2 / (1 + 9) / 3)
 
 
-def test_the_picture_by_probability():
+def test_the_picture_by_probability(tmp_path):
     """Means over steps by their tokens, the largest of all; a mark that says which side says more."""
 
     def row(tokens, size, largest, bias, epsilon):
         values = {"tokens": tokens, "abs": size, "abs_max": largest, "bias": bias}
-        return {f"mismatch/p<0.1/{name}": value for name, value in values.items()} | {"mismatch/epsilon_p99": epsilon}
+        return {f"mismatch/p<0.1/{name}": value for name, value in values.items()} | {
+            "mismatch/epsilon_p99": epsilon,
+            "step": 1,
+        }
 
-    nothing = {"mismatch/p<0.1/tokens": 0}
+    nothing = {"step": 2, "mismatch/p<0.1/tokens": 0}
     lines = [row(10, 0.1, 0.5, 0.1, 0.2), nothing, row(30, 0.2, 0.4, 0.0, 0.4), row(20, 0.3, 0.1, 0.2, 0.3)]
     found = by_probability(lines)
     assert list(found) == [0.1]
     expected = {"tokens": 60, "abs": 13 / 60, "abs_max": 0.5, "bias": 5 / 60}
     assert found[0.1] == pytest.approx(expected)
-    above, below = (probability_svg([row(10, 0.1, 0.5, bias, 0.2)]) for bias in (0.1, -0.1))
-    assert 'fill="currentColor"' in above.partition("<circle")[2].partition(">")[0]
-    assert 'fill="none"' in below.partition("<circle")[2].partition(">")[0]
-    # The bound 2 e (1 - p) of the median e, at the class's geometric middle, between the lines of 0.1 and 1.
-    page = probability_svg(lines)
-    grid = [float(y) for y in re.findall(r'y1="([\d.]+)"[^>]*class="grid"', page)]
-    height = float(page.partition('points="')[2].partition('"')[0].split(",")[1])
-    bound = 2 * 0.3 * (1 - math.sqrt(0.1 * 0.01))
-    assert height == pytest.approx(min(grid) - math.log10(bound) * (max(grid) - min(grid)), abs=0.2)
+    # The bound 2 e (1 - p) of the median e, at the class's geometric middle.
+    assert probability_bound(lines, 0.1) == pytest.approx(2 * 0.3 * (1 - math.sqrt(0.1 * 0.01)))
+    assert probability_bound([nothing], 0.1) is None
+    for name, bias in (("above", 0.1), ("below", -0.1)):
+        log = row(10, 0.1, 0.5, bias, 0.2)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(log) + "\n")
+        marks = Page(write_report(tmp_path / name)).drawn("Mismatch by probability")
+        (dot,) = (mark for mark in marks if mark["marktype"] == "symbol")
+        assert (dot["fill"] != "transparent") == (bias > 0)
+        heights = {
+            mark["width"]: mark["y"] for mark in marks if mark["marktype"] == "rect" and mark.get("width", 0) < 30
+        }
+        assert heights[18] < heights[28]  # the largest is above the mean
+        assert dot["y"] == pytest.approx(heights[28] + 1.5, abs=2)  # |bias| is the mean here

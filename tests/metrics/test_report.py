@@ -4,15 +4,18 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import Config, to_yaml
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import vega
 from megatron_rl.metrics.logger import RunLogger
-from megatron_rl.metrics.report import MOST_POINTS, write_report
+from megatron_rl.metrics.report import write_report
+from megatron_rl.metrics.summary import before_after
+from megatron_rl.metrics.vega import MOST_ROWS
+from tests.metrics.page import Page
 
 NASTY = '</script><script>document.title="owned"</script><!-- <b>\u2028"quoted" & \\'
 
@@ -32,45 +35,20 @@ def make_run(folder: Path, steps: int, total: int = 20, **changes) -> Path:
                 step,
                 {
                     "reward/mean": step / total,
-                    "mismatch/kl": float("nan") if step == 2 else 1e-4,
-                    "time/rollout_s": 2.0,
+                    "mismatch/kl": float("nan") if step == 2 else 1e-4 * step,
+                    "time/rollout_s": 2.0 + step / 100,
                     "time/train_s": 1.0,
-                    "time/step_s": 3.0,
+                    "time/step_s": 3.0 + step / 100,
                 },
             )
             logger.log_samples(step, [{"prompt": NASTY, "response": f"answer {step} {NASTY}", "reward": 1.0} | PARTS])
     return folder
 
 
-class Page(HTMLParser):
-    """Tags, attributes and the embedded data of a page."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self._open = ""
-        self.scripts: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
-        self.data = json.loads(self.scripts[1])
-        self.charts = {chart["title"]: chart for chart in self.data["charts"]}
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self._open = tag
-        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._open = ""
-
-    def handle_data(self, text):
-        if self._open == "script":
-            self.scripts[-1] += text
-        elif self._open != "style":
-            self.text += text
+def write_lines(folder: Path, lines: list[dict]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
+    return folder
 
 
 def test_a_run_as_one_page(tmp_path):
@@ -79,45 +57,114 @@ def test_a_run_as_one_page(tmp_path):
     assert path == run / "report.html"
     page = Page(path)
     assert "20 steps" in page.text
-    evaluation = page.charts["Evaluation"]["series"]
-    assert [s["label"] for s in evaluation] == ["score", "pass@4"]
-    assert evaluation[0]["points"] == [[0, 0.25], [10, 0.5], [20, 0.75]]
-    assert [p[0] for p in page.charts["Mismatch"]["series"][0]["points"]] == [1, *range(3, 21)]  # the null is left out
-    assert [s["label"] for s in page.charts["Where a step's time goes"]["series"]] == ["rollout", "train"]
+    assert page.series("Evaluation") == {
+        "score": [[0, 0.25], [10, 0.5], [20, 0.75]],
+        "pass@4": [[0, 0.5], [10, 0.5], [20, 0.5]],
+    }
+    assert [step for step, _ in page.series("Mismatch")["KL (k3)"]] == [1, *range(3, 21)]  # the null is left out
+    assert list(page.series("Where a step's time goes")) == ["rollout", "train"]
     assert "Routing agreement" not in page.charts
-    row = re.search(r"<tr><td>score</td>.*?</tr>", path.read_text()).group()
-    assert re.findall(r">([^<>]+)</td>", row) == ["score", "0.250", "0.750", "+0.500", "0 → 20"]
+    assert page.row("score", 5) == ["score", "0.250", "0.750", "+0.500", "0 → 20"]
+    order = [
+        page.text.index(title)
+        for title in ("Before and after", "Curves", "Best-paid and", "Sample rollouts", "Config of")
+    ]
+    assert order == sorted(order)
+
+
+def test_every_chart_is_drawn_without_a_gap_in_its_numbers(tmp_path):
+    page = Page(write_report(make_run(tmp_path / "run", 30, total=30)))
+    assert len(page.charts) >= 4
+    for title in page.charts:
+        marks = page.drawn(title)
+        assert {"line", "area"} & {mark["marktype"] for mark in marks} and "NaN" not in str(marks)
+
+
+@pytest.mark.parametrize("top", [3.0, 7.5, 9.0, 24.0, 0.09, 1250.0])
+def test_tick_labels_say_where_they_stand(tmp_path, top):
+    """Equal distances between labels are equal differences: never 0, 3, 5, 8 for 0, 2.5, 5, 7.5."""
+    lines = [{"step": step, "time/train_s": top * step / 9, "time/rollout_s": 0.0} for step in range(1, 10)]
+    for ticks in Page(write_report(write_lines(tmp_path / "run", lines))).ticks("Where a step's time goes"):
+        numbers = [(place, float(text.replace(",", "").replace("\u2212", "-"))) for place, text in ticks]
+        (a, x), (b, y) = numbers[0], numbers[-1]
+        assert len(numbers) >= 3 and a != b
+        for place, value in numbers:
+            assert value == pytest.approx(x + (place - a) / (b - a) * (y - x), abs=abs(y - x) / 300)
+
+
+def test_numbers_that_never_change_are_a_table(tmp_path):
+    lines = [
+        {"step": step, "reward/mean": step / 9, "loss/clip_fraction": 0.0, "entropy": 0.5, "time/train_s": 2.0}
+        for step in (1, 2, 3)
+    ]
+    page = Page(write_report(write_lines(tmp_path / "run", lines)))
+    assert list(page.charts) == ["Reward"]
+    assert page.row("Clip fraction", 2) == ["Clip fraction", "0"] and page.row("Entropy", 2) == ["Entropy", "0.5"]
+    assert page.row("Where a step's time goes", 2) == ["Where a step's time goes", "2"]
+
+
+@pytest.mark.parametrize(("distinct", "shown"), [((0.5, 0.75), False), ((0.5, 1.25), True)])
+def test_distinct_answers_are_shown_where_they_are_not_pass_at_n(tmp_path, distinct, shown):
+    lines = [
+        {"step": step, "eval/score": 0.1, "eval/pass@4": right, "eval/distinct@4": different}
+        for step, right, different in zip((0, 5), (0.5, 0.75), distinct, strict=True)
+    ]
+    run = write_lines(tmp_path / "run", lines)
+    page = Page(write_report(run))
+    table = before_after(run)
+    assert ("Different right answers" in page.charts) == shown == ("distinct@4" in page.text)
+    assert shown == ("distinct@4" in table.columns[0].cells) and "pass@4" in table.columns[0].cells
+
+
+def test_lines_that_coincide_are_all_seen(tmp_path):
+    """pass@n is broad, pale and below; greedy is dashed."""
+    lines = [
+        {"step": step, "eval/score": 0.1 + step / 50, "eval/pass@4": 0.5 + step / 50, "eval/greedy": 0.5 + step / 50}
+        for step in (0, 5, 10)
+    ]
+    page = Page(write_report(write_lines(tmp_path / "run", lines)))
+    drawn = [
+        mark for mark in page.drawn("Evaluation") if mark["marktype"] == "line" and len(mark.get("stroke", "")) > 3
+    ]
+    first = {mark["stroke"]: mark for mark in reversed(drawn)}
+    color = dict(page.charts["Evaluation"]["legend"])
+    assert list(color.values()) == [vega.color(i) for i in range(3)]
+    score, best, greedy = (first[color[label]] for label in ("score", "pass@4", "greedy"))
+    assert drawn[0]["stroke"] == color["pass@4"]
+    assert best["strokeWidth"] > 2 * greedy["strokeWidth"] and best["opacity"] < 0.5
+    assert greedy["strokeDash"] and not best.get("strokeDash") and score["strokeWidth"] == greedy["strokeWidth"]
 
 
 def test_numbers_of_gpus_have_charts_where_there_are_any(tmp_path):
-    numbers = {"memory/peak_gb": 61.5, "memory/reserved_gb": 70.0, "throughput/mfu": 0.31, "time/sleep_s": 2.0}
     config = Config(name="gpu", steps=2)
     with RunLogger(tmp_path, config) as logger:
         for step in (1, 2):
-            logger.log_step(step, {"time/step_s": 3.0, "time/train_s": 1.0, **numbers})
-    charts = Page(write_report(tmp_path)).charts
-    assert [s["points"][0] for s in charts["GPU memory"]["series"]] == [[1, 61.5], [1, 70.0]]
-    assert charts["GPU utilization"]["series"][0]["points"] == [[1, 0.31], [2, 0.31]]
-    assert [s["label"] for s in charts["Where a step's time goes"]["series"]] == ["sleep", "train"]
+            numbers = {"memory/peak_gb": 61.5 + step, "memory/reserved_gb": 70.0, "throughput/mfu": 0.3 + step / 100}
+            logger.log_step(step, {"time/step_s": 3.0, "time/train_s": 1.0, "time/sleep_s": 2.0 * step, **numbers})
+    page = Page(write_report(tmp_path))
+    assert page.series("GPU memory") == {
+        "allocated, peak": [[1, 62.5], [2, 63.5]],
+        "reserved, peak": [[1, 70.0], [2, 70.0]],
+    }
+    assert page.series("GPU utilization") == {"MFU": [[1, 0.31], [2, 0.32]]}
+    assert list(page.series("Where a step's time goes")) == ["sleep", "train"]
     assert not {"GPU memory", "GPU utilization"} & set(Page(write_report(make_run(tmp_path / "cpu", 2))).charts)
 
 
 def test_the_page_needs_nothing_from_outside_and_rollouts_stay_text(tmp_path):
     path = write_report(make_run(tmp_path / "run", 3, total=3))
     text, page = path.read_text(encoding="utf-8"), Page(path)
-    assert not page.links and "@import" not in text
-    assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]
-    assert page.tags.count("script") == 3  # the theme, the data, the program: none of a rollout's own
-    assert page.data["samples"][0]["prompt"] == NASTY
-    assert page.data["samples"][-1]["more"] == "stop\nexact 1\nformat 0.5"
-    assert page.data["samples"][-1]["response"] == f"answer 3 {NASTY}"
+    assert not page.links and "@import" not in text and "url(http" not in text
+    assert len(text) < 3e6
+    assert page.tags.count("script") == 4  # the theme, the data, the library, the program: none of a rollout's own
+    assert page.cells[-5:] == ["1", "1", NASTY, f"answer 3 {NASTY}", "stop\nexact 1\nformat 0.5"]
 
 
 def test_names_and_config_are_escaped(tmp_path):
     run = make_run(tmp_path / "run", 1, total=1)
     (run / "config.yaml").write_text("name: '<script>alert(1)</script>'\nsteps: 1\ndata: {task: '<img src=x>'}\n")
     page = Page(write_report(run))
-    assert page.tags.count("script") == 3 and "img" not in page.tags
+    assert page.tags.count("script") == 4 and "img" not in page.tags
     assert "<script>alert(1)</script>" in page.text
 
 
@@ -130,7 +177,7 @@ def test_a_run_in_progress_and_one_that_never_began(tmp_path):
     empty.mkdir()
     (empty / "config.yaml").write_text(to_yaml(Config(name="empty")))
     page = Page(write_report(empty))
-    assert "No step has been logged yet" in page.text and not page.data["charts"]
+    assert "No step has been logged yet" in page.text and not page.charts
     with pytest.raises(UserError, match="holds no run"):
         write_report(tmp_path / "nothing")
 
@@ -140,17 +187,32 @@ def test_two_runs_side_by_side(tmp_path):
     path = write_report(runs)
     assert path == tmp_path / "report.html"
     page = Page(path)
-    assert [(s["label"], len(s["points"])) for s in page.charts["Reward"]["series"]] == [("a", 5), ("b", 9)]
-    assert re.findall(r"<tr><td>(\w+)</td><td>0</td><td>7</td></tr>", path.read_text()) == ["seed"]
+    assert {name: len(points) for name, points in page.series("Reward").items()} == {"a": 5, "b": 9}
+    assert [step for step, _ in page.series("Time of a step")["a"]] == [1, 2, 3, 4, 5]
+    assert page.row("config", 6) == ["config", "a", "b", "seed", "0", "7"]
 
 
 def test_long_series_are_averaged(tmp_path):
-    folder = tmp_path / "long"
-    folder.mkdir()
-    lines = [json.dumps({"step": step, "reward/mean": step % 4}) for step in range(1, 4 * MOST_POINTS + 1)]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    points = Page(write_report(folder)).charts["Reward"]["series"][0]["points"]
-    assert len(points) == MOST_POINTS and points[-1] == [4 * MOST_POINTS, 1.5]
+    lines = [{"step": step, "reward/mean": step % 4} for step in range(1, 4 * MOST_ROWS + 1)]
+    points = Page(write_report(write_lines(tmp_path / "long", lines))).series("Reward")["reward"]
+    assert len(points) == MOST_ROWS and points[-1] == [4 * MOST_ROWS, 1.5]
+
+
+def test_a_gamed_reward_is_seen(tmp_path):
+    """The best-paid and the most frequent responses of a run, by the counts of the steps."""
+    run = write_lines(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
+    rows = [
+        {"step": 1, "prompt": "2+2", "response": "so it is 4", "reward": 0.9, "count": 1},
+        {"step": 1, "prompt": "1+1", "response": "as you say", "reward": 1.0, "count": 30},
+        {"step": 2, "prompt": "3+3", "response": "no idea", "reward": 0.0, "count": 50},
+        {"step": 2, "prompt": "3+3", "response": "as you say", "reward": 0.25, "count": 12},
+        {"step": 2, "prompt": "4+4", "response": "as you say", "reward": 0.25, "count": 12},
+        {"step": 2, "prompt": "4+4", "response": "could not be scored", "reward": None, "count": 2},
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report(run))
+    assert page.row("Best paid", 6) == ["Best paid", "1", "42", "1+1", "as you say", "steps 1 to 2"]
+    assert page.row("Most frequent", 6) == ["Most frequent", "0", "50", "3+3", "no idea", "step 2"]
 
 
 def test_a_browser_draws_it(tmp_path):
@@ -162,7 +224,6 @@ def test_a_browser_draws_it(tmp_path):
     command = [browser, *flags, "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     charts = Page(path).charts
-    assert dom.count("<svg") == len(charts)
-    assert dom.count("<path") >= len(charts) and "NaN" not in dom.split("</script>")[-1]
+    assert dom.count("<svg") == len(charts) > 0
+    assert dom.count("<path") >= len(charts)
     assert "owned" not in re.search(r"<title>(.*?)</title>", dom).group(1)
-    assert dom.count('class="badge"') == 1

@@ -10,9 +10,7 @@ import json
 import logging
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 warnings.simplefilter("ignore")
@@ -42,8 +40,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from safetensors import safe_open  # noqa: E402
 
 from megatron_rl.config import ParallelConfig, build_config  # noqa: E402
-from megatron_rl.data.packing import Sample  # noqa: E402
-from megatron_rl.metrics.mismatch_metrics import panel_metrics  # noqa: E402
+from megatron_rl.data.sequence import Sequence  # noqa: E402
+from megatron_rl.metrics.mismatch_metrics import mismatch_metrics  # noqa: E402
+from megatron_rl.metrics.reduce import over_ranks  # noqa: E402
 from megatron_rl.models.moe import expert_slices, moe_layers  # noqa: E402
 from megatron_rl.models.parallel_check import expert_tensor_size  # noqa: E402
 from megatron_rl.ops.late_checks import LateChecks  # noqa: E402
@@ -51,8 +50,8 @@ from megatron_rl.rollout.sampling import SamplingSupport  # noqa: E402
 from megatron_rl.routing.metrics import route_sums  # noqa: E402
 from megatron_rl.routing.table import RouteShape  # noqa: E402
 from megatron_rl.trainer import parallel  # noqa: E402
-from megatron_rl.trainer.objective import is_pointwise, policy_objective  # noqa: E402
-from megatron_rl.trainer.trainer import build_trainer  # noqa: E402
+from megatron_rl.trainer.objective import Policy  # noqa: E402
+from megatron_rl.trainer.trainer import Update, build_trainer  # noqa: E402
 
 logging.disable(logging.ERROR)
 
@@ -118,19 +117,18 @@ def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict
     }
 
 
-def samples(vocabulary: int, routes: RouteShape | None) -> list[Sample]:
+def samples(vocabulary: int, routes: RouteShape | None) -> list[Sequence]:
     rng = np.random.default_rng(0)
     found = []
     for _ in range(5):
         prompt, response = int(rng.integers(1, 9)), int(rng.integers(3, 12))
-        one = Sample(
-            rng.integers(4, vocabulary, prompt + response).astype(np.int32),
-            prompt,
-            rng.random(response) < 0.9,
-            rng.normal(-3, 1, response).astype(np.float32),
-            float(rng.normal()),
+        one = Sequence(
+            tokens=rng.integers(4, vocabulary, prompt + response).astype(np.int32),
+            prompt_length=prompt,
             kept=[rng.choice(vocabulary, 6, replace=False).astype(np.int32) for _ in range(response)],
         )
+        one["loss_mask"] = rng.random(response) < 0.9
+        one["rollout_log_probs"], one["advantages"] = rng.normal(-3, 1, response), float(rng.normal())
         one.routes = routes.empty(one.inputs) if routes else None
         if routes:
             one.routes[:] = np.arange(routes.topk, dtype=routes.dtype)
@@ -148,7 +146,7 @@ def answer(transfer: fake_gpu.Transfer, seen: torch.Tensor) -> torch.Tensor | No
     return None
 
 
-LOOKS = ("scale", "_total", "route_sums", "look", "mismatch_metrics.py")
+LOOKS = ("totals", "for_update", "on_host", "route_sums", "look", "mismatch_metrics.py")
 """Where the trainer reads once an update."""
 TOKENS = 0
 
@@ -183,28 +181,30 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     stage("pack")
     TOKENS = batches[0].tokens.numel() * (shape.topk if shape else 1)
     batches = [b for b in batches if b.tokens.numel() == batches[0].tokens.numel()][:1]
-    trainer.compute_log_probs(batches, "old")
-    stage("score")
-    scale = trainer.scale(batches)
-    stage("scale")
-    objective = partial(policy_objective, config, scale, all_reduce=trainer.context_sum)
+    objective = Policy(config)
+    trainer.compute_fields(batches, objective.needs)
+    stage("log_probs")
+    objective = objective.for_update(batches, trainer.totals(batches), trainer._total_of)
+    stage("totals")
     passes = trainer._passes(batches, "update")
-    late = LateChecks()
-    options = {"with_entropy": True, "pointwise": is_pointwise(config), "pruned": True, "late": late}
+    late, results = LateChecks(), [None]
     chunk.train()
     torch.autograd.grad = gradients_of
-    pairs = iter(zip(batches, passes, strict=True))
-    values, loss = trainer._forward_step(pairs, chunk, objective=objective, **options)
-    total, tokens, sums = loss(values)
-    devices = {str(t.device) for t in (values, total, tokens, *sums.values()) if isinstance(t, FakeTensor)}
+    work = iter(zip(range(1), batches, passes, strict=True))
+    beside = {"objective": objective, "support": support, "results": results, "late": late}
+    values, loss = trainer._forward_step(work, chunk, **beside)
+    total, tokens, _ = loss(values)
+    seen = [part for metric in results[0].metrics.values() for part in metric.parts]
+    seen += [*values, total, tokens, *results[0].tokens.values()]
+    devices = {str(tensor.device) for tensor in seen if isinstance(tensor, FakeTensor)}
     stage("forward")
     late.look()
     stage("look")
-    trainer._total([sums], route_sums(passes))
+    metrics = over_ranks(ranks, [result.metrics for result in results])
+    trainer._total(route_sums(passes))
     stage("sums")
-    run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=SimpleNamespace(weights={"a": 1.0}))
-    panel_metrics(run, [batches])
-    stage("panel")
+    mismatch_metrics(config, [batches], [Update(metrics, [result.tokens for result in results])], {"a": 1.0})
+    stage("mismatch")
     parallel.shutdown()
     return {"stages": stages, "devices": sorted(devices), "grad": total.requires_grad}
 

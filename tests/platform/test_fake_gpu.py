@@ -102,14 +102,14 @@ MEGATRONS_OWN = "wait aten._to_copy.default moe_utils.py"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("stage", ["score", "forward"])
+@pytest.mark.parametrize("stage", ["log_probs", "forward"])
 @pytest.mark.skipif(bool(importlib.util.find_spec("transformer_engine")), reason="its kernels take no fake tensors")
 def test_a_pass_never_waits_for_the_gpu(ran, family, stage):
     found = ran[family]
     theirs = [t for t in found["stages"][stage] if t.startswith(MEGATRONS_OWN)]
     ours = [t for t in found["stages"][stage] if t not in theirs]
     assert len(theirs) == 2 * 2
-    assert len(ours) == (stage == "score") and all(t.endswith(" look") for t in ours)  # after all micro-batches
+    assert len(ours) == (stage == "log_probs") and all(t.endswith(" look") for t in ours)  # after all micro-batches
     assert found["devices"] == ["cuda:0"] and found["grad"]
 
 
@@ -118,7 +118,7 @@ def test_a_pass_never_waits_for_the_gpu(ran, family, stage):
 def test_an_update_is_read_a_few_times(ran, family):
     stages = ran[family]["stages"]
     assert stages["pack"] and all(t.startswith("upload") for t in stages["pack"])
-    assert len(stages["scale"]) == 2  # how many tokens there are, and their mean weight
+    assert len(stages["totals"]) == 2  # how many tokens there are, and their mean weight
     assert len(stages["look"]) == 1
     assert len(stages["sums"]) == 2  # of the loss, of the routers
-    assert all("wait aten._to_copy" in t and "mismatch_metrics.py" in t for t in stages["panel"])
+    assert all("wait aten._to_copy" in t and "mismatch_metrics.py" in t for t in stages["mismatch"])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.data.packing import Sample
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from tests.ranks import run_ranks
@@ -23,7 +23,7 @@ from tests.rollout.conftest import (
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 
-def trainer_log_probs(model: str, asked: list[tuple[str, list[Sample], SamplingSupport]]) -> list[list]:
+def trainer_log_probs(model: str, asked: list[tuple[str, list[Sequence], SamplingSupport]]) -> list[list]:
     """For each (precision, samples, support): per sample [response_length], from the trainer's scoring pass over packed
     micro-batches. Runs in a process of its own. precision: of the trainer, and switches of that section that are on."""
     from megatron_rl.config import build_config
@@ -43,17 +43,16 @@ def trainer_log_probs(model: str, asked: list[tuple[str, list[Sample], SamplingS
         trainer = trainers[precision]
         trainer.support = support
         batches = trainer.pack(samples)
-        trainer.compute_log_probs(batches, "scored")
         found = {}
-        for batch in batches:
+        for batch, log_probs in zip(batches, trainer.compute_log_probs(batches), strict=True):
             for row, sample in enumerate(batch.samples):
-                found[sample] = batch.scored["scored"][(batch.sequence_ids == row) & batch.mask].float().numpy()
+                found[sample] = log_probs[(batch.segments.ids == row) & batch.mask].float().numpy()
         assert len(batches) > 1
         everything.append([found[i] for i in range(len(samples))])
     return everything
 
 
-def ask_trainer(reference, *asked: tuple[str, list[Sample], SamplingSupport]) -> list[list[np.ndarray]]:
+def ask_trainer(reference, *asked: tuple[str, list[Sequence], SamplingSupport]) -> list[list[np.ndarray]]:
     [found] = run_ranks(1, "tests.rollout.test_agreement:trainer_log_probs", (str(reference.folder), asked))
     return found
 
@@ -75,7 +74,7 @@ def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request,
             reference.folder, CPU_SERVER, dtype=dtype, context_length=512, log_path=tmp_path / "log"
         ) as server:
             served = prefill_log_probs(client_of(server), sequences)
-    samples = [Sample.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
+    samples = [Sequence.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
     recipes = [dtype] if dtype == "fp32" else [dtype, "fp8_blockwise", "fp8_tensorwise"]
     trained, *in_fp8 = ask_trainer(reference, *((recipe, samples, SamplingSupport()) for recipe in recipes))
     for recipe, found in zip(recipes[1:], in_fp8, strict=True):
@@ -94,9 +93,8 @@ def test_trainer_agrees_with_what_was_sampled_at_a_temperature(server, reference
     trajectories, _ = collect(
         client_of(server), prompts, SamplingSupport(temperature=0.6), samples_per_prompt=2, max_new_tokens=24
     )
-    samples = [Sample.from_trajectory(t, 0.0) for t in trajectories]
-    [ours] = ask_trainer(reference, ("fp32", samples, SamplingSupport(temperature=0.6)))
-    assert_agree(ours, [t.log_probs for t in trajectories], median=1e-5, largest=1e-5)
+    [ours] = ask_trainer(reference, ("fp32", trajectories, SamplingSupport(temperature=0.6)))
+    assert_agree(ours, [t["rollout_log_probs"] for t in trajectories], median=1e-5, largest=1e-5)
 
 
 def test_fp32_heads_bring_both_sides_together(tmp_path):
@@ -107,7 +105,7 @@ def test_fp32_heads_bring_both_sides_together(tmp_path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
     sequences = [rng.integers(3, 512, 60).tolist() for _ in range(40)]
-    samples = [Sample.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
+    samples = [Sequence.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
     served = {}
     for head in (False, True):
         settings = {"dtype": "bf16", "context_length": 512, "log_path": tmp_path / "log", "fp32_lm_head": head}

@@ -171,12 +171,13 @@ def test_features_need_predictors(tmp_path):
 
 
 def trajectory(**fields) -> Trajectory:
-    known = {
-        "tokens": np.arange(5, dtype=np.int32),
-        "log_probs": np.zeros(2, np.float32),
-        "loss_mask": np.ones(2, bool),
-    }
-    return Trajectory("prompt", 0, prompt_length=3, **known | fields)
+    known = {"tokens": np.arange(5, dtype=np.int32), "fields": labels(2)}
+    return Trajectory(prompt_id="prompt", group_id=0, prompt_length=3, **known | fields)
+
+
+def labels(count: int) -> dict[str, np.ndarray]:
+    """What the engine says of this many."""
+    return {"loss_mask": np.ones(count, bool), "rollout_log_probs": np.zeros(count, np.float32)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -195,11 +196,7 @@ def test_features_survive_the_disk(dtype, tmp_path):
 def test_kept_sets_survive_the_disk(tmp_path):
     """Also those of a response without tokens, which are none."""
     sets = [np.array([3, 9], np.int32), np.array([4], np.int32)]
-    empty = {
-        "log_probs": np.zeros(0, np.float32),
-        "loss_mask": np.zeros(0, bool),
-        "tokens": np.arange(3, dtype=np.int32),
-    }
+    empty = {"tokens": np.arange(3, dtype=np.int32), "fields": labels(0)}
     save_trajectories(tmp_path / "step.npz", [trajectory(kept=sets), trajectory(kept=[], **empty), trajectory()])
     found = [t.kept for t in load_trajectories(tmp_path / "step.npz")]
     assert [ids.tolist() for ids in found[0]] == [[3, 9], [4]] and found[1:] == [[], None]
@@ -246,7 +243,7 @@ def reply(**meta) -> dict:
 
 def test_reply_of_mixed_weight_versions():
     parsed = parse_reply(reply(), 3, None, False)
-    assert parsed.tokens.tolist() == [4, 9] and parsed.log_probs.tolist() == [-0.5, -1.25]
+    assert parsed.tokens.tolist() == [4, 9] and parsed.fields["rollout_log_probs"].tolist() == [-0.5, -1.25]
     assert [(s.version, s.start, s.end) for s in parsed.weight_spans] == [("7", 0, 1), ("8", 1, 2)]
 
 

@@ -45,7 +45,7 @@ def test_trajectories_are_in_prompt_order_and_complete(sampled):
     for t in trajectories:
         prompt = prompts[t.group_id].tokens
         assert t.tokens[: t.prompt_length].tolist() == prompt
-        assert len(t.log_probs) == len(t.loss_mask) == t.response_length > 0
+        assert len(t.fields["rollout_log_probs"]) == len(t.fields["loss_mask"]) == t.response_length > 0
         assert t.finish_reason == ("length" if t.response_length == 24 else "stop")
         assert [(s.version, s.start, s.end) for s in t.weight_spans] == [("default", 0, t.response_length)]
     # Samples of a prompt are different draws.
@@ -55,7 +55,7 @@ def test_trajectories_are_in_prompt_order_and_complete(sampled):
 def test_decode_log_probs_equal_prefill_and_transformers(server, reference, sampled):
     _, trajectories = sampled
     prefill = prefill_log_probs(client_of(server), [t.tokens.tolist() for t in trajectories])
-    decode = [t.log_probs for t in trajectories]
+    decode = [t["rollout_log_probs"] for t in trajectories]
     transformers = [reference.log_probs(t.tokens).numpy() for t in trajectories]
     for others in (prefill, transformers):
         responses = [one[t.prompt_length - 1 :] for one, t in zip(others, trajectories, strict=True)]
@@ -77,10 +77,10 @@ def test_temperature_scales_the_returned_log_probs(server, reference):
     support = SamplingSupport(temperature=0.5)
     trajectories, _ = collect(client_of(server), questions(4), support, samples_per_prompt=2, max_new_tokens=12)
     scaled = [reference.log_probs(t.tokens, temperature=0.5).numpy()[t.prompt_length - 1 :] for t in trajectories]
-    assert_agree(scaled, [t.log_probs for t in trajectories], median=1e-5, largest=1e-4)
+    assert_agree(scaled, [t["rollout_log_probs"] for t in trajectories], median=1e-5, largest=1e-4)
     for t in trajectories:
         plain = reference.log_probs(t.tokens).numpy()[t.prompt_length - 1 :]
-        assert np.abs(plain - t.log_probs).max() > 1e-2
+        assert np.abs(plain - t["rollout_log_probs"]).max() > 1e-2
 
 
 def test_greedy_is_reproducible_and_equals_transformers(server, reference):

@@ -83,7 +83,7 @@ def test_what_a_family_samples_is_what_transformers_says(served):
     for t in served.decoded:
         assert t.routes.shape == (len(t.tokens) - 1, len(served.layout.moe_layers), served.layout.topk)
     responses = [v.log_probs[t.prompt_length - 1 :] for v, t in zip(views, served.decoded, strict=True)]
-    assert_agree(responses, [t.log_probs for t in served.decoded], median=1e-5, largest=1e-4)
+    assert_agree(responses, [t["rollout_log_probs"] for t in served.decoded], median=1e-5, largest=1e-4)
     routes = np.concatenate([t.routes for t in served.decoded])
     assert agreement(routes, np.concatenate([v.routes[:-1] for v in views])) >= 0.99
     assert len(np.unique(routes)) > 2

@@ -99,7 +99,8 @@ def test_a_fresh_predictor_is_zero_and_changes_no_bit(server, predicted, referen
         ordinary, ours = (
             generate(one, prompt, routes=reference.layout, prompt_log_probs=True)[0] for one in (server, predicted)
         )
-        assert (ours.tokens == ordinary.tokens).all() and (ours.log_probs == ordinary.log_probs).all()
+        assert (ours.tokens == ordinary.tokens).all() and ours.fields.keys() == ordinary.fields.keys()
+        assert all((values == ordinary.fields[name]).all() for name, values in ours.fields.items())
         assert (ours.prompt_log_probs == ordinary.prompt_log_probs).all()
         assert (ours.routes == ordinary.routes).all()
 
@@ -233,8 +234,8 @@ def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, ref
         assert agreement(t.routes, seen["new"].routes) >= 0.99
         assert agreement(t.routes[: t.prompt_length + old.end - 1], seen["old"].routes) < 0.8
         # Log-probs and features are of the weights that sampled.
-        early = np.abs(t.log_probs - seen["old"].log_probs[t.prompt_length - 1 :])[: old.end]
-        late = np.abs(t.log_probs - seen["new"].log_probs[t.prompt_length - 1 :])[old.end :]
+        early = np.abs(t["rollout_log_probs"] - seen["old"].log_probs[t.prompt_length - 1 :])[: old.end]
+        late = np.abs(t["rollout_log_probs"] - seen["new"].log_probs[t.prompt_length - 1 :])[old.end :]
         assert np.median(early) < 1e-4 and np.median(late) < 1e-4
         assert t.features.positions.tolist() == list(range(0, t.response_length, STRIDE))
         taken = (t.features.hidden - seen["old"].hidden[t.prompt_length - 1 + t.features.positions.long()]).abs()

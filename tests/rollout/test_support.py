@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.data.packing import Sample
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import find_python
@@ -44,16 +43,15 @@ def trained(sampled, reference):
     """(support, kind) -> the trainer's log-probs; kind: same, or whole: over the whole vocabulary at that temperature."""
     asked = {}
     for name, trajectories in sampled.items():
-        samples = [Sample.from_trajectory(t, 0.0) for t in trajectories]
-        asked[name, "same"] = "fp32", samples, SUPPORTS[name]
-        whole = [replace(s, kept=None) for s in samples]
+        asked[name, "same"] = "fp32", trajectories, SUPPORTS[name]
+        whole = [replace(t, kept=None) for t in trajectories]
         asked[name, "whole"] = "fp32", whole, SamplingSupport(SUPPORTS[name].temperature)
     return dict(zip(asked, ask_trainer(reference, *asked.values()), strict=True))
 
 
 @pytest.mark.parametrize("name", SUPPORTS)
 def test_trainer_and_engine_agree_under_the_support(name, sampled, trained):
-    engine = [t.log_probs for t in sampled[name]]
+    engine = [t["rollout_log_probs"] for t in sampled[name]]
     ours = trained[name, "same"]
     outside = sum(int((~np.isfinite(x)).sum()) for x in ours)
     assert outside <= 1, "sampled tokens outside the trainer's set, with equal weights in fp32"
@@ -96,7 +94,7 @@ def test_a_set_of_one_token_is_greedy_at_any_temperature(rho, server):
     )
     for trajectories in sampled:
         assert [t.tokens.tolist() for t in trajectories] == [t.tokens.tolist() for t in best]
-        assert all((t.log_probs == 0).all() for t in trajectories)
+        assert all((t["rollout_log_probs"] == 0).all() for t in trajectories)
 
 
 def test_greedy_needs_no_support(server, reference):

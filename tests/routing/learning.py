@@ -15,6 +15,7 @@ from megatron_rl.routing.metrics import route_metrics
 from megatron_rl.routing.replay import LayerStats, RoutePass, RouteTable
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.trainer import Trainer
+from tests.trainer.layouts import score
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
@@ -57,7 +58,7 @@ def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, f
     lines = []
     for step in range(DRIFTING_STEPS):
         batches = trainer.pack(make_samples(seed + step, 24, 64, shape))
-        trainer.compute_log_probs(batches, "old")
+        score(trainer, batches)
         sums = []
         for number in range(UPDATES):
             sums.append(update(trainer, batches, learn=number > 0)[0])
@@ -74,10 +75,10 @@ def trained(model: str, seed: int, source: str) -> dict:
     """Four updates of one rollout batch; in `predicted` the predictors learn in all but the first."""
     trainer = make_trainer(make_config(model, LEARNING, source))
     batches = trainer.pack(make_samples(seed, 8, 64, shape_of(read_hf_config(model))))
-    trainer.compute_log_probs(batches, "old")
+    score(trainer, batches)
     sums = [update(trainer, batches, learn=number > 0)[0] for number in range(4)]
     result = {
-        "scored": [b.scored["old"].numpy().copy() for b in batches],
+        "log_probs": [b["old_log_probs"].numpy().copy() for b in batches],
         "sums": [{k: v for k, v in slots(s).items() if "predictor_loss" not in k} for s in sums],
         "weights": weights_of(trainer),
         "predictors": predictors_of(trainer),
@@ -96,7 +97,7 @@ def gradients(model: str, seed: int) -> dict:
     plant_predictors(trainer, 0.3)
     for _, router in routers(trainer.chunks):
         router.predictor.requires_grad_(True)  # as if something had forgotten that they are not the policy's
-    trainer.compute_log_probs(batches, "old")
+    score(trainer, batches)
     captured: dict = {}
     step = trainer._step
     trainer._step = lambda: (
@@ -126,7 +127,7 @@ def save_and_go_on(model: str, seed: int, folder: str) -> dict:
 
     def batch(trainer: Trainer, number: int) -> None:
         batches = trainer.pack(make_samples(seed + number, 6, 64, shape))
-        trainer.compute_log_probs(batches, "old")
+        score(trainer, batches)
         for index in range(3):
             update(trainer, batches, learn=index > 0)
 
@@ -168,7 +169,7 @@ def changed_source(model: str, folder: str) -> tuple[dict, dict, dict]:
     """A checkpoint of an R2 run: its weights, and weights and predictors of a Pr2 run that goes on from it."""
     before = make_trainer(make_config(model, LEARNING, "r2"))
     batches = before.pack(make_samples(1, 4, 64, shape_of(read_hf_config(model))))
-    before.score(batches, "old")
+    score(before, batches)
     update(before, batches)
     path = checkpoint.save(Path(folder) / "r2", 1, before, before.ranks, extra={}, keep=1)
     weights = weights_of(before)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from megatron_rl.config import Config, build_config
-from megatron_rl.data.packing import Sample
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.reduce import figures
 from megatron_rl.models.router import routers
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.replay import RoutePass, RouteTable
 from megatron_rl.routing.table import RouteShape, route_dtype
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import policy_objective
+from megatron_rl.trainer.objective import HeadOutputs, Policy, Result
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from tests.trainer import layouts
 
@@ -42,7 +43,7 @@ def random_routes(rng: np.random.Generator, shape: RouteShape, tokens: int, miss
     return routes
 
 
-def make_samples(seed: int, count: int, vocab: int, shape: RouteShape) -> list[Sample]:
+def make_samples(seed: int, count: int, vocab: int, shape: RouteShape) -> list[Sequence]:
     """The parity tests' random sequences, with random routes."""
     samples = layouts.make_samples(seed, count, vocab)
     rng = np.random.default_rng(seed)
@@ -77,17 +78,26 @@ def make_trainer(config: Config) -> Trainer:
     return build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport(0.7))
 
 
+@dataclass(frozen=True)
+class Watched(Policy):
+    """The policy's own objective, which tells the log-probs that it saw."""
+
+    seen: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of each micro-batch, by its id."""
+    per_token = False  # whole micro-batches
+
+    def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        self.seen.setdefault(id(batch), outputs.log_probs.detach().clone())
+        return super().__call__(batch, outputs)
+
+
 def update(trainer: Trainer, batches, *, learn: bool = False) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """One update by the policy's own objective; returns its sums, and the log-probs of each micro-batch at its start."""
-    seen: dict[int, torch.Tensor] = {}
-    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
-
-    def watch(batch, values):
-        seen.setdefault(id(batch), values[0].detach().clone())
-        return objective(batch, values)
-
-    sums = trainer.update(batches, watch, pointwise=False, learn_routes=learn)
-    return sums, [seen[id(batch)] for batch in batches if id(batch) in seen]
+    """One update by the policy's own objective; returns its figures and sums, and the log-probs of each micro-batch at its
+    start."""
+    objective = Watched(trainer.config)
+    done = trainer.update(batches, objective, learn_routes=learn)
+    seen = [objective.seen[id(batch)] for batch in batches if id(batch) in objective.seen]
+    return figures(done.metrics) | done.sums, seen
 
 
 def slots(sums: dict[str, float | np.ndarray]) -> dict[str, float]:
@@ -108,26 +118,26 @@ def log_probs(trainer: Trainer, batches, mine: list[int]) -> dict[tuple[int, int
     """(sample, position) -> scored log-prob, from all ranks that hold some."""
     found: dict[tuple[int, int], float] = {}
     for batch in batches:
-        if "old" in batch.scored:
+        if "old_log_probs" in batch.fields:
             for t in batch.mask.nonzero()[:, 0].tolist():
-                sample = mine[batch.samples[int(batch.sequence_ids[t])]]
-                found[sample, int(batch.position_ids[0, t])] = float(batch.scored["old"][t])
+                sample = mine[batch.samples[int(batch.segments.ids[t])]]
+                found[sample, int(batch.position_ids[0, t])] = float(batch["old_log_probs"][t])
     merged: dict[tuple[int, int], float] = {}
     for part in trainer.ranks.gather(found):
         merged |= part
     return merged
 
 
-def replay(trainer: Trainer, samples: list[Sample], source: str) -> dict:
+def replay(trainer: Trainer, samples: list[Sequence], source: str) -> dict:
     """Score and two updates. `identical`: whether the first update started from exactly the scored log-probs."""
     trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
     ranks = trainer.ranks
     mine = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
     batches = trainer.pack([samples[i] for i in mine])
-    trainer.compute_log_probs(batches, "old")
+    layouts.score(trainer, batches)
     result: dict = {"log_probs": log_probs(trainer, batches, mine)}
     first, current = update(trainer, batches)
-    scored = [b.scored["old"] for b in batches if "old" in b.scored]
+    scored = [b["old_log_probs"] for b in batches if "old_log_probs" in b.fields]
     pairs = list(zip(scored, current, [b.mask for b in batches], strict=False))
     result["identical"] = all(ranks.gather(all(torch.equal(a[m], b[m]) for a, b, m in pairs)))
     result["compared"] = sum(ranks.gather(len(pairs)))
@@ -161,7 +171,7 @@ def replayed_weights(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
     return {"logits": logits, "ids": ids, "weights": weights.detach()}
 
 
-def replays(cases: list[tuple[str, list[Sample], dict]], sources: list[str]) -> list[dict[str, dict]]:
+def replays(cases: list[tuple[str, list[Sequence], dict]], sources: list[str]) -> list[dict[str, dict]]:
     """Several (model, samples, layout) of one world size, one after the other on the same processes, all sources each."""
     results = []
     for model, samples, layout in cases:

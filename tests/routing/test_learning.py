@@ -43,7 +43,7 @@ def test_predictors_learn_a_drift_that_goes_on(found):
         assert 1 - late(learned, "agreement_unpredicted") > (1 - late(learned, "agreement")) / 0.92
         assert late(learned, "staleness") < 0.8 * late("r2", "staleness")
     # As shipped a predictor reaches no further than one update, of which 11.5 instead of 17.5 would be left.
-    left = {name: f"{late(name, 'kl') / late(name, 'drift'):.2f}" for name in ("shipped", "kl", "delta")}
+    left = {name: f"{late(name, 'kl') / late(name, 'kl_unpredicted'):.2f}" for name in ("shipped", "kl", "delta")}
     print(f"route KL as a share of what it were without predictors: {left}")
     assert late("shipped", "kl") < 0.85 * late("shipped", "kl_unpredicted")
     assert late("shipped", "agreement") > late("shipped", "agreement_unpredicted")
@@ -54,9 +54,9 @@ def test_predictors_learn_a_drift_that_goes_on(found):
 def test_with_a_zero_predictor_pr2_is_r2_bit_for_bit(found):
     """All four updates of a rollout batch recorded by zero predictors, which learn meanwhile and disturb nothing."""
     recorded, predicted = found["trained"]["r2"], found["trained"]["pr2"]
-    for ours, theirs in zip(predicted["scored"], recorded["scored"], strict=True):
+    for ours, theirs in zip(predicted["log_probs"], recorded["log_probs"], strict=True):
         assert np.array_equal(ours, theirs)
-    of_predictors = ("/drift", "/unpredicted/0", "/unpredicted/1", "/unpredicted/2", "/predictors_skipped")
+    of_predictors = ("/kl_unpredicted", "/unpredicted/0", "/unpredicted/1", "/unpredicted/2", "/predictors_skipped")
     same = [{k: v for k, v in sums.items() if not k.endswith(of_predictors)} for sums in predicted["sums"]]
     assert same == recorded["sums"]
     for sums in predicted["sums"]:  # what would have been chosen without predictors is what was chosen

@@ -76,12 +76,9 @@ def freely(model: str) -> tuple[list, list]:
 
     trainer = make_trainer(make_config(model, {}, "none"))
     batches = trainer.pack(make_samples(5, 4, 64, shape_of(read_hf_config(model))))
-    trainer.compute_log_probs(batches, "old")
-    with_pass = [b.scored["old"].tolist() for b in batches]
-    for batch in batches:
-        batch.scored.clear()
-    trainer.compute_log_probs(batches, "old", trainer.chunks)  # as the reference is scored: routers are told nothing
-    return with_pass, [b.scored["old"].tolist() for b in batches]
+    with_pass = trainer.compute_log_probs(batches)
+    without = trainer.compute_log_probs(batches, trainer.chunks)  # as the reference's: routers are told nothing
+    return tuple([of_batch.tolist() for of_batch in found] for found in (with_pass, without))
 
 
 def test_measuring_changes_no_bit(tiny_model):

@@ -153,16 +153,16 @@ def test_what_is_pushed_for_predictors_is_what_routes(model, reference):
 
 def test_the_measured_sums_are_those_of_the_tokens(samples, reference):
     """Random routes agree with a router by chance alone, recorded ones fully; every counted token is counted once."""
-    counted = sum(int(s.loss_mask.sum()) for s in samples)
+    counted = sum(int(s["loss_mask"].sum()) for s in samples)
     rollout, recorded = (reference["reference", source]["sums"] for source in ("r3", "r2"))
     for layer in range(4):
         assert recorded[0][f"routing/{layer}/deviation/0"] == counted
         assert recorded[0][f"routing/{layer}/kl"] == 0.0
         tokens = [rollout[0][f"routing/{layer}/deviation/{slot}"] for slot in range(3)]
-        have = sum(int((s.loss_mask & (s.routes[s.prompt_length - 1 :, 0, 0] != 255)).sum()) for s in samples)
+        have = sum(int((s["loss_mask"] & (s.routes[s.prompt_length - 1 :, 0, 0] != 255)).sum()) for s in samples)
         assert sum(tokens) == have < counted
         assert tokens[0] < 0.2 * have  # 1 in 28 by chance, with two of eight experts
-        cached = sum(min(9, int(s.loss_mask.sum())) for s in samples)
+        cached = sum(min(9, int(s["loss_mask"].sum())) for s in samples)
         assert recorded[0][f"routing/{layer}/cached"] == cached
     missing = sum(int((s.routes[:, 0, 0] == 255).sum()) for s in samples)
     assert reference["reference", "r3"]["without_route"] == missing > 0

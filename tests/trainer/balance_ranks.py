@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +10,12 @@ import torch
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.data.balance import plan_updates, redistribute
-from megatron_rl.data.packing import Sample
-from megatron_rl.data.trajectory import RouterFeatures, Trajectory
+from megatron_rl.data.sequence import FIELDS, Field, RouterFeatures
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.plan import share_of
 from megatron_rl.launch.run import Run
-from megatron_rl.train import advantages
+from megatron_rl.train import add_advantages
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import policy_objective
 from tests.trainer import layouts
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
@@ -38,8 +36,10 @@ def make_trajectories(seed: int, prompts: int, samples: int, vocab: int) -> list
                 group_id=number // samples,
                 tokens=rng.integers(4, vocab, prompt + response).astype(np.int32),
                 prompt_length=prompt,
-                log_probs=rng.normal(-3, 1, response).astype(np.float32),
-                loss_mask=rng.random(response) < 0.9,
+                fields={
+                    "rollout_log_probs": rng.normal(-3, 1, response).astype(np.float32),
+                    "loss_mask": rng.random(response) < 0.9,
+                },
                 reward=float(rng.integers(0, 5)),
                 routes=np.full((prompt + response - 1, 2, 2), number, np.uint8),
                 features=RouterFeatures(torch.tensor([0]), torch.full((1, 2, 3), number), torch.zeros(1, 2, 8)),
@@ -49,31 +49,39 @@ def make_trajectories(seed: int, prompts: int, samples: int, vocab: int) -> list
     return found
 
 
-def share_with_advantages(ranks: parallel.Ranks, trajectories: list[Trajectory], config) -> list[Sample]:
+def share_with_advantages(ranks: parallel.Ranks, trajectories: list[Trajectory], config) -> list[Trajectory]:
     """As `train` has them after a collection: on leaders alone."""
     share = share_of(len(trajectories), ranks.data_rank, ranks.data_size)
     mine = [trajectories[i] for i in share] if ranks.is_leader else []
-    found = advantages(config, SimpleNamespace(ranks=ranks), mine)
-    assert isinstance(found, torch.Tensor) and len(found) == len(mine)
-    return [Sample.from_trajectory(t, a) for t, a in zip(mine, found, strict=True)]
+    add_advantages(config, SimpleNamespace(ranks=ranks), mine)
+    return mine
 
 
 def exchanges(trajectories: list[Trajectory], tensor: int, config) -> list[list[tuple]]:
-    """What this rank trains on, by update: (number, advantage, tokens, digest of all that travels)."""
+    """What this rank trains on, by update: (number, advantage, tokens, digest of what travels besides fields)."""
     ranks = parallel.initialize(ParallelConfig(tensor=tensor), 0)
+    FIELDS["number"] = Field(np.int32)  # one that nobody here knows of
+    for number, trajectory in enumerate(trajectories):
+        trajectory["number"] = number
     updates = redistribute(share_with_advantages(ranks, trajectories, config), UPDATES, ranks)
     found = [
         [
-            (int(s.routes[0, 0, 0]), s.advantage, s.inputs, int(s.features.hidden[0, 0, 0]), int(s.kept[0][0]))
+            (
+                int(s.routes[0, 0, 0]),
+                float(s["advantages"][0]),
+                s.inputs,
+                int(s.features.hidden[0, 0, 0]),
+                int(s.kept[0][0]),
+            )
             for s in one
         ]
         for one in updates
     ]
-    assert all(
-        len(s.routes) == s.inputs == len(trajectories[int(s.routes[0, 0, 0])].tokens) - 1
-        for one in updates
-        for s in one
-    )
+    for s in (s for one in updates for s in one):
+        sampled = trajectories[int(s.routes[0, 0, 0])]
+        assert len(s.routes) == s.inputs == len(sampled.tokens) - 1
+        assert (s["advantages"] == s["advantages"][0]).all() and s.fields.keys() == {*sampled.fields, "advantages"}
+        assert all(np.array_equal(s[name], values) for name, values in sampled.fields.items() if name != "advantages")
     ranks.barrier()
     return found
 
@@ -100,12 +108,10 @@ def trains(model: str, trajectories: list[Trajectory], overrides: dict) -> dict[
         packed = [trainer.pack(one) for one in updates]
         tokens = []
         for batches in packed:
-            trainer.compute_log_probs(batches, "old")
-            tokens.append(ranks.gather(sum(int((b.sequence_ids >= 0).sum()) for b in batches)))
+            layouts.score(trainer, batches)
+            tokens.append(ranks.gather(sum(int((b.segments.ids >= 0).sum()) for b in batches)))
         for batches in packed:
-            objective = partial(policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum)
-            metrics = trainer.update(batches, objective, pointwise=True)
-            assert metrics["update/grad_norm"] > 0
+            assert layouts.update(trainer, batches)["update/grad_norm"] > 0
         weights[how] = {
             "tokens": tokens,
             "weights": {name: t.float().numpy().copy() for name, t in trainer.export_weights()},

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config, RefreshConfig, build_config
-from megatron_rl.data.packing import Sample
-from megatron_rl.metrics.mismatch_metrics import panel_metrics
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
+from megatron_rl.metrics.reduce import figures, over_ranks
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.sync.refresh import measure
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.objective import is_pointwise, log_probs_before, policy_objective
+from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from megatron_rl.vp2o.transform import vp2o_metrics
 
@@ -28,7 +28,7 @@ TEMPERATURE = 0.7
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-def make_samples(seed: int, count: int, vocab: int, *, kept: bool = False) -> list[Sample]:
+def make_samples(seed: int, count: int, vocab: int, *, kept: bool = False) -> list[Sequence]:
     """Random sequences of 4..40 tokens with random masks, rollout log-probs and advantages.
 
     kept: they were sampled from small random sets of tokens.
@@ -40,14 +40,16 @@ def make_samples(seed: int, count: int, vocab: int, *, kept: bool = False) -> li
     for _ in range(count):
         prompt, response = int(rng.integers(1, 15)), int(rng.integers(3, 26))
         samples.append(
-            Sample(
+            Sequence(
                 tokens=rng.integers(4, vocab, prompt + response).astype(np.int32),
                 prompt_length=prompt,
-                loss_mask=rng.random(response) < 0.9,
-                rollout_log_probs=rng.normal(-3, 1, response).astype(np.float32),
-                advantage=float(rng.normal()),
+                fields={
+                    "loss_mask": rng.random(response) < 0.9,
+                    "rollout_log_probs": rng.normal(-3, 1, response).astype(np.float32),
+                },
             )
         )
+        samples[-1]["advantages"] = float(rng.normal())
         if kept:
             chosen = samples[-1].tokens[prompt:]
             samples[-1].kept = [np.union1d(rng.choice(vocab, 8), token).astype(np.int32) for token in chosen]
@@ -74,6 +76,17 @@ def make_trainer(config: Config) -> Trainer:
     return build_trainer(config, ranks, total_updates=config.steps, support=support)
 
 
+def score(trainer: Trainer, batches: list[Batch]) -> None:
+    """What several updates of a rollout batch start from."""
+    trainer.compute_fields(batches, Policy(trainer.config).needs | {"old_log_probs"})
+
+
+def update(trainer: Trainer, batches: list[Batch], **options) -> dict[str, float]:
+    """By the policy's own objective -> the update's figures, and the sums of routers and VP2O."""
+    done = trainer.update(batches, Policy(trainer.config), **options)
+    return figures(done.metrics) | done.sums
+
+
 def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
     """Every gradient as a whole Hugging Face tensor: gradients put in the weights' place and exported like them."""
     weights = {id(p): p.data.clone() for chunk in trainer.chunks for p in chunk.parameters()}
@@ -87,8 +100,8 @@ def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
     return grads
 
 
-def run_layout(config: Config, samples: list[Sample], updates: int = 2, *, whole: bool = True) -> dict:
-    """Score, then `updates` updates; returns scored log-probs, loss and gradients of the first, and the last weights.
+def run_layout(config: Config, samples: list[Sequence], updates: int = 2, *, whole: bool = True) -> dict:
+    """Score, then `updates` updates; returns log-probs before, loss and gradients of the first, and the last weights.
 
     whole: gradients are reduced whole on every rank, where the distributed optimizer would keep a shard of them on each;
     else none are returned.
@@ -106,16 +119,16 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2, *, whole
     result: dict = {"micro_batches": 0}
     for update in range(updates):
         batches = trainer.pack(mine)
-        name = log_probs_before(config) or "seen"
-        trainer.compute_log_probs(batches, name)
+        score(trainer, batches)
+        objective = Policy(config)
         if update == 0:
-            result["scored"] = gather_scored(trainer, batches, mine_index, name)
+            result["log_probs"] = gather_log_probs(trainer, batches, mine_index)
+            result["tokens"] = trainer.totals(batches).tokens
             for batch in batches:  # make ratios differ from 1, the same in every layout
-                if "old" in batch.scored:
-                    old = batch.scored["old"]
-                    batch.scored["old"] = torch.where(old.isfinite(), old + 0.5 * torch.sin(7.0 * old), old)
-        scale = trainer.scale(batches)
-        objective = partial(policy_objective, config, scale, all_reduce=trainer.context_sum)
+                old = batch.fields.get("old_log_probs")
+                if old is not None and objective.ratio_from_old:
+                    moved = old + 0.5 * torch.sin(7.0 * old)
+                    batch.fields["old_log_probs"] = torch.where(old.isfinite(), moved, old)
         captured: dict = {}
         step = trainer._step
         if update == 0 and whole:
@@ -123,14 +136,13 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2, *, whole
                 captured.update(grads=whole_gradients(trainer)),
                 step(),
             )[1]
-        metrics = trainer.update(batches, objective, pointwise=is_pointwise(config))
+        done = trainer.update(batches, objective)
         trainer._step = step
         if update == 0:
-            result |= {"metrics": metrics, "grads": captured.get("grads"), "micro_batches": len(batches)}
-            task = SimpleNamespace(weights={"correct": 1.0})
-            run = SimpleNamespace(trainer=trainer, ranks=ranks, config=config, task=task)
-            result["panel"] = panel_metrics(run, [batches])
-            result["vp2o"] = vp2o_metrics([metrics])
+            result |= {"metrics": figures(done.metrics), "grads": captured.get("grads"), "micro_batches": len(batches)}
+            mismatch = mismatch_metrics(config, [batches], [done], {"correct": 1.0})
+            result["mismatch"] = figures(over_ranks(ranks, [mismatch] if trainer.reports else []))
+            result["vp2o"] = vp2o_metrics([done.sums])
             if config.vp2o.enabled:  # the drift, over all tokens: each layout would have others of them
                 drift = measure(trainer, mine, RefreshConfig(when="drift", tokens=1 << 20))
                 result["vp2o"] |= {"kl": drift.kl, "ess": drift.ess}
@@ -141,22 +153,23 @@ def run_layout(config: Config, samples: list[Sample], updates: int = 2, *, whole
     return result
 
 
-def gather_scored(trainer: Trainer, batches, mine_index: list[int], name: str) -> dict[tuple[int, int], float]:
-    """(sample, label position) -> log-prob, from all ranks that hold some."""
+def gather_log_probs(trainer: Trainer, batches: list[Batch], mine_index: list[int]) -> dict[tuple[int, int], float]:
+    """(sample, label position) -> old log-prob, from all ranks that hold some."""
     mine: dict[tuple[int, int], float] = {}
     for batch in batches:
-        if name not in batch.scored:
+        old = batch.fields.get("old_log_probs")
+        if old is None:
             continue
         for t in batch.mask.nonzero()[:, 0].tolist():
-            sample = mine_index[batch.samples[int(batch.sequence_ids[t])]]
-            mine[sample, int(batch.position_ids[0, t])] = float(batch.scored[name][t])
+            sample = mine_index[batch.samples[int(batch.segments.ids[t])]]
+            mine[sample, int(batch.position_ids[0, t])] = float(old[t])
     merged: dict[tuple[int, int], float] = {}
     for part in trainer.ranks.gather(mine):
         merged |= part
     return merged
 
 
-def run_layouts(model: str, samples: list[Sample], layouts: list[dict]) -> list[dict]:
+def run_layouts(model: str, samples: list[Sequence], layouts: list[dict]) -> list[dict]:
     """Several layouts of the same world size, one after the other on the same processes."""
     found = []
     for overrides in layouts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
 
 import numpy as np
 import torch
@@ -12,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from trainer.layouts import make_config, make_trainer
 
-from megatron_rl.data.packing import Sample
-from megatron_rl.trainer.objective import is_pointwise, policy_objective
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
@@ -50,19 +49,15 @@ def parameter_figures(trainer: Trainer) -> dict[str, int]:
     }
 
 
-def one_batch(vocab: int) -> list[Sample]:
+def one_batch(vocab: int) -> list[Sequence]:
     rng = np.random.default_rng(0)
-    response = LENGTH + 1 - PROMPT
-    return [
-        Sample(
-            rng.integers(4, vocab, LENGTH + 1).astype(np.int32),
-            PROMPT,
-            np.ones(response, bool),
-            np.full(response, -3.0, np.float32),
-            float(rng.normal()),
-        )
-        for _ in range(SEQUENCES)
-    ]
+    samples = []
+    for _ in range(SEQUENCES):
+        tokens = rng.integers(4, vocab, LENGTH + 1).tolist()
+        sample = Sequence.demonstration(tokens[:PROMPT], tokens[PROMPT:])
+        sample["rollout_log_probs"], sample["advantages"] = -3.0, float(rng.normal())
+        samples.append(sample)
+    return samples
 
 
 class Kept:
@@ -116,11 +111,11 @@ def forward_and_backward(trainer: Trainer) -> dict[str, int]:
 
     batches = trainer.pack(one_batch(trainer.model.hf_config.vocab_size))
     assert len(batches) == 1 and batches[0].tokens.shape[1] * trainer.config.parallel.context == TOKENS
-    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
-    options = {"with_entropy": True, "pointwise": is_pointwise(trainer.config), "pruned": True}
+    objective = Policy(trainer.config).for_update(batches, trainer.totals(batches), trainer._total_of)
 
     def run() -> None:
-        trainer._run(trainer.ddp, batches, trainer._passes(batches, "update"), objective, forward_only=False, **options)
+        passes = trainer._passes(batches, "update")
+        trainer._run(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False)
 
     own = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
     own += [b.grad_data for ddp in trainer.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from layouts import make_config, make_trainer
 
-from megatron_rl.data.packing import Sample
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer import trainer as trainer_module
-from megatron_rl.trainer.objective import is_pointwise, log_probs_before, policy_objective
+from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
 from megatron_rl.trainer.trainer import Trainer
 
@@ -21,14 +21,12 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isor
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 
-def one_update(trainer: Trainer, samples: list[Sample]) -> None:
-    ranks, config = trainer.ranks, trainer.config
+def one_update(trainer: Trainer, samples: list[Sequence]) -> None:
+    ranks = trainer.ranks
     batches = trainer.pack(samples[ranks.data_rank :: ranks.data_size])
-    if name := log_probs_before(config):
-        trainer.compute_log_probs(batches, name)
-    trainer.compute_reference_log_probs(batches)
-    objective = partial(policy_objective, config, trainer.scale(batches), all_reduce=trainer.context_sum)
-    trainer.update(batches, objective, pointwise=is_pointwise(config), learn_routes=trainer.predictors is not None)
+    objective = Policy(trainer.config)
+    trainer.compute_fields(batches, objective.needs)
+    trainer.update(batches, objective, learn_routes=trainer.predictors is not None)
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -51,7 +49,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def train(
-    model: str, samples: list[Sample], overrides: dict, folder: str | None, bucket_size: int | None, updates: int = 2
+    model: str, samples: list[Sequence], overrides: dict, folder: str | None, bucket_size: int | None, updates: int = 2
 ) -> dict:
     """Updates; folder: through a checkpoint, and into another trainer, after the first."""
     trainer_module.wrap_ddp = partial(wrap_ddp, bucket_size=bucket_size)
@@ -76,7 +74,7 @@ def train(
     return {"state": result, **facts}
 
 
-def train_all(model: str, samples: list[Sample], runs: list[tuple]) -> list[dict]:
+def train_all(model: str, samples: list[Sequence], runs: list[tuple]) -> list[dict]:
     return [train(model, samples, *run) for run in runs]
 
 
@@ -111,7 +109,7 @@ def places(trainer: Trainer) -> list[tuple[int, int]]:
     return found
 
 
-def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[str, Any]:
+def sleep_between(model: str, samples: list[Sequence], overrides: dict) -> dict[str, Any]:
     """Two updates without a sleep, and two with one between them."""
     config = make_config(model, overrides)
     trainer = make_trainer(config)
@@ -130,7 +128,7 @@ def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[st
     old |= {t.untyped_storage()._cdata: t.untyped_storage() for t in before.values()}
     trainer.sleep()
     sizes["asleep"], refused = new_bytes(old), []
-    for verb in (trainer.export_weights, lambda: trainer.compute_log_probs(trainer.pack(samples), "x")):
+    for verb in (trainer.export_weights, lambda: trainer.compute_log_probs(trainer.pack(samples))):
         try:
             verb()
         except RuntimeError as error:
@@ -173,5 +171,5 @@ def sleep_between(model: str, samples: list[Sample], overrides: dict) -> dict[st
     return result
 
 
-def sleep_all(model: str, samples: list[Sample], overrides: list[dict]) -> list[dict]:
+def sleep_all(model: str, samples: list[Sequence], overrides: list[dict]) -> list[dict]:
     return [sleep_between(model, samples, one) for one in overrides]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,36 +10,38 @@ import torch
 from ranks import run_ranks
 
 from megatron_rl.errors import UserError
+from megatron_rl.metrics.reduce import figures
 from megatron_rl.routing.metrics import engine_agreement
 from megatron_rl.trainer.agreement import CLOSE, check_agreement
 
 
 def update_from_engines(model: str, floors: list[float | None], seed: int) -> list[dict]:
     """One update each from what several engines say of the same samples: (error or None, whether weights moved)."""
-    from trainer.layouts import make_config, make_samples, make_trainer
+    from trainer.layouts import make_config, make_samples, make_trainer, score
 
-    from megatron_rl.trainer.objective import policy_objective
+    from megatron_rl.trainer.objective import Policy
 
-    config = make_config(model, {"routing": {"source": "r3"}, "precision": {"train": "bf16"}})
+    one_update = {"batch": {"updates_per_step": 1}}
+    config = make_config(model, {"routing": {"source": "r3"}, "precision": {"train": "bf16"}, **one_update})
     trainer = make_trainer(config)
     samples = make_samples(seed, 8, trainer.model.hf_config.vocab_size)
     shape = trainer.layout.routes
     batches = trainer.pack(samples)
-    trainer.compute_log_probs(batches, "old")
+    score(trainer, batches)
     healthy: list = [None] * len(samples)
     for batch in batches:
         recorded = torch.stack([batch.routes.recorded[layer] for layer in shape.moe_layers], 1).numpy()
         for row, index in enumerate(batch.samples):
             start = int(batch.cu_seqlens[row])
             count = samples[index].inputs
-            old = batch.scored["old"][start : start + count].float().numpy()
+            old = batch["old_log_probs"][start : start + count].float().numpy()
             healthy[index] = recorded[start : start + count], old
 
     def said_by(engine: str) -> list:
         said = []
         for sample, (routes, old) in zip(samples, healthy, strict=True):
             log_probs = old[sample.prompt_length - 1 :].copy()
-            log_probs[~np.asarray(sample.loss_mask)] = 0.0
+            log_probs[~sample["loss_mask"]] = 0.0
             if engine == "stale rows":  # of the tokens that had these places in the capture buffer before
                 routes = np.roll(routes[::-1], 1, 0)
             if engine == "one layer's rows":
@@ -50,7 +51,8 @@ def update_from_engines(model: str, floors: list[float | None], seed: int) -> li
                 log_probs = np.random.default_rng(seed).normal(-3, 2, len(log_probs)).astype(np.float32)
             if engine == "rounding":
                 log_probs = log_probs + np.random.default_rng(seed).normal(0, 0.05, len(log_probs)).astype(np.float32)
-            said.append(replace(sample, routes=np.ascontiguousarray(routes), rollout_log_probs=log_probs))
+            fields = {**sample.fields, "rollout_log_probs": log_probs}
+            said.append(replace(sample, routes=np.ascontiguousarray(routes), fields=fields))
         return said
 
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
@@ -60,14 +62,13 @@ def update_from_engines(model: str, floors: list[float | None], seed: int) -> li
         trainer.config = replace(config, rollout=replace(config.rollout, agreement_floor=floor))
         for engine in ("rounding", "stale rows", "one layer's rows", "log-probs of nothing"):
             packed = trainer.pack(said_by(engine))
-            objective = partial(policy_objective, config, trainer.scale(packed), all_reduce=trainer.context_sum)
-            error, sums = "", {}
+            error, done = "", None
             try:
-                sums = trainer.update(packed, objective, pointwise=True)
+                done = trainer.update(packed, Policy(config))
             except UserError as raised:
                 error = str(raised)
-            shares = {layer: share for layer, (share, _) in engine_agreement(sums).items()}
-            close = sums[CLOSE] / sums["tokens"] if sums else None
+            shares = {layer: share for layer, (share, _) in engine_agreement(done.sums).items()} if done else {}
+            close = figures(done.metrics)[CLOSE] if done else None
             moved = not all(map(torch.equal, parameters, first))
             for parameter, before in zip(parameters, first, strict=True):
                 parameter.data.copy_(before)
@@ -103,26 +104,35 @@ def test_garbage_stops_the_run_before_an_update(tiny_model):
     assert loose["log-probs of nothing"]["close"] < 0.4
 
 
-def sums(close: float, counts: dict[int, list[int]], tokens: int = 100) -> dict[str, float]:
-    found = {"tokens": tokens, CLOSE: close * tokens}
-    return found | {f"routing/{layer}/engine/{j}": n for layer, of in counts.items() for j, n in enumerate(of)}
+def routes(counts: dict[int, list[int]]) -> dict[str, float]:
+    return {f"routing/{layer}/engine/{j}": n for layer, of in counts.items() for j, n in enumerate(of)}
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("metrics", "sums", "tokens", "message"),
     [
-        (sums(0.99, {1: [90, 10, 0], 3: [10, 40, 50]}), r"only 30% of the experts that SGLang reports in layer 3"),
-        (sums(0.31, {1: [90, 10, 0]}), "only 31% of the tokens have log-probs within a factor of two"),
-        (sums(0.99, {1: [90, 10, 0]}), None),
-        (sums(0.99, {1: [0, 0, 31], 2: [0, 0, 0]}), None),  # too few tokens with a route; a layer of none
-        (sums(0.0, {}, tokens=31), None),
-        ({"tokens": 1000}, None),  # demonstrations
+        (
+            {CLOSE: 0.99},
+            routes({1: [90, 10, 0], 3: [10, 40, 50]}),
+            100,
+            r"only 30% of the experts that SGLang reports in layer 3",
+        ),
+        ({CLOSE: 0.31}, routes({1: [90, 10, 0]}), 100, "only 31% of the tokens have log-probs within a factor of two"),
+        ({CLOSE: 0.99}, routes({1: [90, 10, 0]}), 100, None),
+        (
+            {CLOSE: 0.99},
+            routes({1: [0, 0, 31], 2: [0, 0, 0]}),
+            100,
+            None,
+        ),  # too few tokens with a route; a layer of none
+        ({CLOSE: 0.0}, {}, 31, None),
+        ({}, {}, 1000, None),  # demonstrations
     ],
 )
-def test_the_floor(found, message):
+def test_the_floor(metrics, sums, tokens, message):
     if message:
         with pytest.raises(UserError, match=message):
-            check_agreement(found, 0.5)
+            check_agreement(metrics, sums, tokens, 0.5)
     else:
-        check_agreement(found, 0.5)
-    check_agreement(found, None)
+        check_agreement(metrics, sums, tokens, 0.5)
+    check_agreement(metrics, sums, tokens, None)

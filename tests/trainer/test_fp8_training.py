@@ -133,7 +133,7 @@ def test_checkpoints_and_exports_are_those_of_bf16(looked_at):
 
 
 def log_probs(result: dict) -> np.ndarray:
-    return np.array([result["scored"][key] for key in sorted(result["scored"])])
+    return np.array([result["log_probs"][key] for key in sorted(result["log_probs"])])
 
 
 def distance(a: dict, b: dict) -> float:

@@ -3,47 +3,60 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithms.losses import POLICY_LOSSES, LossInputs, LossTerms, PolicyLoss
 from megatron_rl.config import build_config
-from megatron_rl.data.packing import Layout, Sample, pack
-from megatron_rl.trainer.objective import Scale, importance_weights, is_pointwise, log_probs_before, policy_objective
-
-
-def alone(tensor):
-    return tensor
+from megatron_rl.data.packing import Batch, Layout, pack
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.trainer.objective import SFT, HeadOutputs, LogProbs, Policy, Result, Totals
 
 
 def draw(seed: int, sizes=((2, 5), (3, 7), (1, 4), (2, 6))):
     """A packed batch, the current policy's log-probs as a leaf, and the old policy's."""
     rng = np.random.default_rng(seed)
-    samples = [
-        Sample(
-            rng.integers(1, 50, p + r).astype(np.int32),
-            p,
-            np.r_[rng.random(r - 1) < 0.8, True],
-            rng.normal(-2, 0.5, r).astype(np.float32),
-            float(rng.normal()),
-        )
-        for p, r in sizes
-    ]
+    samples = []
+    for p, r in sizes:
+        sample = Sequence(tokens=rng.integers(1, 50, p + r).astype(np.int32), prompt_length=p)
+        sample["loss_mask"] = np.r_[rng.random(r - 1) < 0.8, True]
+        sample["rollout_log_probs"] = rng.normal(-2, 0.5, r)
+        sample["advantages"] = float(rng.normal())
+        samples.append(sample)
     batch = pack(samples, list(range(len(samples))), Layout())
-    old = batch.rollout_log_probs + torch.tensor(rng.normal(0, 0.4, len(batch.mask)), dtype=torch.float32)
+    old = batch["rollout_log_probs"] + torch.tensor(rng.normal(0, 0.4, len(batch.mask)), dtype=torch.float32)
     current = (old + torch.tensor(rng.normal(0, 0.2, len(batch.mask)), dtype=torch.float32)).requires_grad_()
     return batch, current, old
 
 
-def objective(config, batch, log_probs, old=None, weight=1.0):
-    """(loss, gradient of the log-probs)"""
-    batch.scored = {} if old is None else {"old": old}
-    values = torch.stack([log_probs, torch.zeros_like(log_probs), torch.ones_like(log_probs)])
-    scale = Scale(int(batch.mask.sum()), batch.num_sequences, weight)
-    loss, _ = policy_objective(config, scale, batch, values, alone)
-    (grad,) = torch.autograd.grad(loss, log_probs)
-    return float(loss.detach()), grad
+def same_sequence(batch: Batch, token: int) -> torch.Tensor:
+    """[T] bool: the counted labels of a token's sequence."""
+    return batch.mask & (batch.segments.ids == batch.segments.ids[token])
+
+
+def apply(config, batch, log_probs, old=None, *, weight=1.0, reference=None, entropy=None) -> Result:
+    """What the policy's objective makes of a batch with these fields, in an update of this one alone."""
+    for name, values in (("old_log_probs", old), ("reference_log_probs", reference)):
+        batch.fields.pop(name, None)
+        if values is not None:
+            batch.fields[name] = values
+    objective = Policy(config, Totals(int(batch.mask.sum()), batch.segments.count), weight)
+    entropy = torch.zeros_like(log_probs) if entropy is None else entropy
+    return objective(batch, HeadOutputs(log_probs, entropy, torch.ones_like(log_probs)))
+
+
+def gradient(config, batch, log_probs, old=None, weight=1.0) -> torch.Tensor:
+    """Of the loss by the log-probs."""
+    (grad,) = torch.autograd.grad(apply(config, batch, log_probs, old, weight=weight).loss, log_probs)
+    return grad
+
+
+def sums(result: Result) -> dict[str, torch.Tensor]:
+    """Of the metrics, which are means over tokens."""
+    return {name: metric.parts[0] for name, metric in result.metrics.items()}
 
 
 def config_of(correction=None, updates=1, **algorithm):
@@ -58,60 +71,65 @@ def test_on_policy_the_gradient_is_minus_weight_times_advantage(loss, level):
     batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
     correction = {"mode": "truncate", "level": level, "high": 1.3, "veto": 0.4}
     config = config_of(correction, loss=loss)
-    assert is_pointwise(config) is False and log_probs_before(config) is None
-    _, grad = objective(config, batch, current)
-    d = (current.detach() - batch.rollout_log_probs).double()
+    assert not Policy(config).per_token and not Policy(config).needs
+    grad = gradient(config, batch, current)
+    d = (current.detach() - batch["rollout_log_probs"]).double()
     for t in range(len(d)):
         if not batch.mask[t]:
             assert grad[t] == 0
             continue
-        own = batch.mask & (batch.sequence_ids == batch.sequence_ids[t])
+        own = same_sequence(batch, t)
         log_ratio = {"token": d[t], "sequence": d[own].sum(), "geometric": d[own].mean()}[level]
         weight = 0.0 if (d[own].exp() < 0.4).any() else min(math.exp(log_ratio), 1.3)
-        assert float(grad[t]) == pytest.approx(-weight * float(batch.advantages[t]), rel=1e-5, abs=1e-7)
+        assert float(grad[t]) == pytest.approx(-weight * float(batch["advantages"][t]), rel=1e-5, abs=1e-7)
 
 
 def test_decoupled_and_bypass_are_two_ratios_and_one():
     """Decoupled: old / engine as a weight, current / old in the clip. Bypass: current / engine in the clip."""
     batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
     wide = {"clip_low": 0.99, "clip_high": 1e6}  # nothing is clipped: both are the whole ratio then
-    _, decoupled = objective(config_of({"mode": "clip", "high": 1e6}, 2, **wide), batch, current, old)
-    _, bypass = objective(config_of({"bypass": True}, 2, **wide), batch, current)
+    decoupled = gradient(config_of({"mode": "clip", "high": 1e6}, 2, **wide), batch, current, old)
+    bypass = gradient(config_of({"bypass": True}, 2, **wide), batch, current)
     torch.testing.assert_close(decoupled, bypass, rtol=1e-4, atol=1e-6)
-    ratio = torch.exp(current.detach() - batch.rollout_log_probs)
-    expected = torch.where(batch.mask, -ratio * batch.advantages, 0.0)
+    ratio = torch.exp(current.detach() - batch["rollout_log_probs"])
+    expected = torch.where(batch.mask, -ratio * batch["advantages"], 0.0)
     torch.testing.assert_close(bypass, expected, rtol=1e-4, atol=1e-6)
     # With a clip they differ: it acts on drift alone, or on mismatch and drift.
-    _, decoupled = objective(config_of({"mode": "clip", "high": 1e6}, 2), batch, current, old)
-    _, bypass = objective(config_of({"bypass": True}, 2), batch, current)
+    decoupled = gradient(config_of({"mode": "clip", "high": 1e6}, 2), batch, current, old)
+    bypass = gradient(config_of({"bypass": True}, 2), batch, current)
     assert (decoupled - bypass).abs().max() > 1e-3
-    assert log_probs_before(config_of({"bypass": True}, 2)) is None and log_probs_before(config_of({}, 2)) == "old"
 
 
-def test_normalised_weights_have_mean_one_over_the_update():
+def test_normalized_weights_have_mean_one_over_the_update():
     batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
     config = config_of({"mode": "truncate", "high": 1.2, "normalize": True}, loss="reinforce")
-    assert log_probs_before(config) == "normalizer"
+    assert Policy(config).needs == {"old_log_probs"} and not Policy(config).ratio_from_old
     old = current.detach().clone()
-    weights = importance_weights(config, batch, old, alone).weights
-    mean = float(weights.sum()) / int(batch.mask.sum())
-    _, plain = objective(config, batch, current, old)
-    _, grad = objective(config, batch, current, old, weight=mean)
+    mean = float(Policy(config).weights(batch, old).weights.sum()) / int(batch.mask.sum())
+    batch.fields["old_log_probs"] = old
+    totals, added = Totals(int(batch.mask.sum()), batch.segments.count), []
+    ready = Policy(config).for_update([batch], totals, lambda value: added.append(value) or value)
+    assert (ready.totals, ready.mean_weight, len(added)) == (totals, pytest.approx(mean, rel=1e-12), 1)
+    other_stage, _, _ = draw(0)  # of a stage without the head: it adds nothing, and learns the sum
+    elsewhere = Policy(config).for_update([other_stage], totals, lambda value: value + added[0])
+    assert elsewhere.mean_weight == ready.mean_weight
+    plain = gradient(config, batch, current, old)
+    grad = gradient(config, batch, current, old, weight=mean)
     torch.testing.assert_close(grad, plain / mean)
-    counted = batch.mask & (batch.advantages != 0)
-    assert float((grad / -batch.advantages)[counted].mean()) == pytest.approx(1.0, rel=1e-5)
+    counted = batch.mask & (batch["advantages"] != 0)
+    assert float((grad / -batch["advantages"])[counted].mean()) == pytest.approx(1.0, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("loss", "bypass"), [("ppo", False), ("ppo", True), ("reinforce", False), ("gspo", False), ("gspo", True)]
-)
-@pytest.mark.parametrize("where", ["now", "then"])
+CASES = [(loss, bypass, "now") for loss in POLICY_LOSSES for bypass in (False, True)]
+CASES += [(loss, False, "then") for loss in POLICY_LOSSES]  # with bypass there is no then
+
+
+@pytest.mark.parametrize(("loss", "bypass", "where"), CASES)
 def test_a_token_outside_the_safe_set_has_ratio_zero(loss, where, bypass):
     batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
     config = config_of({"bypass": bypass}, 2, loss=loss, kl={"coefficient": 0.1}, entropy_coefficient=0.01)
-    reference = current.detach() - 0.1
     token = int(batch.mask.nonzero()[3])
-    whole = batch.mask & (batch.sequence_ids == batch.sequence_ids[token])
+    whole = same_sequence(batch, token)
     pruned = current.detach().clone()
     if where == "now":
         pruned[token] = -torch.inf
@@ -119,15 +137,14 @@ def test_a_token_outside_the_safe_set_has_ratio_zero(loss, where, bypass):
         old = old.clone()
         old[token] = -torch.inf
     pruned.requires_grad_()
-    batch.scored = {"old": old, "reference": reference}
-    values = torch.stack([pruned, torch.ones_like(pruned), torch.ones_like(pruned)])
-    loss_sum, sums = policy_objective(config, Scale(int(batch.mask.sum()), 4), batch, values, alone)
-    (grad,) = torch.autograd.grad(loss_sum, pruned)
-    assert torch.isfinite(loss_sum) and torch.isfinite(grad).all()
-    assert all(torch.isfinite(value) for value in sums.values())
-    assert grad[token] == 0 and batch.corrected.weights[token] == 0
+    entropy = torch.ones_like(pruned)
+    result = apply(config, batch, pruned, old, reference=current.detach() - 0.1, entropy=entropy)
+    (grad,) = torch.autograd.grad(result.loss, pruned)
+    assert torch.isfinite(result.loss) and torch.isfinite(grad).all()
+    assert all(torch.isfinite(value) for value in sums(result).values())
+    assert grad[token] == 0 and result.tokens["weights"][token] == 0
     gone = whole if loss == "gspo" else torch.arange(len(grad)) == token  # GSPO's ratio is the sequence's
-    assert ((batch.corrected.weights == 0) == (gone | ~batch.mask)).all()
+    assert ((result.tokens["weights"] == 0) == (gone | ~batch.mask)).all()
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask", "clip"])
@@ -136,25 +153,24 @@ def test_a_ratio_of_zero_is_zero_in_every_mode(mode):
     pruned = current.detach().clone()
     token = int(batch.mask.nonzero()[2])
     pruned[token] = -torch.inf
-    whole = batch.mask & (batch.sequence_ids == batch.sequence_ids[token])
+    whole = same_sequence(batch, token)
     for level in ("token", "sequence", "geometric"):
         correction = {"mode": mode, "level": level, "high": 1e9} | ({} if mode == "truncate" else {"low": 1e-9})
-        objective(config_of(correction), batch, pruned.clone().requires_grad_())
+        found = apply(config_of(correction), batch, pruned.clone()).tokens["weights"]
         gone = torch.arange(len(pruned)) == token if level == "token" else whole
-        assert ((batch.corrected.weights == 0) == (gone | ~batch.mask)).all()
+        assert ((found == 0) == (gone | ~batch.mask)).all()
 
 
 def test_drift_out_of_the_safe_set_is_no_mismatch():
     """The veto compares old and engine; what the current policy has pruned since loses its term, not its response."""
     batch, current, old = draw(4)
-    old = batch.rollout_log_probs.clone()
+    old = batch["rollout_log_probs"].clone()
     token = int(batch.mask.nonzero()[1])
     pruned = current.detach().clone()
     pruned[token] = -torch.inf
-    config = config_of({"veto": 1e-4}, 2)
-    objective(config, batch, pruned.requires_grad_(), old)
-    assert not batch.corrected.vetoed.any()
-    assert ((batch.corrected.weights == 0) == (~batch.mask | (torch.arange(len(old)) == token))).all()
+    found = apply(config_of({"veto": 1e-4}, 2), batch, pruned, old).tokens
+    assert not found["vetoed"].any()
+    assert ((found["weights"] == 0) == (~batch.mask | (torch.arange(len(old)) == token))).all()
 
 
 @pytest.mark.parametrize(
@@ -165,17 +181,94 @@ def test_what_is_dropped_has_no_kl_and_no_entropy_either(correction):
     batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
     token = int(batch.mask.nonzero()[2])
     with torch.no_grad():
-        current[token] = batch.rollout_log_probs[token] - 14
-    gone = torch.arange(len(current)) == token
-    if "veto" in correction:
-        gone = batch.mask & (batch.sequence_ids == batch.sequence_ids[token])
-    batch.scored = {"reference": batch.rollout_log_probs.clone()}
+        current[token] = batch["rollout_log_probs"][token] - 14
+    gone = same_sequence(batch, token) if "veto" in correction else torch.arange(len(current)) == token
     entropy = torch.ones_like(current, requires_grad=True)
-    values = torch.stack([current, entropy, torch.ones_like(current)])
     config = config_of(correction, kl={"coefficient": 0.1, "estimator": "k3"}, entropy_coefficient=0.01)
-    loss, sums = policy_objective(config, Scale(int(batch.mask.sum()), 4), batch, values, alone)
-    of_log_probs, of_entropy = torch.autograd.grad(loss, (current, entropy))
+    result = apply(config, batch, current, reference=batch["rollout_log_probs"].clone(), entropy=entropy)
+    of_log_probs, of_entropy = torch.autograd.grad(result.loss, (current, entropy))
     assert (of_log_probs[gone] == 0).all() and (of_entropy[gone] == 0).all()
     stays = batch.mask & ~gone
     assert (of_log_probs[stays] != 0).all() and (of_entropy[stays] < 0).all()
-    assert float(sums["kl/reference"]) > 1e5, "the metric shows it"
+    assert float(sums(result)["kl/reference"]) > 1e5, "the metric shows it"
+
+
+@pytest.mark.parametrize(
+    ("updates", "bypass", "normalize", "kl"), list(product((1, 2), (False, True), (False, True), (0.0, 0.1)))
+)
+def test_what_is_computed_before_the_updates(updates, bypass, normalize, kl):
+    """Old log-probs where the ratio starts from them, and where the mean weight has to be known; the reference's with a KL.
+    Nothing else is looked at: the batch has no other field."""
+    correction = {"bypass": bypass, "normalize": normalize} | ({"mode": "truncate", "high": 2.0} if normalize else {})
+    config = config_of(correction, updates, kl={"coefficient": kl})
+    from_old = updates == 2 and not bypass
+    needed = {"old_log_probs": from_old or normalize, "reference_log_probs": kl > 0}
+    expected = {name for name, of_config in needed.items() if of_config}
+    assert Policy(config).needs == expected and Policy(config).ratio_from_old == from_old
+    batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
+    computed = {"old_log_probs": old, "reference_log_probs": old - 0.1}
+    batch.fields |= {name: computed[name] for name in expected}
+    totals = Totals(int(batch.mask.sum()), batch.segments.count)
+    objective = Policy(config).for_update([batch], totals, lambda value: value)
+    result = objective(batch, HeadOutputs(current, torch.zeros_like(current), torch.ones_like(current)))
+    assert torch.isfinite(result.loss) and ("kl/reference" in result.metrics) == (kl > 0)
+    assert torch.equal(result.tokens["old_log_probs"], old if from_old else current.detach())
+
+
+EVERYTHING = {
+    "correction": {"mode": "truncate", "level": "sequence", "high": 2.0, "veto": 1e-3, "normalize": True}
+    | {"reject": "k3", "reject_level": "token", "reject_above": 3.0},
+    "algorithm": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01, "aggregation": "sequence_mean"},
+}
+
+
+@pytest.mark.parametrize("name", [*POLICY_LOSSES, "sft", "log_probs"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_an_objective_touches_neither_batch_nor_outputs(name, updates):
+    """Two calls on the same things give the same bits, and leave every bit as it was."""
+    batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
+    batch.fields |= {"old_log_probs": old, "reference_log_probs": old - 0.1}
+    outputs = HeadOutputs(current, torch.rand_like(current), torch.rand_like(current))
+    objective = {"sft": SFT(), "log_probs": LogProbs()}.get(name)
+    if objective is None:
+        algorithm = {**EVERYTHING["algorithm"], "loss": name}
+        objective = Policy(config_of(EVERYTHING["correction"], updates, **algorithm))
+        objective = objective.for_update([batch], Totals(int(batch.mask.sum()), 4), lambda value: value)
+
+    def content() -> dict[str, torch.Tensor]:
+        found = {f"field {name}": values for name, values in batch.fields.items()}
+        found |= {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        return found | {"ids": batch.segments.ids} | outputs._asdict()
+
+    members = {name: id(value) for name, value in vars(batch).items()}
+    before, bits = content(), {name: value.detach().clone() for name, value in content().items()}
+    first, second = objective(batch, outputs), objective(batch, outputs)
+    assert {name: id(value) for name, value in vars(batch).items()} == members
+    after = content()
+    assert after.keys() == before.keys() and all(after[name] is value for name, value in before.items())
+    assert all(torch.equal(after[name].detach(), value) for name, value in bits.items())
+    assert torch.equal(first.loss.detach(), second.loss.detach())
+    assert first.tokens.keys() == second.tokens.keys() and first.metrics.keys() == second.metrics.keys()
+    assert all(torch.equal(value, second.tokens[name]) for name, value in first.tokens.items())
+    for name, metric in first.metrics.items():
+        assert all(map(torch.equal, metric.parts, second.metrics[name].parts)), name
+    if first.loss.requires_grad:
+        gradients = [torch.autograd.grad(result.loss, current)[0] for result in (first, second)]
+        assert torch.equal(*gradients) and gradients[0].any()
+
+
+def squares(inputs: LossInputs) -> LossTerms:
+    """A loss from outside: each token's log-prob is pulled to its sequence's advantage."""
+    terms = (inputs.log_probs - inputs.advantages).square()
+    return LossTerms(torch.where(inputs.mask, terms, 0.0), torch.zeros_like(inputs.mask))
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_loss_from_outside_is_a_value(per_token, monkeypatch):
+    monkeypatch.setitem(POLICY_LOSSES, "ppo", PolicyLoss(squares, per_token=per_token))
+    batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
+    config = config_of({"mode": "clip", "low": 0.5, "high": 2.0}, loss="ppo")
+    assert Policy(config).per_token == per_token
+    weights = torch.exp(current.detach() - batch["rollout_log_probs"]).clamp(0.5, 2.0)
+    expected = torch.where(batch.mask, 2 * weights * (current.detach() - batch["advantages"]), 0.0)
+    torch.testing.assert_close(gradient(config, batch, current), expected, rtol=1e-5, atol=1e-6)

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.packing import IGNORED, Layout, Sample, assign, micro_batch_count, pack, pack_all
+from megatron_rl.data.packing import IGNORED, Layout, assign, micro_batch_count, pack, pack_all
+from megatron_rl.data.record import load_trajectories, save_trajectories
+from megatron_rl.data.sequence import FIELDS, Field, Sequence
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.ops.packed_layout import PackedLayout
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 17)), min_size=1, max_size=12)
 
 
-def make(sizes, seed=0) -> list[Sample]:
+def make(sizes, seed=0) -> list[Sequence]:
     rng = np.random.default_rng(seed)
-    return [
-        Sample(
-            rng.integers(1, 50, p + r).astype(np.int32),
-            p,
-            rng.random(r) < 0.8,
-            rng.normal(size=r).astype(np.float32),
-            float(i),
-        )
-        for i, (p, r) in enumerate(sizes)
-    ]
+    samples = []
+    for i, (p, r) in enumerate(sizes):
+        sample = Sequence(tokens=rng.integers(1, 50, p + r).astype(np.int32), prompt_length=p)
+        sample["loss_mask"], sample["rollout_log_probs"] = rng.random(r) < 0.8, rng.normal(size=r)
+        sample["advantages"] = float(i)
+        samples.append(sample)
+    return samples
 
 
 @settings(max_examples=60, deadline=None)
@@ -42,7 +46,7 @@ def test_all_ranks_together_hold_each_position_once(sizes, layout, seed):
         assert int(batch.cu_seqlens[-1]) == tokens * context
         assert (batch.cu_seqlens.diff() % (2 * context if context > 1 else 1) == 0).all()
         for t in range(tokens):
-            row = int(batch.sequence_ids[t])
+            row = int(batch.segments.ids[t])
             if row < 0:
                 assert batch.labels[t] == IGNORED and not batch.mask[t]
                 continue
@@ -53,8 +57,8 @@ def test_all_ranks_together_hold_each_position_once(sizes, layout, seed):
                 int(batch.tokens[0, t]),
                 int(batch.labels[t]),
                 bool(batch.mask[t]),
-                float(batch.rollout_log_probs[t]),
-                float(batch.advantages[t]),
+                float(batch["rollout_log_probs"][t]),
+                float(batch["advantages"][t]),
             )
     for row, sample in enumerate(samples):
         for position in range(sample.inputs):
@@ -65,9 +69,9 @@ def test_all_ranks_together_hold_each_position_once(sizes, layout, seed):
                 assert label == IGNORED and not mask
             else:
                 assert label == sample.tokens[position + 1]
-                assert mask == sample.loss_mask[i]
-                assert log_prob == sample.rollout_log_probs[i]
-                assert advantage == sample.advantage
+                assert mask == sample["loss_mask"][i]
+                assert log_prob == sample["rollout_log_probs"][i]
+                assert advantage == sample["advantages"][i]
     assert not seen
 
 
@@ -82,7 +86,7 @@ def test_budget_holds_and_nothing_is_lost(sizes, budget):
 
 def test_more_micro_batches_than_sequences_are_padding_alone():
     batches = pack_all(make([(3, 4)]), 3, Layout(tensor=2, context=2))
-    assert [b.num_sequences for b in batches] == [1, 0, 0]
+    assert [b.segments.count for b in batches] == [1, 0, 0]
     assert all((b.labels == IGNORED).all() and b.tokens.shape[1] % 2 == 0 for b in batches[1:])
 
 
@@ -92,7 +96,7 @@ def test_kept_tokens_lie_with_their_tokens(sizes, context, seed):
     rng = np.random.default_rng(seed)
     samples = make(sizes, seed)
     for sample in samples[1:]:
-        responses = len(sample.loss_mask)
+        responses = sample.response_length
         sample.kept = [
             rng.choice(50, int(rng.integers(1, 6)), replace=False).astype(np.int32) for _ in range(responses)
         ]
@@ -102,10 +106,10 @@ def test_kept_tokens_lie_with_their_tokens(sizes, context, seed):
             assert batch.kept is None
             continue
         for t in range(batch.tokens.shape[1]):
-            row, position = int(batch.sequence_ids[t]), int(batch.position_ids[0, t])
+            row, position = int(batch.segments.ids[t]), int(batch.position_ids[0, t])
             ids = batch.kept.ids[batch.kept.borders[t] : batch.kept.borders[t + 1]].tolist()
             i = position + 1 - samples[row].prompt_length if row >= 0 else -1
-            known = row > 0 and 0 <= i < len(samples[row].loss_mask)
+            known = row > 0 and 0 <= i < samples[row].response_length
             assert ids == (samples[row].kept[i].tolist() if known else [])
 
 
@@ -129,3 +133,78 @@ def test_a_token_that_the_model_does_not_have_is_named(token):
     with pytest.raises(UserError, match=rf"token {token} at position 3 .* vocabulary of 50"):
         pack([sample], [0], Layout(vocabulary=50))
     assert pack([sample], [0], Layout()).labels[2] == token
+
+
+# -- fields ----------------------------------------------------------------------------------------------------------------
+
+
+def trajectory(sample: Sequence) -> Trajectory:
+    return Trajectory(prompt_id="a", group_id=0, **vars(sample))
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, st.sampled_from([1, 2, 4]), st.integers(0, 2**31))
+def test_a_new_field_is_one_declaration(sizes, context, seed):
+    """Nothing but FIELDS knows of it, and it goes where all others go: on disk, into batches and their parts."""
+    rng = np.random.default_rng(seed)
+    samples = make(sizes, seed)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setitem(FIELDS, "surprise", Field(np.int32, default=-7))
+        for sample in samples[::2]:  # the others have its default
+            sample["surprise"] = rng.integers(0, 1000, sample.response_length)
+        save_trajectories(Path(folder) / "step.npz", [trajectory(sample) for sample in samples])
+        loaded = load_trajectories(Path(folder) / "step.npz")
+        for ours, theirs in zip(samples, loaded, strict=True):
+            assert ours.fields.keys() == theirs.fields.keys() and theirs["surprise"].dtype == np.int32
+            assert all(np.array_equal(values, theirs[name]) for name, values in ours.fields.items())
+        left = {(row, i) for row, sample in enumerate(samples) for i in range(sample.response_length)}
+        for rank in range(context):
+            whole = pack(loaded, list(range(len(loaded))), Layout(1, context, rank))
+            chosen = torch.from_numpy(rng.permutation(whole.tokens.shape[1])[: 1 + whole.tokens.shape[1] // 2])
+            moved = whole.to(torch.device("meta"))
+            assert moved["surprise"].device.type == "meta" and moved["surprise"].shape == whole["surprise"].shape
+            assert moved.fields.keys() == whole.fields.keys() == {*samples[0].fields}
+            for batch in (whole, whole.take(chosen)):
+                assert batch["surprise"].dtype == torch.int32
+                for t, value in enumerate(batch["surprise"].tolist()):
+                    row, position = int(batch.segments.ids[t]), int(batch.position_ids[0, t])
+                    i = position + 1 - samples[row].prompt_length
+                    inside = row >= 0 and i >= 0
+                    assert value == (int(samples[row]["surprise"][i]) if inside else -7)
+                    left -= {(row, i)} if inside and batch is whole else set()
+        assert not left, "every label has come"
+
+
+def test_a_field_that_is_not_declared_is_none():
+    (sample,) = make([(2, 3)])
+    with pytest.raises(KeyError, match="surprise"):
+        sample["surprise"] = 1.0
+    with pytest.raises(KeyError, match="surprise"):
+        sample["surprise"]
+    with pytest.raises(ValueError, match="broadcast"):
+        sample["advantages"] = np.zeros(2)
+
+
+def test_one_value_for_all_labels_and_the_default_of_none():
+    (sample,) = make([(2, 3)])
+    sample["advantages"] = 0.5
+    assert sample["advantages"].tolist() == [0.5] * 3 and sample["advantages"].dtype == np.float32
+    assert "old_log_probs" not in sample.fields and sample["old_log_probs"].tolist() == [0.0] * 3
+    batch = pack([sample], [0], Layout())
+    assert batch.fields.keys() == {"loss_mask", "rollout_log_probs", "advantages"}, (
+        "of a pass over it there is nothing yet"
+    )
+    assert pack([Sequence.demonstration([1, 2], [3])], [0], Layout()).fields.keys() == batch.fields.keys()
+
+
+def test_an_older_record_loads(tmp_path):
+    """Of before fields had names of their own: log_probs, and rows without what came later."""
+    (sample,) = make([(2, 3)])
+    row = {"prompt_id": "a", "group_id": 1, "prompt_length": 2, "finish_reason": "stop", "text": "", "reward": 1.0}
+    row |= {"reward_parts": {}, "weight_spans": [["0", 0, 3]]}
+    arrays = {"0.tokens": sample.tokens, "0.loss_mask": sample["loss_mask"], "0.log_probs": sample["rollout_log_probs"]}
+    np.savez(tmp_path / "step.npz", rows=np.frombuffer(json.dumps([row]).encode(), np.uint8), **arrays)
+    (loaded,) = load_trajectories(tmp_path / "step.npz")
+    assert loaded.fields.keys() == {"loss_mask", "rollout_log_probs"}
+    assert all(np.array_equal(values, sample[name]) for name, values in loaded.fields.items())
+    assert loaded.reward == 1.0 and [(s.version, s.start, s.end) for s in loaded.weight_spans] == [("0", 0, 3)]

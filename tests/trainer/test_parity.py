@@ -55,7 +55,7 @@ ALGORITHMS = {
         },
     },
     # One update: its own forward is the old policy, and only the mean weight is known before.
-    "normalised": {
+    "normalized": {
         "correction": {"mode": "truncate", "high": 2.0, "normalize": True},
         "batch": {"updates_per_step": 1},
     },
@@ -103,19 +103,19 @@ def run(model, samples, world_size: int, configs: dict[str, dict]) -> dict[str, 
 
 
 def compare(name: str, reference: dict, result: dict) -> None:
-    assert result["scored"].keys() == reference["scored"].keys()
-    pairs = [(result["scored"][key], reference["scored"][key]) for key in reference["scored"]]
+    assert result["log_probs"].keys() == reference["log_probs"].keys()
+    pairs = [(result["log_probs"][key], reference["log_probs"][key]) for key in reference["log_probs"]]
     differences = [0.0 if ours == theirs else abs(ours - theirs) for ours, theirs in pairs]  # -inf: outside the set
     assert max(differences) < 1e-5, f"{name}: log-probs differ by {max(differences)}"
-    tokens = reference["metrics"]["tokens"]
-    assert result["metrics"]["tokens"] == tokens
-    assert result["panel"].keys() == reference["panel"].keys()
-    for key, theirs in reference["panel"].items():  # quantiles are right to the width of a bin
+    assert result["tokens"] == reference["tokens"] == len(reference["log_probs"])
+    assert result["metrics"].keys() == reference["metrics"].keys()
+    assert result["mismatch"].keys() == reference["mismatch"].keys()
+    for key, theirs in reference["mismatch"].items():  # quantiles are right to the width of a bin
         bins = 0.02 if key.endswith(("p01", "p99", "p100", "median")) else 1e-4
-        ours = result["panel"][key]
+        ours = result["mismatch"][key]
         assert ours == pytest.approx(theirs, rel=bins, abs=1e-6, nan_ok=True), f"{name}: {key} is {ours}, not {theirs}"
-    for key in ("loss/policy", "entropy"):  # sums over tokens of either sign: what is rounded is their mean
-        ours, theirs = (one["metrics"][key] / tokens for one in (result, reference))
+    for key in ("loss/policy", "entropy"):  # means over tokens, of either sign
+        ours, theirs = (one["metrics"][key] for one in (result, reference))
         assert abs(ours - theirs) <= 1e-6 * max(1.0, abs(theirs)), f"{name}: {key} is {ours}, one process has {theirs}"
     ours, theirs = (one["metrics"]["update/grad_norm"] for one in (result, reference))
     assert abs(ours - theirs) <= 1e-5 * max(1.0, theirs), f"{name}: gradient norm {ours}, one process has {theirs}"
@@ -150,7 +150,7 @@ def one_rank(model, samples, truncated):
         1,
         under("corrected", both)
         | under("pruned", both)
-        | under("normalised", both)
+        | under("normalized", both)
         | under("weighted", {"reference": {}}),
     )
 
@@ -162,7 +162,7 @@ def two_ranks(model, samples, truncated):
     experts = with_data | {name: TWO_RANKS[name] for name in ("ep2", "dp2_replicated_optimizer", "pp2_interleaved")}
     experts |= SHARDED
     return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts)) | run(
-        model, truncated, 2, under("corrected", with_data) | under("normalised", with_data)
+        model, truncated, 2, under("corrected", with_data) | under("normalized", with_data)
     )
 
 
@@ -217,26 +217,26 @@ def test_sequence_ratios_over_split_sequences(one_rank, two_ranks):
 def test_pruned_tokens_in_the_heads_chunks(one_rank):
     """Token by token the loss is computed inside the head, with log-probs of -inf."""
     whole = one_rank["pruned reference"]
-    outside = np.mean([value == -np.inf for value in whole["scored"].values()])
+    outside = np.mean([value == -np.inf for value in whole["log_probs"].values()])
     assert 0.01 < outside < 0.5, f"{outside:.2f} of the tokens outside the safe set"
     compare_all("pruned", one_rank, one_rank)
 
 
 def test_corrected_and_pruned_over_split_sequences_and_vocabularies(one_rank, two_ranks):
     """Sequence ratios and the veto over context-parallel ranks, safe and kept sets over tensor-parallel ones."""
-    panel = one_rank["corrected reference"]["panel"]
-    shares = {key: panel[f"corrected/{key}"] for key in ("vetoed", "rejected", "bounded")}
+    figures = one_rank["corrected reference"]["mismatch"]
+    shares = {key: figures[f"corrected/{key}"] for key in ("vetoed", "rejected", "bounded")}
     assert all(0.01 < share < 0.9 for share in shares.values()), f"{shares}: not every part has something to do"
     compare_all("corrected", one_rank, one_rank)
     compare_all("corrected", one_rank, two_ranks)
 
 
-def test_normalised_weights_of_a_single_update(one_rank, two_ranks):
+def test_normalized_weights_of_a_single_update(one_rank, two_ranks):
     """By their mean, which the ranks learn from each other before the update."""
-    normalised, weighted = one_rank["normalised reference"], one_rank["weighted reference"]
-    mean = weighted["panel"]["corrected/weight_mean"]
+    normalized, weighted = one_rank["normalized reference"], one_rank["weighted reference"]
+    mean = weighted["mismatch"]["corrected/weight_mean"]
     assert mean > 1.1
     expected = weighted["metrics"]["update/grad_norm"] / mean
-    assert normalised["metrics"]["update/grad_norm"] == pytest.approx(expected, rel=1e-4)
-    compare_all("normalised", one_rank, one_rank)
-    compare_all("normalised", one_rank, two_ranks)
+    assert normalized["metrics"]["update/grad_norm"] == pytest.approx(expected, rel=1e-4)
+    compare_all("normalized", one_rank, one_rank)
+    compare_all("normalized", one_rank, two_ranks)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import torch
-from layouts import make_config, make_trainer
+from layouts import make_config, make_trainer, score, update
 from megatron.core import parallel_state
 
 from megatron_rl.algorithms import stein
 from megatron_rl.config import ParallelConfig, VP2OConfig
-from megatron_rl.data.packing import Batch, Sample
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.errors import UserError
 from megatron_rl.models.moe import ExpertSlice, expert_slices, moe_layers
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.checkpoint import _random_states
-from megatron_rl.trainer.objective import is_pointwise, policy_objective
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.vp2o.preview import StepPreview
 from megatron_rl.vp2o.transform import ExpertLayer, Stein
@@ -44,21 +42,16 @@ def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
     return len(before) == len(after) and all(map(torch.equal, before, after))
 
 
-def update(trainer: Trainer, batches: list[Batch], **options) -> dict[str, float]:
-    objective = partial(policy_objective, trainer.config, trainer.scale(batches), all_reduce=trainer.context_sum)
-    return trainer.update(batches, objective, pointwise=is_pointwise(trainer.config), **options)
-
-
-def mine(trainer: Trainer, samples: list[Sample]) -> list[Sample]:
+def mine(trainer: Trainer, samples: list[Sequence]) -> list[Sequence]:
     return samples[trainer.ranks.data_rank :: trainer.ranks.data_size]
 
 
-def preview_all(model: str, samples: list[Sample], layouts: list[dict]) -> list[float]:
+def preview_all(model: str, samples: list[Sequence], layouts: list[dict]) -> list[float]:
     """Largest difference, over two updates and all parameters, of what was previewed and what the step made."""
     return [_preview(model, samples, overrides) for overrides in layouts]
 
 
-def _preview(model: str, samples: list[Sample], overrides: dict) -> float:
+def _preview(model: str, samples: list[Sequence], overrides: dict) -> float:
     trainer = make_trainer(make_config(model, overrides))
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
     step, worst = trainer._step, 0.0
@@ -80,13 +73,13 @@ def _preview(model: str, samples: list[Sample], overrides: dict) -> float:
     trainer._step = previewed
     for _ in range(2):
         batches = trainer.pack(mine(trainer, samples))
-        trainer.compute_log_probs(batches, "old")
+        score(trainer, batches)
         update(trainer, batches)
     parallel_state.destroy_model_parallel()
     return max(trainer.ranks.gather(worst))
 
 
-def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
+def refused_and_halved(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     """An update inside a wide region; then one that is refused, and one that is halved, in narrow ones."""
     trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0}}))
     found = {}
@@ -100,7 +93,7 @@ def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
         region.config = make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0, **settings}}).vp2o
         trainer.weights_pushed()
         batches = trainer.pack(mine(trainer, samples))
-        trainer.compute_log_probs(batches, "old")
+        score(trainer, batches)
         before = state_of(trainer)
         judge, verdicts = region.judge, []
         region.judge = lambda preview, judge=judge, verdicts=verdicts: verdicts.append(judge(preview)) or verdicts[0]
@@ -116,12 +109,12 @@ def refused_and_halved(model: str, samples: list[Sample], vp2o: dict) -> dict:
     return found
 
 
-def always_refused(model: str, samples: list[Sample], vp2o: dict) -> tuple[int, str]:
+def always_refused(model: str, samples: list[Sequence], vp2o: dict) -> tuple[int, str]:
     """How many updates in a row are refused, from the first one on, before the run ends, and what it says."""
     overrides = {"vp2o": {**vp2o, "trust_region": 1e-4}, "routing": {"source": "pr2"}}
     trainer = make_trainer(make_config(model, overrides))
     batches = trainer.pack(samples[:2])
-    trainer.compute_log_probs(batches, "old")
+    score(trainer, batches)
     before = state_of(trainer)
     for count in range(1, 100):
         try:
@@ -134,13 +127,13 @@ def always_refused(model: str, samples: list[Sample], vp2o: dict) -> tuple[int, 
     return count, "nothing"
 
 
-def refused_on_all(model: str, samples: list[Sample], vp2o: dict, layouts: list[dict]) -> list[bool]:
+def refused_on_all(model: str, samples: list[Sequence], vp2o: dict, layouts: list[dict]) -> list[bool]:
     """Of each layout: whether an update is refused, and everything as before, on all processes."""
     found = []
     for overrides in layouts:
         trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 1e-4}, **overrides}))
         batches = trainer.pack(mine(trainer, samples))
-        trainer.compute_log_probs(batches, "old")
+        score(trainer, batches)
         before = state_of(trainer)
         undone = update(trainer, batches)["update/rejected"] == 1
         found.append(all(trainer.ranks.gather(undone and same(before, state_of(trainer)))))
@@ -153,7 +146,7 @@ def _shift_now(trainer: Trainer) -> float:
     return max(trainer.trust_region._shifts(still, 1.0).values())
 
 
-def past_a_right_angle(model: str, samples: list[Sample], vp2o: dict) -> dict[str, float]:
+def past_a_right_angle(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, float]:
     """All experts' top singular vectors turn by 0.06 across what is orthogonal to the fixed start of the iteration.
 
     The second singular value is as close as makes the fixed start's prototype half of each on either side.
@@ -177,17 +170,17 @@ def past_a_right_angle(model: str, samples: list[Sample], vp2o: dict) -> dict[st
     turn(angle)
     trainer.weights_pushed()
     fixed = {n: trainer.stein.prototypes(n) for n in trainer.stein.layers}
-    trainer.compute_log_probs(trainer.pack(samples[:4]), "old")
+    score(trainer, trainer.pack(samples[:4]))
     turn(-angle)
     cosines = [(p * trainer.stein.prototypes(n)).sum(-1).abs().max() for n, p in fixed.items()]
     return {"shift": _shift_now(trainer), "fixed": float(max(cosines))}
 
 
-def not_finite(model: str, samples: list[Sample], vp2o: dict) -> dict:
+def not_finite(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     """One expert's gradient is NaN."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
     batches = trainer.pack(samples)
-    trainer.compute_log_probs(batches, "old")
+    score(trainer, batches)
     attract = trainer.stein.attract
 
     def poisoned():
@@ -203,7 +196,7 @@ def not_finite(model: str, samples: list[Sample], vp2o: dict) -> dict:
     return {"metrics": metrics, "unchanged": unchanged, "next": after}
 
 
-def never_active(model: str, samples: list[Sample], vp2o: dict) -> dict:
+def never_active(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     """The routers' bias of expert 0 is far below all others': whether its weights stay, it is pushed, and others from it."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o, "optimizer": {"weight_decay": 0.0}}))
     layers = trainer.stein.layers.values()
@@ -212,7 +205,7 @@ def never_active(model: str, samples: list[Sample], vp2o: dict) -> dict:
     trainer.optimizer.reload_model_params()
     before = [s.data.clone() for layer in layers for slices in layer.slices.values() for s in slices[:1]]
     batches = trainer.pack(samples)
-    trainer.compute_log_probs(batches, "old")
+    score(trainer, batches)
     metrics = update(trainer, batches)
     after = [s.data for layer in layers for slices in layer.slices.values() for s in slices[:1]]
     repel = torch.stack([found.repel for found in trainer.stein._interactions.values()])
@@ -220,12 +213,12 @@ def never_active(model: str, samples: list[Sample], vp2o: dict) -> dict:
     return {"metrics": metrics, "still": same(before, after), "pushed": pushed, "pushes": pushes}
 
 
-def counted(model: str, samples: list[Sample], vp2o: dict) -> dict:
+def counted(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     """Co-activation of the first of two updates, over the whole rollout batch and over its own part."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
     updates = [trainer.pack(samples[:7]), trainer.pack(samples[7:])]
     for batches in updates:
-        trainer.compute_log_probs(batches, "old")
+        score(trainer, batches)
     first = next(iter(trainer.stein.layers))
     topk = [b.routes.recorded[first][b.routes.counted] for batches in updates for b in batches]
     own = [b.routes.recorded[first][b.routes.counted] for b in updates[0]]
@@ -236,7 +229,7 @@ def counted(model: str, samples: list[Sample], vp2o: dict) -> dict:
     return result
 
 
-def orthogonality(model: str, samples: list[Sample], vp2o: dict) -> dict:
+def orthogonality(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     """Of the last MoE layer, the loss and what it adds to gradients, and both by hand from what each expert puts out."""
     with_it, without = ({**vp2o, "neighbors": 1, "repulsion": 0.0, "orthogonality": weight} for weight in (0.5, 0.0))
     plain = _of_last_layer(model, samples, without)
@@ -263,12 +256,12 @@ def orthogonality(model: str, samples: list[Sample], vp2o: dict) -> dict:
     }
 
 
-def _of_last_layer(model: str, samples: list[Sample], vp2o: dict) -> SimpleNamespace:
+def _of_last_layer(model: str, samples: list[Sequence], vp2o: dict) -> SimpleNamespace:
     """An update on two sequences: its metrics and routes, and of the last MoE layer the number, the weights before, what it
     saw, and its gradients before they are clipped."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
     (batch,) = trainer.pack(samples[:2])
-    trainer.compute_log_probs([batch], "old")
+    score(trainer, [batch])
     number, layer = list(moe_layers(trainer.chunks))[-1]
     local = layer.experts.local_experts
     weights = [{k: v.detach().clone().requires_grad_() for k, v in e.named_parameters()} for e in local]

@@ -1,47 +1,40 @@
-"""The panel of one step by hand: before and after correction, weights, and what pruning took away."""
+"""The mismatch metrics of one step by hand: before and after correction, weights, and what pruning took away."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.config import build_config
-from megatron_rl.data.packing import Layout, Sample, pack
-from megatron_rl.metrics.mismatch_metrics import panel_metrics
-from megatron_rl.trainer.objective import Scale, policy_objective
+from megatron_rl.data.packing import Layout, pack
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
+from megatron_rl.metrics.reduce import figures
+from megatron_rl.trainer.objective import HeadOutputs, Policy, Totals
+from megatron_rl.trainer.trainer import Update
 
 RATIOS = [[0.5, 4.0], [1.0, 1.0, 0.25]]
 """trainer / engine, token by token, of two responses."""
 ROOTS = [2.0 ** (1 / 2), 0.25 ** (1 / 3)]
 
 
-def panel(ratios=RATIOS, coverage=1.0, **config) -> dict[str, float]:
+def measured(ratios=RATIOS, coverage=1.0, **config) -> dict[str, float]:
     """Of one update in which everything is computed by the real objective, in one process."""
     config = build_config({"rollout": {"max_new_tokens": 10}, **config})
-    samples = [
-        Sample(
-            np.arange(1, 3 + len(r), dtype=np.int32), 2, np.ones(len(r), bool), np.full(len(r), -3.0, np.float32), 1.0
-        )
-        for r in ratios
-    ]
+    samples = [Sequence.demonstration([1, 2], list(range(3, 3 + len(of_response)))) for of_response in ratios]
+    for sample in samples:
+        sample["rollout_log_probs"], sample["advantages"] = -3.0, 1.0
     batch = pack(samples, [0, 1], Layout())
-    train = batch.rollout_log_probs.clone()
+    train, covered = batch["rollout_log_probs"].clone(), torch.ones_like(batch["rollout_log_probs"])
     train[batch.mask] += torch.tensor([r for row in ratios for r in row]).log()
-    values = torch.stack([train, torch.zeros_like(train), torch.ones_like(train)])
-    values[2, batch.mask] = torch.as_tensor(coverage, dtype=torch.float32)
-    trainer = SimpleNamespace(reports=True, context_sum=lambda x: x, layout=SimpleNamespace(context_rank=0))
-    policy_objective(config, Scale(int(batch.mask.sum()), 2), batch, values, trainer.context_sum)
-    task = SimpleNamespace(weights={"answer": 2.0, "length": -0.5})
-    return panel_metrics(SimpleNamespace(trainer=trainer, config=config, task=task, ranks=_Alone()), [[batch]])
-
-
-class _Alone:
-    def gather(self, value):
-        return [value]
+    covered[batch.mask] = torch.as_tensor(coverage, dtype=torch.float32)
+    objective = Policy(config, Totals(int(batch.mask.sum()), 2))
+    result = objective(batch, HeadOutputs(train, torch.zeros_like(train), covered))
+    updates = [Update(result.metrics, [result.tokens])]
+    return figures(mismatch_metrics(config, [[batch]], updates, {"answer": 2.0, "length": -0.5}))
 
 
 def ess(weights) -> float:
@@ -53,7 +46,7 @@ def k3(ratios) -> float:
 
 
 def test_without_a_correction():
-    found = panel()
+    found = measured()
     flat = [r for row in RATIOS for r in row]
     assert found["mismatch/kl"] == pytest.approx(k3(flat), rel=1e-5)
     assert found["mismatch/ess"] == pytest.approx(ess(flat), rel=1e-5)
@@ -73,7 +66,7 @@ def test_without_a_correction():
     ],
 )
 def test_after_correction_ratios_are_weights(correction, weights, sequences):
-    found = panel(correction=correction)
+    found = measured(correction=correction)
     used = [w for w in weights if w > 0]
     flat = [r for row in RATIOS for r in row]
     assert found["mismatch/kl"] == pytest.approx(k3(flat), rel=1e-5)
@@ -89,7 +82,7 @@ def test_after_correction_ratios_are_weights(correction, weights, sequences):
 
 
 def test_a_veto_alone_leaves_the_ratios_of_what_stays():
-    found = panel(correction={"veto": 0.3})
+    found = measured(correction={"veto": 0.3})
     assert found["corrected/vetoed"] == found["corrected/masked"] == pytest.approx(3 / 5)
     assert found["corrected/kl"] == pytest.approx(k3(RATIOS[0]), rel=1e-5)
     assert found["corrected/sequence_ess"] == pytest.approx(1.0)
@@ -97,7 +90,7 @@ def test_a_veto_alone_leaves_the_ratios_of_what_stays():
 
 
 def test_what_pruning_takes_away():
-    found = panel([[0.5, 0.0], [1.0, 1.0, 0.25]], [0.9, 1.0, 0.8, 1.0, 1.0], pruning={"enabled": True})
+    found = measured([[0.5, 0.0], [1.0, 1.0, 0.25]], [0.9, 1.0, 0.8, 1.0, 1.0], pruning={"enabled": True})
     assert found["pruning/out_of_set"] == found["mismatch/not_finite"] == 1.0
     assert found["mismatch/kl"] == pytest.approx(k3([0.5, 1.0, 1.0, 0.25]), rel=1e-5)
     assert found["mismatch/sequence_ess"] == pytest.approx(ess([0.0, 0.25]), rel=1e-5)

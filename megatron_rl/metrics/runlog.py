@@ -1,0 +1,171 @@
+"""A run's folder read back: its config, the lines of its log, and what a whole log says in a few numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.config import parse_yaml
+from megatron_rl.errors import UserError
+from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, read_json_lines
+from megatron_rl.metrics.mismatch import BELOW
+
+Lines = Sequence[Mapping[str, Any]]
+"""The records of one run's metrics.jsonl."""
+Points = list[tuple[int, float]]
+"""(step, value) where a metric has a value."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    lines: Lines
+    samples: list[dict[str, Any]]
+
+    @cached_property
+    def metrics(self) -> dict[str, None]:
+        return metrics(self.lines)
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key of the config; the default where it is missing or null."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return default if value is None else value
+
+    @property
+    def last_step(self) -> int:
+        return self.lines[-1]["step"] if self.lines else 0
+
+
+def read_run(folder: Path) -> RunLog:
+    """Errors: UserError where the folder holds no run, or one that cannot be read."""
+    config_file = folder / "config.yaml"
+    if not config_file.exists() and not (folder / METRICS_FILE).exists():
+        raise UserError(f"report: {folder} holds no run (neither config.yaml nor {METRICS_FILE})")
+    try:
+        config = parse_yaml(config_file.read_text()) if config_file.exists() else {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{config_file}: not YAML: {' '.join(str(error).split())}") from None
+    config = config if isinstance(config, dict) else {}
+    samples = [s for s in read_json_lines(folder / SAMPLES_FILE) if isinstance(s.get("response"), str)]
+    name = str(config.get("name") or folder.resolve().name)
+    return RunLog(name, folder, config, read_json_lines(folder / METRICS_FILE), samples)
+
+
+def number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
+
+
+def points(lines: Lines, metric: str) -> Points:
+    return [(line["step"], line[metric]) for line in lines if number(line.get(metric)) is not None]
+
+
+def metrics(lines: Lines) -> dict[str, None]:
+    """The names that any line has, in their order."""
+    return dict.fromkeys(name for line in lines for name in line)
+
+
+def named(names: Iterable[str], pattern: str) -> dict[str, str]:
+    """{metric: what its * stands for} of the names of a pattern "a*b", 4 before 16; a name alone is itself."""
+    start, star, end = pattern.partition("*")
+    if not star:
+        return {pattern: ""}
+    found = [name for name in names if re.fullmatch(f"{re.escape(start)}[^/]+{re.escape(end)}", name)]
+    return {n: n[len(start) : len(n) - len(end)] for n in sorted(found, key=lambda name: (len(name), name))}
+
+
+def repeated(runs: Sequence[Lines]) -> set[str]:
+    """The eval/distinct@n that only repeat pass@n, as they do where a prompt has one right answer."""
+    names = {name for lines in runs for name in named(metrics(lines), "eval/distinct@*")}
+
+    def repeats(lines: Lines, name: str) -> bool:
+        return points(lines, name) == points(lines, name.replace("distinct", "pass"))
+
+    return {name for name in names if all(repeats(lines, name) for lines in runs)}
+
+
+def evaluations(lines: Lines) -> list[tuple[str, Points]]:
+    """(title, points) of each eval metric."""
+    names = dict.fromkeys(name for line in lines for name in line if name.startswith("eval/"))
+    hidden = {"eval/prompts", *repeated([lines])}
+    found = [
+        (name.removeprefix("eval/").replace("_", " "), points(lines, name)) for name in names if name not in hidden
+    ]
+    return [(title, values) for title, values in found if values]
+
+
+def mean_of_last_quarter(lines: Lines, names: Iterable[str]) -> dict[str, float | None]:
+    """Mean of each metric over the last quarter (rounded up) of the steps that have any of them; null is left out."""
+    names = list(names)
+    found = [line for line in lines if any(number(line.get(name)) is not None for name in names)]
+    recent = found[-math.ceil(len(found) / 4) :]
+    return {name: mean([number(line.get(name)) for line in recent]) for name in names}
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are not None; None of nothing."""
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present else None
+
+
+def deviation_tails(lines: Lines) -> list[float | None]:
+    """Share of the (token, layer) pairs with J replayed experts that the current router would not pick, J = 0 .. k.
+
+    Mean over the last quarter of the steps; empty where the run logged none. Figure 4b of the Pr2 paper.
+    """
+    slots = named(metrics(lines), "routing/deviation_*")
+    shares = {int(slots[name]): share for name, share in mean_of_last_quarter(lines, slots).items()}
+    if all(share is None for share in shares.values()):
+        return []
+    return [shares.get(j) for j in range(max(shares) + 1)]
+
+
+def heat_map(lines: Lines, metric: str = "agreement") -> dict[tuple[int, int], float]:
+    """{(model layer, update): value} of "agreement" or "kl"; mean over the last quarter of the steps.
+
+    Figure 6 of the Pr2 paper.
+    """
+    pattern = re.compile(rf"routing/layer_(\d+)/update_(\d+)/{metric}")
+    places = {name: match for name in metrics(lines) if (match := pattern.fullmatch(name))}
+    values = mean_of_last_quarter(lines, places)
+    return {(int(m[1]), int(m[2])): values[n] for n, m in places.items() if values[n] is not None}
+
+
+def by_probability(lines: Lines) -> dict[float, dict[str, float]]:
+    """{upper end of a class of p: tokens, abs, abs_max, bias of |d log p|} over all steps; classes with a token only."""
+    found = {}
+    for below in BELOW:
+        names = ("tokens", "abs", "bias", "abs_max")
+        rows = [[number(line.get(f"mismatch/p<{below:g}/{name}")) for name in names] for line in lines]
+        rows = [row for row in rows if None not in row and row[0]]
+        if rows:
+            tokens = sum(row[0] for row in rows)
+            size, bias = (sum(row[0] * row[i] for row in rows) / tokens for i in (1, 2))
+            found[below] = {"tokens": tokens, "abs": size, "bias": bias, "abs_max": max(row[3] for row in rows)}
+    return found
+
+
+def probability_bound(lines: Lines, below: float) -> float | None:
+    """2 e (1 - p), the largest |d log p| that logit errors of e cause, in the middle of a class of p.
+
+    e is the median of the steps' mismatch/epsilon_p99. The middle is geometric in the tail, arithmetic above 0.1.
+    """
+    epsilons = sorted(value for _, value in points(lines, "mismatch/epsilon_p99"))
+    if not epsilons:
+        return None
+    index = BELOW.index(below)
+    above = BELOW[index - 1] if index else below / 10
+    middle = math.sqrt(above * below) if below <= 0.1 else (above + below) / 2
+    return 2 * epsilons[len(epsilons) // 2] * (1 - middle)

@@ -1,0 +1,313 @@
+"""Charts as Vega-Lite specifications: JSON that the page draws in the browser and vl-convert as SVG files.
+
+Colors are the names of the page's CSS variables, so that light and dark share a specification.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rl.metrics.runlog import Points
+
+Spec = dict[str, Any]
+
+SERIES = ("#2a6fdb", "#e07a12", "#11936a", "#8a56d6", "#cf3f79", "#0f8fa8", "#a98600", "#868b92")
+LIGHT = {"page": "#f6f6f3", "card": "#ffffff", "ink": "#1b1c1e", "soft": "#5d6166", "faint": "#8b9096"}
+LIGHT |= {"line": "#e4e4df", "grid": "#eeeeea", "good": "#0b7a4f", "good-soft": "#e2f3ea"}
+LIGHT |= {"bad": "#b3382c", "bad-soft": "#fbe9e6"} | {f"s{i}": color for i, color in enumerate(SERIES)}
+DARK = {"page": "#131416", "card": "#1c1e21", "ink": "#eceded", "soft": "#a6abb1", "faint": "#7c8187"}
+DARK |= {"line": "#2e3135", "grid": "#26292d", "good": "#58cf9b", "good-soft": "#16352a"}
+DARK |= {"bad": "#f08a7e", "bad-soft": "#3d211d", "s0": "#6aa2f7", "s1": "#f5a04c", "s2": "#41c394", "s3": "#b48ef2"}
+DARK |= {"s4": "#ee77a6", "s5": "#47bfd6", "s6": "#d9ba3f", "s7": "#9a9fa6"}
+
+LABEL = (
+    "datum.value && (abs(datum.value) < 1e-3 || abs(datum.value) >= 1e9)"
+    " ? format(datum.value, '.3~e') : format(datum.value, ',')"
+)
+"""All digits that a tick has."""
+CONFIG: Spec = {
+    "background": None,
+    "font": 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif',
+    "view": {"stroke": None},
+    "axis": {"labelColor": "var(--faint)", "labelFontSize": 11, "labelPadding": 6, "title": None, "ticks": False},
+    "axisX": {"grid": False, "domainColor": "var(--line)", "labelOverlap": True},
+    "axisY": {"domain": False, "gridColor": "var(--grid)", "tickCount": 4, "labelExpr": LABEL},
+    "axisQuantitative": {"labelFlush": False},
+    "text": {"fill": "var(--soft)", "fontSize": 11},
+    "title": {"color": "var(--ink)", "fontSize": 12, "fontWeight": 500, "anchor": "start"},
+    "legend": {"labelColor": "var(--ink)", "title": None, "orient": "top", "columns": 4, "labelLimit": 300},
+}
+STEPS = {"field": "step", "type": "quantitative", "axis": {"labelExpr": LABEL, "tickMinStep": 1, "tickCount": 6}}
+STEPS |= {"scale": {"nice": False, "zero": False}}
+SMOOTHED_FROM = 25
+"""Points that a series must have to be shown with its running mean."""
+ROUNDED = ("share", "value", "abs", "abs_max", "bound", "bias")
+MOST_ROWS, MOST_VALUES = 1000, 3000
+"""Of a chart: steps, and numbers in it; above these, even pieces of the steps are averaged."""
+
+
+def color(index: int) -> str:
+    return f"var(--s{index % len(SERIES)})"
+
+
+def shade(position: int, last: int) -> str:
+    """Colors of an ordered row from 1 to last; 0 is their mean's."""
+    share = 100 * (position - 1) / max(last - 1, 1)
+    return f"color-mix(in oklab, var(--s0), var(--s4) {share:.0f}%)" if position else "var(--ink)"
+
+
+def table(series: Sequence[Points]) -> list[dict[str, float]]:
+    """Rows {"step", "s0", "s1", ...} without what a series lacks; many are averaged over even pieces of the steps."""
+    at: dict[int, dict[str, float]] = {}
+    for i, found in enumerate(series):
+        for step, value in found:
+            at.setdefault(step, {"step": step})[f"s{i}"] = value
+    rows = [at[step] for step in sorted(at)]
+    most = min(MOST_ROWS, max(60, MOST_VALUES // max(len(series), 1)))
+    size = -(-len(rows) // most)
+    pieces = [rows[i : i + size] for i in range(0, len(rows), size)] if rows else []
+    return [
+        {name: piece[-1]["step"] if name == "step" else _mean(piece, name) for name in _names(piece)}
+        for piece in pieces
+    ]
+
+
+def _names(piece: Sequence[Mapping[str, float]]) -> dict[str, None]:
+    return dict.fromkeys(name for row in piece for name in row)
+
+
+def _mean(piece: Sequence[Mapping[str, float]], name: str) -> float:
+    return float(f"{statistics.fmean(row[name] for row in piece if name in row):.6g}")
+
+
+def lines(
+    series: Sequence[Points],
+    colors: Sequence[str],
+    *,
+    log: bool,
+    reach: Sequence[float] | None,
+    marks: bool,
+    apart: bool = False,
+) -> Spec:
+    """Lines over steps with a rule at the step under the mouse; a long series is a thin line with its running mean on it.
+
+    With `marks` each value has one and nothing is smoothed. `apart`: the second line is broad and pale below the first, and
+    those after it are dashed, so that lines which coincide are all seen.
+    """
+    rows, fields = table(series), [f"s{i}" for i in range(len(series))]
+    values = [value for found in series for _, value in found if value > 0 or not log]
+    log = log and bool(values) and max(values) >= 5 * min(values)
+    y: Spec = {"field": "value", "type": "quantitative"}
+    y |= log_axis(min(values), max(values)) if log else {"scale": {"zero": _from_zero(values), "nice": True}}
+    if reach:
+        y["scale"] |= {"domain": [min(*reach, *values), max(*reach, *values)]}
+    above = " && datum.value > 0" if log else ""
+    fold = [{"fold": fields, "as": ["series", "value"]}, {"filter": f"isValid(datum.value){above}"}]
+    paint = {"field": "series", "type": "nominal", "legend": None, "scale": {"domain": fields, "range": list(colors)}}
+    mark = {"type": "line", "strokeWidth": 2, "strokeJoin": "round", "strokeCap": "round"}
+    thin = {"strokeWidth": 1, "opacity": 0.32 if len(series) <= 4 else 0.15}
+    if marks:
+        styles: list[Spec] = [{"point": {"size": 36, "filled": True}} for _ in fields]
+        if apart:
+            for style in styles[1:2]:
+                style |= {"strokeWidth": 7, "opacity": 0.4}
+            for style in styles[2:]:
+                style |= {"strokeDash": [3, 5]}
+        only = [[{"filter": f"datum.series == '{field}'"}] for field in fields]
+        layers = [{"mark": mark | style, "transform": one} for style, one in zip(styles, only, strict=True)]
+        layers[:2] = layers[1::-1] if apart else layers[:2]  # the broad one below
+    elif max(map(len, series)) >= SMOOTHED_FROM:
+        half = max(1, round(0.025 * len(rows)))
+        window = {"window": [{"op": "mean", "field": "value", "as": "mean"}], "frame": [-half, half]}
+        window |= {"sort": [{"field": "step"}], "groupby": ["series"]}
+        smooth = {"mark": mark, "transform": [window], "encoding": {"y": y | {"field": "mean"}}}
+        layers = [{"mark": mark | thin}, smooth]
+    else:
+        layers = [{"mark": mark}]
+    shared = {"x": STEPS, "y": y, "color": paint}
+    return _over_steps(rows, fold, [layer | {"encoding": shared | layer.get("encoding", {})} for layer in layers])
+
+
+def log_axis(low: float, high: float) -> Spec:
+    """A log scale with lines at powers of ten, and at their doubles and fives where the range is short."""
+    parts = (1, 2, 5) if high < 300 * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [tick for p in powers for m in parts if low <= (tick := float(f"{m}e{p}")) <= high]
+    axis = {"values": ticks[:: math.ceil(len(ticks) / 7) or 1]}
+    return {"scale": {"type": "log", "nice": False, "padding": 10}, "axis": axis}
+
+
+def areas(series: Sequence[Points], colors: Sequence[str]) -> Spec:
+    """Series on top of each other over steps."""
+    fields = [f"s{i}" for i in range(len(series))]
+    encoding = {
+        "x": STEPS,
+        "y": {"field": "value", "type": "quantitative", "stack": "zero"},
+        "color": {"field": "series", "legend": None, "scale": {"domain": fields, "range": list(colors)}},
+        "order": {"field": "series"},
+    }
+    mark = {"type": "area", "interpolate": "step", "opacity": 0.86}
+    stacked = [{"fold": fields, "as": ["series", "value"]}, {"calculate": "datum.value || 0", "as": "value"}]
+    return _over_steps(table(series), stacked, [{"mark": mark, "encoding": encoding}])
+
+
+def _over_steps(rows: list[dict[str, float]], transform: list[Spec], layers: list[Spec]) -> Spec:
+    near = {"name": "near", "select": {"type": "point", "fields": ["step"], "nearest": True}}
+    near["select"] |= {"on": "pointermove", "clear": "pointerout"}
+    rule = {
+        "mark": {"type": "rule", "color": "var(--faint)", "tooltip": {"content": "data"}},
+        "params": [near],
+        "encoding": {"x": STEPS, "opacity": {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}},
+    }
+    layers = [layer | {"transform": transform + layer.get("transform", [])} for layer in layers]
+    return {"data": {"values": rows}, "layer": [*layers, rule]}
+
+
+def _from_zero(values: Sequence[float]) -> bool:
+    return min(values) <= 0 <= max(values) or 0 < min(values) < 0.4 * max(values)
+
+
+def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str]) -> Spec:
+    """Shares of the numbers of slots, a bar a run on a log axis with its share on it; a share of zero has no bar."""
+    ids = {run: f"s{i}" for i, run in enumerate(colors)}  # a name would be cut into an expression
+    rows = [
+        {"slots": j, "run": run, "series": ids[run], "share": share, "text": short(share)}
+        for run, shares in tails.items()
+        for j, share in enumerate(shares)
+        if share is not None
+    ]
+    low = min([row["share"] for row in rows if row["share"]], default=0.1) / 3
+    scale = {"domain": list(ids.values()), "range": list(colors.values())}
+    paint = {"field": "series", "legend": None, "scale": scale}
+    y = {"field": "top", "type": "quantitative"} | log_axis(low, 1.0)
+    y["scale"] |= {"domain": [low, 1], "padding": 0}
+    bar = {"mark": "bar", "transform": [{"filter": "datum.share > 0"}]}
+    return {
+        "data": {"values": rows},
+        "transform": [{"calculate": f"max(datum.share, {low})", "as": "top"}],
+        "encoding": {
+            "x": {"field": "slots", "type": "ordinal", "axis": {"labelAngle": 0}},
+            "xOffset": {"field": "series", "sort": list(ids.values())},
+            "y": y,
+            "tooltip": _tip("run", "slots", "share"),
+        },
+        "layer": [
+            bar | {"encoding": {"y2": {"datum": low}, "color": paint}},
+            {"mark": {"type": "text", "dy": -7}, "encoding": {"text": {"field": "text"}}},
+        ],
+    }
+
+
+def _tip(*fields: str) -> list[Spec]:
+    return [{"field": field, "format": ".4~g"} if field in ROUNDED else {"field": field} for field in fields]
+
+
+def heat(values: Mapping[tuple[int, int], float], ends: tuple[float, float], *, kl: bool) -> Spec:
+    """A cell for each (layer, update): light is near to the current router, in a KL (log scale) as in an agreement.
+
+    ends: of the color scale, see `heat_ends`.
+    """
+    rows = [
+        {"layer": layer, "update": update, "value": value, "text": cell_text(value, kl=kl)}
+        for (layer, update), value in sorted(values.items())
+    ]
+    layers, updates = (len({row[name] for row in rows}) for name in ("layer", "update"))
+    scale = {"domain": list(ends), "scheme": "viridis", "reverse": kl, "clamp": True, "type": "log" if kl else "linear"}
+    legend = {"orient": "top", "direction": "horizontal", "gradientLength": 160, "gradientThickness": 10}
+    legend |= {"labelColor": "var(--faint)", "values": list(ends), "labelExpr": LABEL}
+    shown = {"field": "shown", "type": "quantitative", "scale": scale, "legend": legend}
+    middle = math.sqrt(ends[0] * ends[1]) if kl else sum(ends) / 2
+    ink = {"condition": {"test": f"datum.shown {'>' if kl else '<'} {middle}", "value": "#fff"}, "value": "#111"}
+    cell = {"mark": {"type": "rect", "stroke": "var(--card)"}, "encoding": {"color": shown}}
+    text = {"mark": {"type": "text", "fontSize": 9}, "encoding": {"text": {"field": "text"}, "color": ink}}
+    return {
+        "data": {"values": rows},
+        "height": 21 * updates,
+        "transform": [{"calculate": f"max(datum.value, {ends[0]})", "as": "shown"}],  # a KL of zero is at the light end
+        "encoding": {
+            "x": {"field": "layer", "type": "ordinal", "axis": {"labelAngle": 0, "labelOverlap": True}},
+            "y": {"field": "update", "type": "ordinal", "axis": {"labelExpr": "datum.label"}},
+            "tooltip": _tip("layer", "update", "value"),
+        },
+        "layer": [cell, text] if layers <= 24 else [cell],
+    }
+
+
+def heat_ends(values: Sequence[float], *, kl: bool) -> tuple[float, float]:
+    """Round ends of a color scale: powers of ten of a KL; of an agreement multiples of 0.05."""
+    if kl:
+        powers = [math.log10(value) for value in values if value > 0] or [-1.0]
+        low = math.floor(min(powers))
+        return 10.0**low, 10.0 ** max(math.ceil(max(powers)), low + 1)
+    low, high = math.floor(min(values) * 20 + 1e-9), math.ceil(max(values) * 20 - 1e-9)
+    return (low if low < high else low - 1) / 20, max(low, high) / 20
+
+
+def cell_text(value: float, *, kl: bool) -> str:
+    """Three digits; an agreement below one never reads as one."""
+    if kl:
+        return short(value)
+    return f"{value:g}" if value in (0, 1) else f"{min(value, 0.999):.3f}".removeprefix("0")
+
+
+def short(value: float) -> str:
+    """0.0123 -> 0.012, 0.000123 -> 1.2e-4."""
+    if value == 0 or abs(value) >= 1e-3:
+        return f"{value:.2g}"
+    mantissa, power = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(power)}"
+
+
+def probability(classes: Mapping[float, Mapping[str, float]], bounds: Mapping[float, float | None]) -> Spec:
+    """|d log p| of sampled tokens by their probability (figure 1 of papers/000): marks at the mean and the largest of each
+    class, the bound as a dashed line, and a dot at the mean of engine - trainer, filled where it is above 0."""
+    rows = [
+        {"class": f"< {below:g}|{found['tokens']:,.0f}", **found, "bound": bounds[below], "size": abs(found["bias"])}
+        for below, found in classes.items()
+    ]
+    heights = [row[name] for row in rows for name in ("abs", "abs_max", "bound") if row[name]] or [1.0]
+    low, high = (10.0 ** cut(math.log10(end)) for cut, end in ((math.floor, min(heights)), (math.ceil, max(heights))))
+    axis = log_axis(low, high)
+    axis["scale"] |= {"domain": [low, high], "clamp": True}
+
+    def layer(field: str, index: int, **mark: Any) -> Spec:
+        y = {"field": field, "type": "quantitative", **axis}
+        return {
+            "mark": {"color": color(index), "opacity": 1, **mark},
+            "transform": [{"filter": f"datum.{field} > 0"}],
+            "encoding": {"y": y},
+        }
+
+    dot = layer("size", 2, type="point", size=60)
+    dot["encoding"]["fill"] = {"condition": {"test": "datum.bias > 0", "value": color(2)}, "value": "transparent"}
+    x = {
+        "field": "class",
+        "type": "ordinal",
+        "sort": None,
+        "axis": {"labelAngle": 0, "labelExpr": "split(datum.label, '|')"},
+    }
+    return {
+        "data": {"values": rows},
+        "encoding": {"x": x, "tooltip": _tip("tokens", "abs", "abs_max", "bound", "bias")},
+        "layer": [
+            layer("bound", 1, type="line", strokeDash=[5, 4], strokeWidth=1.5),
+            layer("abs", 0, type="tick", thickness=3, width=28),
+            layer("abs_max", 4, type="tick", thickness=3, width=18),
+            dot,
+        ],
+    }
+
+
+def static(spec: Spec, title: str) -> str:
+    """The SVG file of a specification, light, on a ground of its own."""
+    import vl_convert
+
+    whole = {"$schema": "https://vega.github.io/schema/vega-lite/v6.json", "description": title, **spec}
+    whole["config"] = CONFIG | {"background": LIGHT["card"]}
+    text = re.sub(r"var\(--([\w-]+)\)", lambda name: LIGHT[name[1]], json.dumps(whole))
+    return vl_convert.vegalite_to_svg(text)

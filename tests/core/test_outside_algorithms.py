@@ -1,0 +1,47 @@
+"""Losses and advantages from outside the package: by module:name or file, checked at the start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.algorithms.losses import LossInputs, policy_terms
+from megatron_rl.algorithms.segments import Segments
+from megatron_rl.config import build_config
+from megatron_rl.errors import UserError
+from megatron_rl.trainer.objective import Policy, policy_loss
+
+SOURCE = """
+import torch
+from megatron_rl.algorithms.losses import LossTerms, PolicyLoss
+
+def doubled(inputs):
+    return LossTerms(-2 * inputs.advantages * inputs.log_probs, torch.zeros_like(inputs.mask))
+
+per_token = PolicyLoss(doubled)
+"""
+
+
+def test_a_loss_of_a_file_is_the_loss(tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    draw = lambda: torch.randn(6, dtype=torch.float64)  # noqa: E731
+    log_probs, advantages, mask = draw().requires_grad_(), draw(), torch.tensor([1, 1, 0, 1, 0, 1]).bool()
+    inputs = LossInputs(log_probs, draw(), advantages, mask, Segments(torch.zeros(6, dtype=torch.long), 1), 0.2, 0.2)
+    for name, per_token in (("doubled", False), ("per_token", True)):
+        config = build_config({"algorithm": {"loss": f"{tmp_path}/mine.py:{name}"}})
+        assert policy_loss(config.algorithm).per_token is Policy(config).per_token is per_token
+        terms, _ = policy_terms(policy_loss(config.algorithm), inputs)
+        torch.testing.assert_close(terms, torch.where(mask, -2 * advantages * log_probs, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpso", "algorithm.loss: there is no loss 'gpso'; did you mean 'gspo'"),
+        ("no_such_module:loss", "algorithm.loss: no_such_module:loss: there is no module 'no_such_module'"),
+        ("megatron_rl.errors:loss", "algorithm.loss: megatron_rl.errors has no 'loss'"),
+    ],
+)
+def test_a_name_that_there_is_not(name, said):
+    with pytest.raises(UserError, match=said):
+        policy_loss(build_config({"algorithm": {"loss": name}}).algorithm)

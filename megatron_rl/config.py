@@ -320,6 +320,8 @@ class RolloutConfig:
     request_timeout_s: PositiveFloat = 600.0
     retries: Count = 3
     """Attempts after the first, with a growing pause; a dead child server is restarted in between."""
+    seed_requests: bool = True
+    """Give every request a seed of its own: the same config samples the same responses, in whatever order they arrive."""
     routes: bool = False
     """Ask the engine for the experts of every token, also where routing.source does not need them: for the metrics."""
     agreement_floor: Annotated[float, Field(gt=0, lt=1)] | None = 0.5

@@ -14,19 +14,27 @@ log = logging.getLogger(__name__)
 
 
 def fitting(prompts: Sequence[Prompt], tokenizer, context_length: int, max_new_tokens: int) -> list[Prompt]:
-    """Tokenised prompts that leave room for max_new_tokens; the others are logged (for evaluation sets)."""
+    """Tokenised held-out prompts that leave room for max_new_tokens; the others are counted in one line of the log.
+
+    Errors: UserError where there are some, and none fits.
+    """
     encoded = [prompt.encode(tokenizer) for prompt in prompts]
     short = [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
-    for prompt in encoded:
-        if len(prompt.tokens) + max_new_tokens > context_length:
-            log.warning("%s", _too_long(prompt, context_length, max_new_tokens))
+    if encoded and not short:
+        raise _none_fits(len(encoded), "held-out prompts", context_length, max_new_tokens)
+    if count := len(encoded) - len(short):
+        longest = max(len(p.tokens) for p in encoded)
+        log.warning(
+            f"data: {count} of {len(encoded)} held-out prompts skipped: with rollout.max_new_tokens {max_new_tokens} they"
+            f" exceed rollout.context_length {context_length}; the longest has {longest} tokens"
+        )
     return short
 
 
-def _too_long(prompt: Prompt, context_length: int, max_new_tokens: int) -> str:
-    return (
-        f"data: prompt {prompt.prompt_id} skipped: its {len(prompt.tokens)} tokens + rollout.max_new_tokens "
-        f"{max_new_tokens} exceed rollout.context_length {context_length}"
+def _none_fits(count: int, what: str, context_length: int, max_new_tokens: int) -> UserError:
+    return UserError(
+        f"data: none of the {count} {what} leaves room for rollout.max_new_tokens {max_new_tokens} in"
+        f" rollout.context_length {context_length}: raise the latter"
     )
 
 
@@ -34,7 +42,7 @@ class PromptStream:
     """Training prompts of a task, tokenised, without end.
 
     Epoch e visits the prompts in an order that depends on (seed, e) alone. A prompt that leaves no room for
-    max_new_tokens is skipped: logged once, counted in `skipped`. Errors: UserError where no prompt of an epoch fits.
+    max_new_tokens is skipped and counted in `skipped`; the first one is logged. Errors: UserError where none fits.
     """
 
     def __init__(self, task: Task, tokenizer, context_length: int, max_new_tokens: int, seed: int):
@@ -48,6 +56,14 @@ class PromptStream:
         self.skipped: set[str] = set()
         """Ids of the prompts that were too long so far."""
         self._start_epoch(0)
+        if not any(self._fits(self.prompts[index].encode(tokenizer)) for index in self._order):
+            raise self._none_fits()
+
+    def _fits(self, prompt: Prompt) -> bool:
+        return len(prompt.tokens) + self.max_new_tokens <= self.context_length
+
+    def _none_fits(self) -> UserError:
+        return _none_fits(len(self.prompts), "prompts", self.context_length, self.max_new_tokens)
 
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.position, self._taken = epoch, 0, 0
@@ -60,19 +76,21 @@ class PromptStream:
         while len(chosen) < count:
             if self.position == len(self._order):
                 if not self._taken:
-                    raise UserError(
-                        f"data: none of the {len(self.prompts)} prompts leaves room for rollout.max_new_tokens"
-                        f" {self.max_new_tokens} in rollout.context_length {self.context_length}"
-                    )
+                    raise self._none_fits()
                 self._start_epoch(self.epoch + 1)
             prompt = self.prompts[self._order[self.position]].encode(self.tokenizer)
             self.position += 1
-            if len(prompt.tokens) + self.max_new_tokens <= self.context_length:
+            if self._fits(prompt):
                 chosen.append(prompt)
                 self._taken += 1
             elif prompt.prompt_id not in self.skipped:
+                if not self.skipped:
+                    log.warning(
+                        f"data: prompt {prompt.prompt_id} skipped: its {len(prompt.tokens)} tokens + rollout.max_new_tokens"
+                        f" {self.max_new_tokens} exceed rollout.context_length {self.context_length}; further ones are"
+                        " counted in data/skipped_prompts"
+                    )
                 self.skipped.add(prompt.prompt_id)
-                log.warning("%s", _too_long(prompt, self.context_length, self.max_new_tokens))
         return chosen
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.run import Clock, Run
 from megatron_rl.metrics.hardware import hardware_metrics
 from megatron_rl.metrics.mismatch_metrics import panel_metrics
+from megatron_rl.metrics.responses import readable
 from megatron_rl.routing.metrics import PREFIX, route_metrics
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.vp2o import transform as stein
@@ -35,7 +35,7 @@ def log_step(
     metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
     sequences = [(len(t.tokens) - 1, t.response_length) for t in trajectories]
     metrics |= hardware_metrics(run, sequences, times, metrics["tokens"])
-    run.logger.log_samples(run.step, _samples(run, trajectories))
+    run.logger.log_samples(run.step, (readable(run.tokenizer, t) for t in trajectories))
     run.logger.log_step(run.step, metrics | times)
 
 
@@ -86,16 +86,3 @@ def fallback_metrics(run: Run, updates: list[list[Batch]]) -> dict[str, int]:
         return {}
     mine = sum(b.without_route for batches in updates for b in batches) if run.trainer.reports else 0
     return {"routing/fallback_tokens": run.ranks.total(mine)}
-
-
-def _samples(run: Run, trajectories: list[Trajectory]) -> Iterator[dict[str, Any]]:
-    """Rollouts for the report's table."""
-    for t in trajectories:
-        yield {
-            "prompt": run.tokenizer.decode(t.tokens[: t.prompt_length]),
-            "response": t.text,
-            "reward": t.reward,
-            **{f"reward/{part}": value for part, value in t.reward_parts.items()},
-            "finish": t.finish_reason,
-            "weights": ",".join(span.version for span in t.weight_spans),
-        }

@@ -171,7 +171,7 @@ def test_stream_refuses_the_state_of_other_data(tokenizer):
         PromptStream(sorting(size=41), tokenizer, 64, 8, seed=1).load_state_dict(state)
 
 
-def test_prompts_that_are_too_long_are_skipped_counted_and_logged_once(tokenizer, caplog):
+def test_prompts_that_are_too_long_are_skipped_and_counted_in_one_line(tokenizer, caplog):
     task = sorting(size=40)
     limit = 7 + 8  # bos, sign, colon and four numbers
     long = {p.prompt_id for p in task.prompts("train") if len(p.answer) > 4}
@@ -179,14 +179,19 @@ def test_prompts_that_are_too_long_are_skipped_counted_and_logged_once(tokenizer
     with caplog.at_level(logging.WARNING):
         got = stream.next(3 * (40 - len(long)))
     assert 0 < len(long) < 40 and stream.skipped == long and not long & set(ids(got))
-    named = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
-    assert len(named) == len(long) and all(any(f"{i} skipped" in m for m in named) for i in long)
+    [named] = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
+    assert any(f"prompt {i} skipped" in named for i in long) and "counted in data/skipped_prompts" in named
+    caplog.clear()
     assert {p.prompt_id for p in fitting(task.prompts("train")[:40], tokenizer, limit, 8)} == set(ids(got))
+    [named] = [r.getMessage() for r in caplog.records]
+    assert f"{len(long)} of 40 held-out prompts skipped" in named
 
 
 def test_a_context_in_which_nothing_fits_is_an_error_not_an_endless_loop(tokenizer):
     with pytest.raises(UserError, match="none of the 40 prompts"):
-        PromptStream(sorting(size=40), tokenizer, 10, 8, seed=1).next(1)
+        PromptStream(sorting(size=40), tokenizer, 10, 8, seed=1)
+    with pytest.raises(UserError, match="none of the 40 held-out prompts"):
+        fitting(sorting(size=40).prompts("train"), tokenizer, 10, 8)
 
 
 def test_reward_parts_are_weighted_and_misspelt_ones_refused():

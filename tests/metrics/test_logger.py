@@ -40,7 +40,7 @@ def test_a_line_a_step_with_the_promised_names(tmp_path, capsys):
     assert (third["step"], third["eval/score"]) == (2, 0.75)
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("eval at step 0: score 0.25")
-    assert out[1].startswith("step 1/10  reward 0.500  KL 2.0e-04  60.0 s/step  left ")
+    assert out[1].startswith("step 1/10  reward 0.500  mismatch KL 2.0e-04  60.0 s/step  left ")
 
 
 def test_what_is_not_finite_becomes_null_and_is_counted(tmp_path, capsys):

@@ -96,6 +96,7 @@ def test_ctrl_c_says_what_is_saved(model, tmp_path, capsys, alone):
     with pytest.raises(KeyboardInterrupt), Run(config_of(model, tmp_path), kind="train") as run:
         raise KeyboardInterrupt
     assert "interrupted in step 1: there is no checkpoint; the same command begins anew" in capsys.readouterr().out
+    parallel.shutdown()  # an interrupted process ends here
     (tmp_path / "one" / "checkpoints" / "step_000003").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt), Run(config_of(model, tmp_path), kind="train") as run:
         run.step += 2

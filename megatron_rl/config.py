@@ -369,6 +369,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end alone."""
     keep: Positive = 2
     """Newest complete checkpoints that stay."""
+    keep_best: Count = 0
+    """Checkpoints of the best eval/score that stay beside them, of steps with both an evaluation and a checkpoint."""
     async_save: bool = False
     """Write in the background while training goes on, from a copy on the host: of what a GPU holds, a rank's share."""
     timeout_s: PositiveFloat = 1800.0

@@ -45,6 +45,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         scores["eval/greedy"] = average_at_n(run.gather_groups(greedy, lambda t: t.reward))
         rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
+    run.scores[run.step] = scores["eval/score"]
     return scores
 
 

@@ -96,6 +96,8 @@ class Run:
         found = [] if kind == "ask" else self.ranks.main_does(lambda: checkpoint.complete_checkpoints(self.checkpoints))
         self._found = found[-1] if found else None
         self.step = checkpoint.step_of(self._found) if self._found else 0
+        self.scores: dict[int, float] = {}
+        """eval/score by step, as far as the run was evaluated."""
         self.current_clock = Clock()
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
@@ -119,6 +121,7 @@ class Run:
         if self._found:
             state = checkpoint.load(self._found, self.trainer, self.ranks)
             self.stream.load_state_dict(state["extra"]["stream"])
+            self.scores = state["extra"].get("scores", {})
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
         return self.trainer
@@ -215,13 +218,26 @@ class Run:
         """Write a complete checkpoint of the current step, or begin to: one that is under way is waited for first."""
         self.finish_save()
         self.before_saving()
-        extra = {"stream": self.stream.state_dict(), "kind": self.kind}
+        extra = {"stream": self.stream.state_dict(), "kind": self.kind, "scores": self.scores}
         settings = self.config.checkpoint
         arguments = (self.checkpoints, self.step, self.trainer, self.ranks, extra, settings.keep)
-        self._saving = checkpoint.Save(*arguments, background=settings.async_save)
+        self._saving = checkpoint.Save(*arguments, best=self._best(), background=settings.async_save)
         self._saved_at = self.step
         if not settings.async_save:
             self.finish_save()
+
+    def _best(self) -> list[int]:
+        """Steps of the checkpoints with the best scores, this one's included; the later of equal ones."""
+        saved = self.ranks.main_does(
+            lambda: [checkpoint.step_of(p) for p in checkpoint.complete_checkpoints(self.checkpoints)]
+        )
+        scored = [step for step in {*saved, self.step} if step in self.scores]
+        best = sorted(scored, key=lambda step: (self.scores[step], step))[-self.config.checkpoint.keep_best :]
+        if not self.config.checkpoint.keep_best or not best:
+            return []
+        if self.step in self.scores:
+            self.logger.say(f"best checkpoint: step {best[-1]}, eval/score {self.scores[best[-1]]:.4g}")
+        return best
 
     def finish_save(self) -> None:
         """Wait for a save that is under way, if there is one (all ranks)."""

@@ -13,7 +13,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,12 +121,14 @@ class Save:
         extra: dict[str, Any],
         keep: int,
         *,
+        best: Collection[int] = (),
         background: bool = False,
     ) -> None:
-        """extra: small picklable state that is the same on all ranks."""
+        """extra: small picklable state that is the same on all ranks. keep: so many newest checkpoints stay, and those of
+        the steps in `best`."""
         self.path = folder / f"step_{step:06d}"
         self._partial = self.path.with_name(self.path.name + ".tmp")
-        self._trainer, self._ranks, self._keep = trainer, ranks, keep
+        self._trainer, self._ranks, self._keep, self._best = trainer, ranks, keep, frozenset(best)
         ranks.main_does(self._begin)
         state = _state(trainer, ranks, loading=False)
         _distributed_state(trainer, state)
@@ -174,7 +176,8 @@ class Save:
         shutil.rmtree(self.path, ignore_errors=True)
         os.replace(self._partial, self.path)
         for old in complete_checkpoints(self.path.parent)[: -self._keep]:
-            shutil.rmtree(old)
+            if step_of(old) not in self._best:
+                shutil.rmtree(old)
 
     def _attempt(self, everywhere: Callable[[Callable[[], T]], T], work: Callable[[], T]) -> T:
         """`work` where it is to be done; after an error nothing is left of the folder, as the disk may be full of it."""

@@ -149,3 +149,20 @@ def test_an_evaluation_without_held_out_prompts_is_refused(model, tmp_path, caps
     assert main(["eval", str(config)]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert "no held-out prompts" in line and not (tmp_path / "one" / "sglang.log").exists()
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(model, tmp_path, capsys, alone):
+    config = config_of(model, tmp_path, checkpoint={"every": 1, "keep": 1, "keep_best": 1})
+    with Run(config, kind="train") as run:
+        run.build()
+        for step, score in ((1, 0.2), (2, 0.9), (3, 0.4), (4, None)):
+            run.step = step
+            if score is not None:
+                run.scores[step] = score
+            run.save()
+    kept = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
+    assert kept == ["step_000002", "step_000004"]
+    assert "best checkpoint: step 2, eval/score 0.9" in capsys.readouterr().out
+    with Run(config, kind="train") as run:
+        run.build()
+        assert run.step == 4 and run.scores == {1: 0.2, 2: 0.9, 3: 0.4}

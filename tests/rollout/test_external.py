@@ -76,6 +76,11 @@ WRONG = {
         "runs with --attention-backend fa3, which does not compute in fp32: triton does",
         {"device": "cuda", "attention_backend": "fa3"},
     ),
+    "seeds under top-p": (
+        {"rollout": {"sampling": {"top_k": 64}}, "pruning": {"enabled": False}},
+        "runs with --sampling-backend flashinfer, which takes no seeds",
+        {"sampling_backend": "flashinfer"},
+    ),
     "decode alone": (
         {},
         "runs with --attention-backend fa3 and triton, which does not compute in fp32",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from megatron_rl import __version__
@@ -85,8 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _dispatch(args, rest, arguments) or 0
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron-rl: error: {error}", file=sys.stderr, flush=True)
+        _say_once(str(error))
         # Other ranks may wait in a collective for this one: leave without the interpreter's orderly shutdown.
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(2)
@@ -94,6 +95,32 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megatron-rl: interrupted", file=sys.stderr)
         return 130
+
+
+def _say_once(problem: str) -> None:
+    """An error of this process on the console, whatever its rank; one that all processes of a machine have is said once.
+
+    torchrun ends the others as soon as one ends: rank 0 alone may never come to say it.
+    """
+    rank = os.environ.get("RANK", "0")
+    claims = None
+    if error_file := os.environ.get(
+        "TORCHELASTIC_ERROR_FILE"
+    ):  # torchrun's: FOLDER/RUN/attempt_N/LOCAL_RANK/error.json
+        claims = Path(error_file).parents[1]
+    elif job := os.environ.get("SLURM_JOB_ID"):
+        claims = Path(tempfile.gettempdir()) / f"megatron-rl-{os.getuid()}-{job}.{os.environ.get('SLURM_STEP_ID', '0')}"
+        claims /= os.environ.get("SLURM_RESTART_COUNT", "0")
+    if claims is not None:
+        try:
+            claims.mkdir(parents=True, exist_ok=True)
+            (claims / hashlib.sha256(problem.encode()).hexdigest()[:16]).open("x").close()
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # rather twice than never
+    of_rank = f" (rank {rank})" if rank != "0" else ""
+    print(f"megatron-rl: error{of_rank}: {problem}", file=sys.stderr, flush=True)
 
 
 def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:

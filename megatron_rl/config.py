@@ -332,6 +332,8 @@ class RolloutConfig:
     request_timeout_s: PositiveFloat = 600.0
     retries: Count = 3
     """Attempts after the first, with a growing pause; a dead child server is restarted in between."""
+    seed_requests: bool = True
+    """Give every request a seed of its own: the same config samples the same responses, in whatever order they arrive."""
     routes: bool = False
     """Ask the engine for the experts of every token, also where routing.source does not need them: for the metrics."""
     agreement_floor: Annotated[float, Field(gt=0, lt=1)] | None = 0.5
@@ -379,6 +381,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end alone."""
     keep: Positive = 2
     """Newest complete checkpoints that stay."""
+    keep_best: Count = 0
+    """Checkpoints of the best eval/score that stay beside them, of steps with both an evaluation and a checkpoint."""
     async_save: bool = False
     """Write in the background while training goes on, from a copy on the host: of what a GPU holds, a rank's share."""
     timeout_s: PositiveFloat = 1800.0

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from megatron_rl.config import Config
-from megatron_rl.environments.evaluation import average_at_n, distinct_right, pass_at_k
+from megatron_rl.environments.evaluation import average_at_n, distinct_right, majority_at_n, pass_at_k
+from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
+from megatron_rl.metrics.logger import METRICS_FILE
 from megatron_rl.metrics.reduce import figures, over_ranks
+from megatron_rl.metrics.responses import readable, write_responses
 from megatron_rl.metrics.step import reward_metrics
 from megatron_rl.rollout.engine import Engine
 
@@ -19,43 +23,67 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     """Scores of the current rollout weights on the first eval.prompts held-out prompts. Every process calls it.
 
     eval/score is the mean reward over all samples at the sampling temperature; eval/pass@n the chance that one of n is
-    right (reward above 0.5); eval/distinct@n how many different right ones n have; eval/greedy the mean reward of one
-    response without sampling.
+    right (reward above 0.5); eval/maj@n the mean reward of each prompt's most frequent answer; eval/distinct@n how many different right ones n have; eval/greedy the mean reward of one
+    response without sampling. The responses are kept in the run's evals/ folder, one JSON line each.
     """
     prompts = run.eval_prompts
     if not prompts:
         return {}
     n = config.eval.samples
-    sampled = engine.ask(prompts, run.support, samples=n)
+    sampled = engine.ask(prompts, run.support, samples=n, seed=f"eval/{run.step}")
     rewards = run.gather_groups(sampled, lambda t: t.reward)
     answers = run.gather_groups(sampled, lambda t: run.task.extract(t.text))
     scores = {
         "eval/score": average_at_n(rewards),
         f"eval/pass@{n}": pass_at_k(rewards, n, threshold=0.5),
+        f"eval/maj@{n}": majority_at_n(answers, rewards),
         f"eval/distinct@{n}": float(np.mean(distinct_right(answers, rewards, threshold=0.5))),
         "eval/response_length": run.mean([float(t.response_length) for t in sampled]),
         "eval/prompts": float(len(rewards)),
     }
+    rows = run.gather_from_leaders([{"greedy": False, **readable(run.tokenizer, t)} for t in sampled])
     if config.eval.greedy:
-        greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1)
+        greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1, seed="greedy")
         scores["eval/greedy"] = average_at_n(run.gather_groups(greedy, lambda t: t.reward))
+        rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
+    run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
+    run.scores[run.step] = scores["eval/score"]
     return scores
 
 
 def evaluate_command(config: Config) -> None:
-    """`megatron-rl eval`: score the folder model.path as it is and print the scores."""
-    with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
-        engine.join(run)
-        scores = evaluate(config, run, engine)
-        run.logger.say(json.dumps(scores, indent=2))
+    """`megatron-rl eval`: score the folder model.path as it is, and print the scores; no file of a run there changes."""
+    with Run(config, kind="ask") as run:
+        if not run.eval_prompts:
+            raise UserError(
+                f"data: task '{config.data.task}' has no held-out prompts to evaluate on (eval.prompts ="
+                f" {config.eval.prompts}): set data.eval_path, or eval.prompts"
+            )
+        with Engine(run) as engine:
+            engine.join()
+            scores = evaluate(config, run, engine)
+            run.logger.say(json.dumps(scores, indent=2))
+            run.logger.say(f"responses are in {_responses_file(run)}")
 
 
 def rollout_command(config: Config) -> None:
-    """`megatron-rl rollout`: sample one step's prompts and keep the trajectories in the run's rollouts/ folder."""
+    """`megatron-rl rollout`: sample one step's prompts and keep the trajectories in the run's rollouts/ folder.
+
+    As .npz for rollout.load, and as .jsonl for people. Errors: UserError where a run's own would be overwritten.
+    """
     config = replace(config, rollout=replace(config.rollout, record=True))
-    with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
-        engine.join(run)
+    folder = config.run_dir / "rollouts"
+    if (config.run_dir / METRICS_FILE).exists():
+        raise UserError(f"rollout: {config.run_dir} is the folder of a training run; choose another --name")
+    with Run(config, kind="ask") as run, Engine(run) as engine:
+        engine.join()
         prompts = run.stream.next(config.batch.prompts_per_step)
         trajectories = engine.collect(prompts, step=0)
+        rows = run.gather_from_leaders([readable(run.tokenizer, t) for t in trajectories])
+        run.ranks.main_does(lambda: write_responses(folder / "step_000000.jsonl", rows))
         run.logger.say(json.dumps(figures(over_ranks(run.ranks, [reward_metrics(trajectories)])), indent=2))
-        run.logger.say(f"trajectories are in {config.run_dir / 'rollouts'}")
+        run.logger.say(f"trajectories are in {folder}: step_000000.jsonl to read, .npz for rollout.load")
+
+
+def _responses_file(run: Run) -> Path:
+    return run.folder / "evals" / f"step_{run.step:06d}.jsonl"

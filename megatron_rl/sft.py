@@ -16,7 +16,7 @@ from megatron_rl.trainer.objective import SFT
 def sft(config: Config) -> None:
     """config.steps updates on batch.prompts_per_step demonstrations each; ends with a Hugging Face folder `hf/`."""
     with Run(config, kind="sft") as run:
-        trainer = run.trainer
+        trainer = run.build()
         clock = run.clock()
         while run.step < config.steps and not run.stop_requested():
             with clock("train"):

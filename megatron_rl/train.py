@@ -22,9 +22,9 @@ from megatron_rl.trainer.objective import Policy
 
 def train(config: Config) -> None:
     """Reinforcement learning by the config, from the newest checkpoint of the run where there is one."""
-    with Engine(config, "train") as engine, Run(config, kind="train") as run:
-        trainer, logger = run.trainer, run.logger
-        engine.join(run)
+    with Run(config, kind="train") as run, Engine(run) as engine:
+        trainer, logger = run.build(), run.logger
+        engine.join()
         engine.push(trainer, version=run.step)
         schedule, objective = RefreshSchedule(config.sync.refresh), Policy(config)
         if run.step == 0:

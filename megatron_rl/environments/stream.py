@@ -17,26 +17,27 @@ SHOWN = 5
 
 
 def fitting(prompts: Sequence[Prompt], tokenizer, context_length: int, max_new_tokens: int) -> list[Prompt]:
-    """Tokenised prompts that leave room for max_new_tokens; the others are logged (for evaluation sets)."""
+    """Tokenised held-out prompts that leave room for max_new_tokens; the others are counted in one line of the log.
+
+    Errors: UserError where there are some, and none fits.
+    """
     encoded = [prompt.encode(tokenizer) for prompt in prompts]
-    long = [p for p in encoded if len(p.tokens) + max_new_tokens > context_length]
-    for number, prompt in enumerate(long, 1):
-        _warn(number, _too_long(prompt, context_length, max_new_tokens))
-    return [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
+    short = [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
+    if encoded and not short:
+        raise _none_fits(len(encoded), "held-out prompts", context_length, max_new_tokens)
+    if count := len(encoded) - len(short):
+        longest = max(len(p.tokens) for p in encoded)
+        log.warning(
+            f"data: {count} of {len(encoded)} held-out prompts skipped: with rollout.max_new_tokens {max_new_tokens} they"
+            f" exceed rollout.context_length {context_length}; the longest has {longest} tokens"
+        )
+    return short
 
 
-def _warn(number: int, problem: str) -> None:
-    """Log why the number-th prompt is skipped; the first few are named."""
-    if number <= SHOWN:
-        log.warning("%s", problem)
-    if number == SHOWN:
-        log.warning("data: prompts that are skipped from here on are counted and not named")
-
-
-def _too_long(prompt: Prompt, context_length: int, max_new_tokens: int) -> str:
-    return (
-        f"data: prompt {prompt.prompt_id} skipped: its {len(prompt.tokens)} tokens + rollout.max_new_tokens "
-        f"{max_new_tokens} exceed rollout.context_length {context_length}"
+def _none_fits(count: int, what: str, context_length: int, max_new_tokens: int) -> UserError:
+    return UserError(
+        f"data: none of the {count} {what} leaves room for rollout.max_new_tokens {max_new_tokens} in"
+        f" rollout.context_length {context_length}: raise the latter"
     )
 
 
@@ -61,6 +62,14 @@ class PromptStream:
         """Ids of the prompts that were too long so far."""
         self._start_epoch(0)
 
+    def check_room(self) -> None:
+        """Errors: UserError where no prompt leaves room for max_new_tokens; told before a server is started."""
+        if not any(self._fits(self.prompts[index].encode(self.tokenizer)) for index in self._order):
+            raise _none_fits(len(self.prompts), "prompts", self.context_length, self.max_new_tokens)
+
+    def _fits(self, prompt: Prompt) -> bool:
+        return len(prompt.tokens) + self.max_new_tokens <= self.context_length
+
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.position, self._taken = epoch, 0, 0
         self._order = list(range(len(self.prompts)))
@@ -70,8 +79,11 @@ class PromptStream:
         """The next `count` prompts that fit."""
 
         def examine(prompt: Prompt) -> tuple[Prompt, str]:
-            long = len(prompt.tokens) + self.max_new_tokens > self.context_length
-            return prompt, _too_long(prompt, self.context_length, self.max_new_tokens) if long else ""
+            problem = (
+                f"data: prompt {prompt.prompt_id} skipped: its {len(prompt.tokens)} tokens + rollout.max_new_tokens"
+                f" {self.max_new_tokens} exceed rollout.context_length {self.context_length}"
+            )
+            return prompt, "" if self._fits(prompt) else problem
 
         return self._take(count, examine, f"prompts leaves room for rollout.max_new_tokens {self.max_new_tokens} in")
 
@@ -107,7 +119,10 @@ class PromptStream:
                 self._taken += 1
             elif prompt.prompt_id not in self.skipped:
                 self.skipped.add(prompt.prompt_id)
-                _warn(len(self.skipped), problem)
+                if len(self.skipped) <= SHOWN:
+                    log.warning(problem)
+                if len(self.skipped) == SHOWN:
+                    log.warning("data: what is skipped from here on is counted in data/skipped_prompts, and not named")
         return chosen
 
     def state_dict(self) -> dict[str, Any]:

@@ -212,15 +212,17 @@ def _transformer_engine() -> Finding:
 
 def _recipes(side: Literal["trainer", "rollout"]) -> Finding:
     """Which recipes of precision.train or precision.rollout run here, as a run is refused or admitted by them."""
-    from megatron_rl.models.precision import rollout_recipes, this_machine, trainer_recipes
+    from megatron_rl.models.precision import SLOW_BF16, rollout_recipes, this_machine, trainer_recipes
 
-    answers = (trainer_recipes if side == "trainer" else rollout_recipes)(this_machine()).values()
+    machine = this_machine()
+    answers = (trainer_recipes if side == "trainer" else rollout_recipes)(machine).values()
     found = {state: [a for a in answers if a.state == state] for state in ("runs", "simulated", "cannot")}
     here = [
         f"{a.recipe} (simulated)" if a.state == "simulated" else a.recipe for a in found["runs"] + found["simulated"]
     ]
     notes = [f"simulated: {reason}" for reason in {a.reason: 0 for a in found["simulated"]}]
     notes += [f"{a.recipe} {a.reason}" for a in found["cannot"]]
+    notes += [] if machine.fast_bf16 else [f"{SLOW_BF16}: take fp32"]
     return Finding(f"{side} precision", "missing" if found["cannot"] else "ok", ", ".join(here), "; ".join(notes))
 
 

@@ -117,7 +117,14 @@ def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
             "config: rollout.server.extra_args asks for speculative decoding, for whose drafts SGLang's record of routes has no"
             " room; leave it out, or set routing.source: r2 and rollout.routes: false"
         )
-    chosen = choices(hf_config.to_dict(), config.precision.rollout, this_machine(), routes=asks_routes(config))
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    chosen = choices(
+        hf_config.to_dict(),
+        config.precision.rollout,
+        this_machine(),
+        routes=asks_routes(config),
+        seeded_sets=support.keeps_sets and config.rollout.seed_requests,
+    )
     check_extra_args(extra, chosen)
 
 

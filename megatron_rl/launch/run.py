@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import numpy as np
 import torch
@@ -17,12 +17,15 @@ from megatron_rl.config import Config, to_yaml
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
+from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.launch.preflight import Kind, preflight
+from megatron_rl.launch.run_lock import lock
 from megatron_rl.metrics.logger import RunLogger
+from megatron_rl.models.precision import slow_bf16, this_machine
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import checkpoint, parallel
-from megatron_rl.trainer.trainer import build_trainer
+from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 T = TypeVar("T")
 
@@ -66,8 +69,14 @@ class Clock:
 class Run:
     """Model, trainer, data and log of one run; a context manager that saves what is due and closes everything.
 
+    Making it looks at all that the user may have got wrong; `build` makes the trainer, which takes long. Between the two an
+    engine starts its servers.
+
     Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, trainer, logger, step, current_clock.
     """
+
+    trainer: Trainer
+    """After `build`."""
 
     def __init__(self, config: Config, *, kind: Kind) -> None:
         self.config = config
@@ -78,27 +87,33 @@ class Run:
         self.task = build_task(config.data, demonstrations=kind == "sft")
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
         self.stream = PromptStream(self.task, self.tokenizer, *lengths, seed=config.data.seed)
+        if kind != "sft":
+            self.stream.check_room()
         held_out = [] if kind == "sft" else self.task.prompts("eval")[: config.eval.prompts]
         self.eval_prompts = fitting(held_out, self.tokenizer, *lengths)
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"
-        self._write_config()
-        self.step = 0
+        self._lock: TextIO | None = None
+        self._changes: list[str] = []
+        self.ranks.main_does(self._open_folder)
+        found = [] if kind == "ask" else self.ranks.main_does(lambda: checkpoint.complete_checkpoints(self.checkpoints))
+        self._found = found[-1] if found else None
+        self.step = checkpoint.step_of(self._found) if self._found else 0
+        self.scores: dict[int, float] = {}
+        """eval/score by step, as far as the run was evaluated."""
         self.current_clock = Clock()
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
-        self._saved_at = 0 if kind == "ask" else -1
+        self._saved_at = self.step if self._found or kind == "ask" else -1
         self._saving: checkpoint.Save | None = None
         """One that is written in the background."""
-        if kind != "ask":
-            self._build_trainer()
-            self._resume()
         self.logger = RunLogger(self.folder, config, resume_step=self.step, active=self.ranks.rank == 0)
         self._stop = False
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
-    def _build_trainer(self) -> None:
+    def build(self) -> Trainer:
+        """The trainer, with the state of the newest checkpoint where there is one (all ranks)."""
         config, training = self.config, self.kind == "train"
         self.trainer = build_trainer(
             config,
@@ -107,6 +122,13 @@ class Run:
             support=self.support if training else SamplingSupport(),
             hooks=update_hooks(config) if training else [],
         )
+        if self._found:
+            state = checkpoint.load(self._found, self.trainer, self.ranks)
+            self.stream.load_state_dict(state["extra"]["stream"])
+            self.scores = state["extra"].get("scores", {})
+        elif config.checkpoint.load:
+            checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
+        return self.trainer
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -114,12 +136,22 @@ class Run:
         if self.ranks.rank == 0:
             for line in self.plan.lines():
                 self.logger.say(line)
+            sides = {
+                "trains": self.kind != "ask",
+                "rolls_out": self.kind != "sft" and not self.config.rollout.addresses,
+            }
+            if hint := slow_bf16(self.config.precision, this_machine(), **sides):
+                self.logger.say(hint)
             if self.step:
                 self.logger.say(f"resumed at step {self.step}")
+                if self._changes:
+                    self.logger.say(f"config keys that differ from the run so far: {', '.join(self._changes)}")
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         try:
+            if kind is KeyboardInterrupt and self.kind != "ask":
+                self._say_what_is_lost()
             if kind is None:
                 if self._saved_at != self.step:
                     self.save()
@@ -127,8 +159,21 @@ class Run:
         finally:
             self.logger.close()
             self.task.close()
+            if self._lock:
+                self._lock.close()
             if kind is None:
                 parallel.shutdown()
+
+    def _say_what_is_lost(self) -> None:
+        found = checkpoint.complete_checkpoints(self.checkpoints)
+        if found:
+            saved = checkpoint.step_of(found[-1])
+            going_on = f"checkpoint of step {saved}; steps after it are lost. The same command goes on from there"
+        else:
+            going_on = "no checkpoint; the same command begins anew"
+        self.logger.say(
+            f"interrupted in step {self.step + 1}: there is {going_on} (SIGTERM saves before it ends a run)"
+        )
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._stop = True
@@ -137,17 +182,22 @@ class Run:
         """Whether any process was asked to stop (SIGTERM, SIGUSR1): the run saves and ends after the current step."""
         return bool(self.ranks.maximum(int(self._stop)))
 
-    def _write_config(self) -> None:
-        problem = None
-        if self.ranks.rank == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / "config.yaml").write_text(to_yaml(self.config))
-            except OSError as error:
-                problem = f"run folder {self.folder}: {error.strerror}"
-        problem = self.ranks.from_main(problem)
-        if problem:
-            raise UserError(problem)
+    def _open_folder(self) -> None:
+        """Be its one writer, and keep the config there; who only asks leaves a run's config as it is."""
+        file, text = self.folder / "config.yaml", to_yaml(self.config)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.kind == "ask":
+                if not file.exists():
+                    file.write_text(text)
+                return
+            self._lock = lock(self.folder)
+            self._changes = changed_keys(file, text)
+            file.write_text(text)
+        except OSError as error:
+            raise UserError(
+                f"run folder {self.folder}: {error.strerror}; set runs_dir to a folder in which files can be written"
+            ) from None
 
     def clock(self) -> Clock:
         """Of the step that begins; rank 0 traces those of logging.profile_steps."""
@@ -172,28 +222,32 @@ class Run:
         """Write a complete checkpoint of the current step, or begin to: one that is under way is waited for first."""
         self.finish_save()
         self.before_saving()
-        extra = {"stream": self.stream.state_dict(), "kind": self.kind}
+        extra = {"stream": self.stream.state_dict(), "kind": self.kind, "scores": self.scores}
         settings = self.config.checkpoint
         arguments = (self.checkpoints, self.step, self.trainer, self.ranks, extra, settings.keep)
-        self._saving = checkpoint.Save(*arguments, background=settings.async_save)
+        self._saving = checkpoint.Save(*arguments, best=self._best(), background=settings.async_save)
         self._saved_at = self.step
         if not settings.async_save:
             self.finish_save()
+
+    def _best(self) -> list[int]:
+        """Steps of the checkpoints with the best scores, this one's included; the later of equal ones."""
+        saved = self.ranks.main_does(
+            lambda: [checkpoint.step_of(p) for p in checkpoint.complete_checkpoints(self.checkpoints)]
+        )
+        scored = [step for step in {*saved, self.step} if step in self.scores]
+        best = sorted(scored, key=lambda step: (self.scores[step], step))[-self.config.checkpoint.keep_best :]
+        if not self.config.checkpoint.keep_best or not best:
+            return []
+        if self.step in self.scores:
+            self.logger.say(f"best checkpoint: step {best[-1]}, eval/score {self.scores[best[-1]]:.4g}")
+        return best
 
     def finish_save(self) -> None:
         """Wait for a save that is under way, if there is one (all ranks)."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.finish(self.config.checkpoint.timeout_s)
-
-    def _resume(self) -> None:
-        found = self.ranks.from_main(checkpoint.complete_checkpoints(self.checkpoints))
-        if found:
-            state = checkpoint.load(found[-1], self.trainer, self.ranks)
-            self.step = self._saved_at = state["step"]
-            self.stream.load_state_dict(state["extra"]["stream"])
-        elif self.config.checkpoint.load:
-            checkpoint.load_weights(Path(self.config.checkpoint.load), self.trainer)
 
     def save_hf(self) -> Path:
         """Write the current weights as a Hugging Face folder `hf` in the run's folder."""

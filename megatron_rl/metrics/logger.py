@@ -21,6 +21,8 @@ from megatron_rl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+NOTE_EVERY_S = 30.0
+"""Where there is no terminal, how often progress within a step is said."""
 TIMES = ("rollout", "sleep", "wake", "log_probs", "train", "sync", "eval", "checkpoint", "other", "step")
 STANDARD = (
     "reward/mean",
@@ -126,6 +128,11 @@ class RunLogger:
         """A line for the user, above the progress line."""
         if self.active:
             self._progress.say(line)
+
+    def progress(self, done: int, wanted: int, what: str = "responses") -> None:
+        """How far the part of a step that is under way has come, in the progress line; seldom where that is no terminal."""
+        if self.active:
+            self._progress.note(done, wanted, what)
 
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl: `metrics` (numbers, 0-dim tensors or None), and the step's evaluation."""
@@ -239,12 +246,16 @@ def _plain(value: Any) -> Any:
 
 
 class _ProgressLine:
-    """A live line on a terminal, plain lines elsewhere: step, reward, KL, tokens/s, time left."""
+    """A live line on a terminal, plain lines elsewhere: step, reward, mismatch KL, tokens/s, time left."""
 
     def __init__(self, config: Config, resume_step: int) -> None:
         self._steps = config.steps
         self._first = resume_step
         self._start: float | None = None
+        self._text = ""
+        """Of the last step."""
+        self._noted = time.monotonic()
+        """When something was said last."""
         self._on = config.logging.progress
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._live: Progress | None = None
@@ -254,6 +265,7 @@ class _ProgressLine:
 
     def say(self, line: str) -> None:
         self._console.print(line, markup=False)
+        self._noted = time.monotonic()
         self._start = self._start or time.monotonic()
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -265,11 +277,28 @@ class _ProgressLine:
         left = (now - self._start) / max(step - self._first, 1) * (self._steps - step)
         text = "  ".join([*_summary(values), f"left {_clock(left)}"])
         if self._live is None:
+            self._noted = now
             self._console.print(f"step {step}/{self._steps}  {text}", markup=False)
             return
+        self._text = text
+        self._show(step, text)
+
+    def note(self, done: int, wanted: int, what: str) -> None:
+        if not self._on:
+            return
+        if self._live is not None:
+            self._show(None, f"{self._text}  {what} {done}/{wanted}".strip())
+            return
+        now = time.monotonic()
+        if now - self._noted < NOTE_EVERY_S:
+            return
+        self._noted = now
+        self._console.print(f"{what} {done}/{wanted}", markup=False)
+
+    def _show(self, step: int | None, text: str) -> None:
         if not self._live.tasks:
             self._live.start()
-            self._live.add_task("", total=self._steps)
+            self._live.add_task("", total=self._steps, completed=self._first)
         self._live.update(self._live.tasks[0].id, completed=step, description=text)
 
     def close(self) -> None:
@@ -282,7 +311,7 @@ def _summary(values: Mapping[str, float | None]) -> list[str]:
         ("reward/mean", "reward {:.3f}"),
         ("eval/score", "eval {:.3f}"),
         ("loss/policy", "loss {:.4f}"),
-        ("mismatch/kl", "KL {:.1e}"),
+        ("mismatch/kl", "mismatch KL {:.1e}"),
         ("entropy", "entropy {:.2f}"),
         ("throughput/tokens_per_s", "{:,.0f} tok/s"),
         ("time/step_s", "{:.1f} s/step"),

@@ -14,6 +14,7 @@ from megatron_rl.launch.run import Clock, Run
 from megatron_rl.metrics.hardware import hardware_metrics
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
 from megatron_rl.metrics.reduce import Metrics, derived, figures, mean, merge, over_ranks, total
+from megatron_rl.metrics.responses import readable
 from megatron_rl.metrics.samples import choose
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer.trainer import Update
@@ -77,16 +78,5 @@ def _samples(run: Run, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
     rollouts = [(*place, t.reward) for place, t in zip(places, trajectories, strict=True)]
     counts = choose(run.gather_from_leaders(rollouts), run.config.logging.samples)
     mine = {place: t for place, t in zip(places, trajectories, strict=True) if place in counts}
-    samples = [
-        {
-            "prompt": run.tokenizer.decode(t.tokens[: t.prompt_length]),
-            "response": t.text,
-            "reward": t.reward,
-            **{f"reward/{part}": value for part, value in t.reward_parts.items()},
-            "finish": t.finish_reason,
-            "weights": ",".join(span.version for span in t.weight_spans),
-            "count": counts[place],
-        }
-        for place, t in mine.items()
-    ]
+    samples = [{**readable(run.tokenizer, t), "count": counts[place]} for place, t in mine.items()]
     return run.gather_from_leaders(samples)

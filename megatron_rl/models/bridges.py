@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import transformers
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import (
@@ -34,6 +33,7 @@ from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
 from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.gpt import GPTModel
 
+from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.mixtral import MixtralBridge
 from megatron_rl.models.parallel_check import architecture
@@ -70,11 +70,12 @@ class OurSpec:
         `load_weights_hf_to_megatron`, which only warns about what is missing and keeps every expert tensor it has read.
         """
         tasks = [task for task in self.build_conversion_tasks(source, chunks) if task is not None]
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, self._incomplete(tasks, chunks, set(source.state.source.get_all_keys())))
-        problem = next((p for p in problems if p), None)
-        if problem:
-            raise IncompleteWeights(problem)
+
+        def check() -> None:
+            if problem := self._incomplete(tasks, chunks, set(source.state.source.get_all_keys())):
+                raise IncompleteWeights(problem)
+
+        together(check)
 
         tensors = fp8.Dequantized(source.state)
         recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
@@ -135,7 +136,7 @@ class OurSpec:
         return iter(tasks)
 
 
-class IncompleteWeights(Exception):
+class IncompleteWeights(UserError):
     """The safetensors files and the model do not match; the message names the tensor."""
 
 

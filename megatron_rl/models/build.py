@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import layers
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig, PrecisionConfig
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, together
 from megatron_rl.models.bridges import IncompleteWeights, make_bridge
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, one_line, read_hf_config
@@ -150,9 +150,11 @@ class Model:
         out = Path(out_dir)
         partial = out.with_name(out.name + ".partial")
         tensors = wrap(self.export_hf_weights(chunks))
-        problem = [None]
-        if dist.get_rank() == 0:
+
+        def save() -> None:
             try:
+                if dist.get_rank() > 0:
+                    return
                 shutil.rmtree(partial, ignore_errors=True)
                 self.save_hf_metadata(partial)
                 write_weights(partial, tensors)
@@ -160,12 +162,12 @@ class Model:
                 shutil.rmtree(out, ignore_errors=True)
                 partial.rename(out)
             except OSError as error:
-                problem = [f"model folder {out}: could not be written ({error.strerror or error})"]
-        for _ in tensors:  # the other ranks; and rank 0's rest if it failed early
-            pass
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0]:
-            raise UserError(problem[0])
+                raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
+            finally:
+                for _ in tensors:  # the other ranks; and rank 0's rest if it failed early
+                    pass
+
+        together(save)
 
 
 def load(

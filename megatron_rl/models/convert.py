@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.dist_write import read, write
@@ -203,35 +203,42 @@ def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
 def _finished_folder(out: Path) -> Iterator[Path]:
     """A folder to fill that takes its name when all ranks are done. Errors: UserError on all ranks if one failed."""
     partial = out.with_name(out.name + ".partial")
-    problem = None
-    if dist.get_rank() == 0:
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            problem = f"checkpoint {out}: {error.strerror}"
-    _raise_together(problem)
+    main = dist.get_rank() == 0
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    _write_together(out, begin if main else None)
+    problem: OSError | None = None
     try:
         yield partial
     except OSError as error:
-        problem = f"checkpoint {out}: {error.strerror or error}"
+        problem = error
+
+    def filled() -> None:
+        if problem:
+            raise problem
+
     try:
-        _raise_together(problem)
+        _write_together(out, filled)
+        _write_together(out, (lambda: partial.rename(out)) if main else None)
     except UserError:
-        if dist.get_rank() == 0:
+        if main:
             shutil.rmtree(partial, ignore_errors=True)  # the disk may be full of it
         raise
-    if dist.get_rank() == 0:
-        partial.rename(out)
-    dist.barrier()
 
 
-def _raise_together(problem: str | None) -> None:
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    first = next((p for p in problems if p), None)
-    if first:
-        raise UserError(first)
+def _write_together(out: Path, work: Callable[[], object] | None) -> None:
+    """`together`, with one line for a disk that is full or cannot be written."""
+
+    def named() -> None:
+        try:
+            work()
+        except OSError as error:
+            raise UserError(f"checkpoint {out}: {error.strerror or error}") from None
+
+    together(named if work else None)
 
 
 def _progress(items: Iterator[Any], what: str, total: int | None = None) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -88,6 +89,9 @@ ROLLOUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bf
 """What the engine computes in, and holds whatever is not FP8 in."""
 ROLLOUT_CAPABILITY: Capability = (8, 9)
 """SGLang's block FP8: below it Marlin lays the weights out in a way that no push fills."""
+SLOW_BF16 = (
+    "this processor has no instructions for bf16 (AVX-512 BF16 or AMX) and is many times slower in it than in fp32"
+)
 _CARDS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 
@@ -102,12 +106,47 @@ class Machine:
     """That torch was built with."""
     fused_adam: bool = False
     """Whether Megatron's Adam is Transformer Engine's or Apex's; else it is torch's."""
+    fast_bf16: bool = True
+    """Whether GPU or processor multiply bf16 in hardware."""
 
 
 def this_machine() -> Machine:
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     fused_adam = any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
-    return Machine(gpu, _version("transformer-engine"), _version("nvidia-modelopt"), torch.version.cuda, fused_adam)
+    return Machine(
+        gpu,
+        _version("transformer-engine"),
+        _version("nvidia-modelopt"),
+        torch.version.cuda,
+        fused_adam,
+        gpu is not None or has_bf16_instructions(_cpuinfo()),
+    )
+
+
+def has_bf16_instructions(cpuinfo: str) -> bool:
+    """Whether /proc/cpuinfo has the flags of AVX-512 BF16, AMX, or Arm's; what cannot be read is given credit."""
+    flags = {
+        flag for line in cpuinfo.splitlines() if line.lower().startswith(("flags", "features")) for flag in line.split()
+    }
+    return not flags or not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def slow_bf16(
+    precision: PrecisionConfig, machine: Machine, *, trains: bool = True, rolls_out: bool = True
+) -> str | None:
+    """A line for the user where bf16 is asked for and slow; None where all is well."""
+    asked = [("train", precision.train)] * trains + [("rollout", precision.rollout)] * rolls_out
+    keys = [f"precision.{side}: fp32" for side, recipe in asked if recipe == "bf16"]
+    if machine.fast_bf16 or not keys:
+        return None
+    return f"{SLOW_BF16}; set {' and '.join(keys)}"
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)

@@ -45,18 +45,22 @@ class Choice:
     """Values that do as well."""
 
 
-def choices(model: Mapping[str, Any], dtype: str, machine: Machine, *, routes: bool) -> list[Choice]:
+def choices(
+    model: Mapping[str, Any], dtype: str, machine: Machine, *, routes: bool, seeded_sets: bool = False
+) -> list[Choice]:
     """The kernels that a server on this machine has to take; none without a GPU, where the platform folder chooses.
 
     model: content of config.json ({}: a model without experts); dtype: of precision.rollout; routes: they, or router features,
-    are asked for. Attention in bf16 stays SGLang's choice: all that it takes for our families (fa3, trtllm_mha, trtllm_mla,
-    flashinfer, triton) know their windows and sinks.
+    are asked for; seeded_sets: requests with a seed are sampled under top-p or top-k. Attention in bf16 stays SGLang's choice:
+    all that it takes for our families (fa3, trtllm_mha, trtllm_mla, flashinfer, triton) know their windows and sinks.
     """
     if machine.gpu is None:
         return []
     found = []
     if dtype == "fp32":
         found.append(Choice("--attention-backend", "triton", "the others compute in 16 bits", TAKES_FP32))
+    if seeded_sets:
+        found.append(Choice("--sampling-backend", "pytorch", "flashinfer's samplers take no seeds", ("pytorch",)))
     # What is quantised in its folder is served and never pushed to: there SGLang may choose while nobody asks for routes.
     if dtype == "fp8" or (has_experts(model) and (routes or not model.get("quantization_config"))):
         reason = "others capture no routes, or hold the experts in another order than they are pushed in"

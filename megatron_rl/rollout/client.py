@@ -216,7 +216,7 @@ class SGLangClient:
     async def call(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: dict[str, Any],
+        sampling: dict[str, Any] | list[dict[str, Any]],
         *,
         number: int = 0,
         total: int = 1,
@@ -229,8 +229,9 @@ class SGLangClient:
     ) -> list[Reply]:
         """A response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
 
-        sampling: SGLang's sampling_params; options: other fields of its request. prefixes: prompts that other calls to that
-        server have too; each is computed once. Errors: EngineLost after all retries; UserError for what no retry mends.
+        sampling: SGLang's sampling_params, of all or one for each prompt; options: other fields of its request. prefixes:
+        prompts that other calls to that server have too; each is computed once. Errors: EngineLost after all retries;
+        UserError for what no retry mends.
         """
         body: dict[str, Any] = {
             "input_ids": [[int(token) for token in prompt] for prompt in prompts],

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient, server_order
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
-from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.rollout.sampling import SamplingSupport, request_seed
 
 TOKENS_PER_CALL = 4096
 """Short responses share HTTP calls of at most about that many response tokens, which spares both sides work per call; long
@@ -66,6 +66,8 @@ class Collection:
     share: range | None = None
     """The requests that this process asks for; None: all. They are numbered prompt by prompt: `prompts` are those of all
     leaders, and request r is for a sample of prompt r // samples_per_prompt."""
+    seed: str | None = None
+    """With it every request has a seed of its own (`request_seed`), so that its draws do not depend on the others."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
     stats: CollectStats = field(default_factory=CollectStats)
@@ -133,9 +135,12 @@ class Collection:
             "max_new_tokens": self.max_new_tokens,
             "stop_token_ids": [int(token) for token in self.stop_token_ids],
         }
+        each = [sampling for _ in call.requests]
+        if self.seed is not None:
+            each = [sampling | {"sampling_seed": request_seed(self.seed, request)} for request in call.requests]
         replies = await client.call(
             [self.prompts[self._prompt_of(r)].tokens for r in call.requests],
-            sampling,
+            each,
             number=call.requests[0],
             total=self._total,
             prefixes=[self.prompts[p].tokens for p in call.shared],

@@ -81,6 +81,12 @@ def problems(
         support.keeps_sets and kept < support.top_k,
         f"runs with --sampling-mask-max-tokens {kept}, and rollout.sampling.top_k = {support.top_k} keeps more",
     )
+    sampler = info.get("sampling_backend")
+    refuse(
+        support.keeps_sets and config.rollout.seed_requests and sampler not in (None, "pytorch"),
+        f"runs with --sampling-backend {sampler}, which takes no seeds (rollout.seed_requests) under top_p or top_k: pytorch"
+        " does",
+    )
     overrides = json.loads(info.get("json_model_override_args") or "{}")
     stride, needed = overrides.get("router_feature_stride", 0), feature_stride(config)
     refuse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -99,6 +100,12 @@ class SamplingSupport:
     @property
     def _prunes(self) -> bool:
         return self.min_p > 0 and self.temperature > 0  # greedy: the likeliest token is in every support
+
+
+def request_seed(key: str, number: int) -> int:
+    """Seed in [0, 2**63) of request `number` (prompt by prompt) among those that `key` names (config seed and step)."""
+    digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _by_name(module: str, name: str) -> str:

@@ -147,6 +147,7 @@ class RolloutServer:
         feature_stride: int = 0,
         pruning: bool = False,
         kept_sets: bool = False,
+        seeded_sets: bool = False,
         fp32_lm_head: bool = False,
         devices: Sequence[str] = (),
         sleeps: bool = False,
@@ -158,6 +159,7 @@ class RolloutServer:
         router, zero until it is pushed; feature_stride: s > 0 sends the router features of every s-th response token
         along, in all replies (`FeatureLayout`); pruning: requests may prune the vocabulary's tail (`SamplingSupport`), for
         which pythonpath must hold the plugin; kept_sets: they may ask for the tokens that a truncation keeps;
+        seeded_sets: and have seeds;
         fp32_lm_head: logits in fp32; devices: GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process
         sees; sleeps: it can be told to `sleep`; keeps_weights: its weights are in host memory meanwhile, and not lost.
 
@@ -171,7 +173,8 @@ class RolloutServer:
         self.context_length, self.routes, self.seed = context_length, routes, seed
         self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
         self.predictor, self.feature_stride = predictor, feature_stride
-        self.pruning, self.kept_sets, self.fp32_lm_head = pruning, kept_sets, fp32_lm_head
+        self.pruning, self.kept_sets, self.seeded_sets = pruning, kept_sets, seeded_sets
+        self.fp32_lm_head = fp32_lm_head
         self.devices, self.sleeps, self.keeps_weights = list(devices), sleeps, keeps_weights
         self.asleep: set[str] = set()
         """Tags of the memory that it has given up."""
@@ -193,6 +196,7 @@ class RolloutServer:
         sleeps: bool = False,
     ) -> RolloutServer:
         """The server that a training run with this config wants."""
+        keeps_sets = SamplingSupport.from_config(config.rollout.sampling, config.pruning).keeps_sets
         return cls(
             config.model.path,
             config.rollout.server,
@@ -202,7 +206,8 @@ class RolloutServer:
             predictor=config.routing.source == "pr3",
             feature_stride=feature_stride(config),
             pruning=config.pruning.enabled,
-            kept_sets=SamplingSupport.from_config(config.rollout.sampling, config.pruning).keeps_sets,
+            kept_sets=keeps_sets,
+            seeded_sets=keeps_sets and config.rollout.seed_requests,
             fp32_lm_head=config.precision.fp32_lm_head,
             log_path=log_path,
             seed=config.seed,
@@ -229,7 +234,8 @@ class RolloutServer:
     def command(self, machine: Machine | None = None) -> list[str]:
         """The server's command line on a machine, by default this one. Errors: UserError for extra_args that contradict it."""
         machine = machine or this_machine()
-        chosen = choices(self._hf_config(), self.dtype, machine, routes=self.routes or self.predictor)
+        routes = self.routes or self.predictor
+        chosen = choices(self._hf_config(), self.dtype, machine, routes=routes, seeded_sets=self.seeded_sets)
         check_extra_args(self.config.extra_args, chosen)
         flags = {
             "--model-path": self.model,

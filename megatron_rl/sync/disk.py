@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import struct
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import Engines, WeightSyncError
 from megatron_rl.sync.transport import Transport
-
-_SAFETENSORS_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
 
 
 class DiskTransport(Transport):
@@ -73,20 +66,9 @@ class DiskTransport(Transport):
 
 
 def write_safetensors(path: Path, bucket: Bucket) -> None:
-    """A bucket as a safetensors file (8 bytes of header size, header as JSON, data): its buffer is already the data."""
-    header = {
-        entry.name: {
-            "dtype": _SAFETENSORS_DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [entry.start, entry.end],
-        }
-        for entry in bucket.entries
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
+    """A bucket as a safetensors file, from where it lies."""
+    tensors = {e.name: bucket.buffer[e.start : e.end].view(e.dtype).view(e.shape) for e in bucket.entries}
     try:
-        with open(path, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.write(memoryview(bucket.data.numpy()))
-    except OSError as error:
-        raise WeightSyncError(f"weight sync: cannot write '{path}': {error.strerror}") from None
+        save_file(tensors, path)
+    except (OSError, SafetensorError) as error:
+        raise WeightSyncError(f"weight sync: cannot write '{path}': {error}") from None

@@ -17,14 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import SyncConfig
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.sync.buckets import Bucket, fill_buckets
@@ -35,6 +35,8 @@ from megatron_rl.sync.engines import Engines, WeightSyncError
 from megatron_rl.sync.layout import PREDICTOR_WEIGHT, Slot, keep_together, locate
 from megatron_rl.sync.tensor import TensorTransport
 from megatron_rl.sync.transport import Transport
+
+T = TypeVar("T")
 
 SERVER_PYTHONPATH = Path(__file__).parent / "pythonpath"
 """Goes on PYTHONPATH of every SGLang server, external ones included: the checksum plugin."""
@@ -111,7 +113,6 @@ class WeightSync:
         if not self._is_sender:
             for _ in named_tensors:
                 pass
-            return self._together(None)
         return self._together(lambda: self._push(named_tensors, str(version)))
 
     def verify(self) -> None:
@@ -134,22 +135,12 @@ class WeightSync:
     def __exit__(self, *_exception) -> None:
         self.close()
 
-    def _together(self, work: Callable | None):
+    def _together(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0; its result, or its error, is every rank's."""
-        result, error = None, None
-        if self._is_sender:
-            try:
-                result = work()
-            except Exception as raised:
-                error = raised
+        result = [together(work if self._is_sender else None, self.group)]
         if self._ranks > 1:
-            told = error if isinstance(error, UserError | None) else WeightSyncError(f"weight sync: rank 0: {error!r}")
-            outcome = [result, told]
-            dist.broadcast_object_list(outcome, group_src=0, group=self.group)
-            result, error = outcome[0], error or outcome[1]
-        if error is not None:
-            raise error
-        return result
+            dist.broadcast_object_list(result, group_src=0, group=self.group)
+        return result[0]
 
     # --- rank 0 -----------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.sharded_state import ShardedState
 from megatron_rl.trainer.trainer import Trainer
 
+T = TypeVar("T")
+
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Megatron writes process groups into the dict that it is given: each call gets a copy.
 _NAME = re.compile(r"step_(\d+)")
@@ -40,7 +42,12 @@ _NAME = re.compile(r"step_(\d+)")
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints below `folder`, oldest first."""
     found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(_NAME.fullmatch(p.name)[1]))
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was written, by its folder's name."""
+    return int(_NAME.fullmatch(path.name)[1])
 
 
 def _model_state(trainer: Trainer) -> dict[str, Any]:
@@ -112,21 +119,15 @@ class Save:
         extra: dict[str, Any],
         keep: int,
         *,
+        best: Collection[int] = (),
         background: bool = False,
     ) -> None:
-        """extra: small picklable state that is the same on all ranks."""
+        """extra: small picklable state that is the same on all ranks. keep: so many newest checkpoints stay, and those of
+        the steps in `best`."""
         self.path = folder / f"step_{step:06d}"
         self._partial = self.path.with_name(self.path.name + ".tmp")
-        self._trainer, self._ranks, self._keep = trainer, ranks, keep
-        problem = None
-        if ranks.rank == 0:
-            try:
-                for left in folder.glob("step_*.tmp"):  # by a run that died
-                    shutil.rmtree(left, ignore_errors=True)
-                self._partial.mkdir(parents=True)
-            except OSError as error:
-                problem = f"checkpoint {self.path}: {error.strerror}"
-        _raise_together(ranks, problem)
+        self._trainer, self._ranks, self._keep, self._best = trainer, ranks, keep, frozenset(best)
+        ranks.main_does(self._begin)
         state = _state(trainer, ranks, loading=False)
         _distributed_state(trainer, state)
         state["run"] = {
@@ -136,11 +137,7 @@ class Save:
             "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
             "extra": extra,
         }
-        try:
-            self._write = Write(state, self._partial, background=background)
-        except OSError as error:
-            problem = self._failed(error)
-        _raise_together(ranks, problem, partial=self._partial)
+        self._write = self._attempt(ranks.all_do, lambda: Write(state, self._partial, background=background))
 
     def written(self) -> bool:
         """Whether the files of all ranks are (all ranks call)."""
@@ -157,27 +154,42 @@ class Save:
             if self._ranks.maximum(int(time.monotonic() > deadline)):
                 raise UserError(f"checkpoint {self.path}: not written within {timeout_s:g} s (checkpoint.timeout_s)")
             time.sleep(0.05)
-        problem = None
-        try:
-            self._write.finish()
-        except OSError as error:
-            problem = self._failed(error)
-        _raise_together(self._ranks, problem, partial=self._partial)
-        if self._ranks.rank == 0:
-            try:
-                self._trainer.model.save_hf_metadata(self._partial / "hf")
-                _sync_folder(self._partial)
-                shutil.rmtree(self.path, ignore_errors=True)
-                os.replace(self._partial, self.path)
-                for old in complete_checkpoints(self.path.parent)[: -self._keep]:
-                    shutil.rmtree(old)
-            except OSError as error:
-                problem = self._failed(error)
-        _raise_together(self._ranks, problem, partial=self._partial)
+        self._attempt(self._ranks.all_do, self._write.finish)
+        self._attempt(self._ranks.main_does, self._name)
         return self.path
 
-    def _failed(self, error: OSError) -> str:
-        return f"checkpoint {self.path}: {error.strerror}; older checkpoints are intact"
+    def _begin(self) -> None:
+        try:
+            for left in self.path.parent.glob("step_*.tmp"):  # by a run that died
+                shutil.rmtree(left, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"checkpoint {self.path}: {error.strerror}") from None
+
+    def _name(self) -> None:
+        self._trainer.model.save_hf_metadata(self._partial / "hf")
+        _sync_folder(self._partial)
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.replace(self._partial, self.path)
+        for old in complete_checkpoints(self.path.parent)[: -self._keep]:
+            if step_of(old) not in self._best:
+                shutil.rmtree(old)
+
+    def _attempt(self, everywhere: Callable[[Callable[[], T]], T], work: Callable[[], T]) -> T:
+        """`work` where it is to be done; after an error nothing is left of the folder, as the disk may be full of it."""
+
+        def named() -> T:
+            try:
+                return work()
+            except OSError as error:
+                raise UserError(f"checkpoint {self.path}: {error.strerror}; older checkpoints are intact") from None
+
+        try:
+            return everywhere(named)
+        except UserError:
+            if self._ranks.rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise
 
 
 def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[str, Any], keep: int) -> Path:
@@ -304,18 +316,6 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
         endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
         own = {key: value for key, value in chunk.state_dict().items() if key.endswith(endings)}
         chunk.load_state_dict({**own, **loaded[name]})
-
-
-def _raise_together(ranks: Ranks, problem: str | None, partial: Path | None = None) -> None:
-    """The same error on all ranks, so that none waits in a collective for one that has stopped.
-
-    partial: what is left of the attempt; it is removed, as the disk may be full.
-    """
-    problems = [p for p in ranks.gather(problem) if p]
-    if problems:
-        if partial is not None and ranks.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(problems[0])
 
 
 def _one_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.errors import together
 from megatron_rl.models.parallel_check import expert_tensor_size
 from megatron_rl.sync import nccl
 
@@ -56,6 +58,18 @@ class Ranks:
         """Every leader's value, by data-parallel rank, on every process."""
         values = self.gather(value if self.is_leader else None)
         return [values[leader] for leader in self.leaders]
+
+    def main_does(self, work: Callable[[], T]) -> T:
+        """What `work` returns on global rank 0, on every process, as is its error."""
+        return self.from_main(together(work if self.rank == 0 else None, self.world_group))
+
+    def leaders_do(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns on a leader, None elsewhere; one leader's error is every process's."""
+        return together(work if self.is_leader else None, self.world_group)
+
+    def all_do(self, work: Callable[[], T]) -> T:
+        """What `work` returns here; one process's error is every process's."""
+        return together(work, self.world_group)
 
     def exchange(self, outgoing: list[T]) -> list[T]:
         """A leader's outgoing[d] goes to the leader of data-parallel rank d; what each of them sent here, in their order.

@@ -181,12 +181,19 @@ def test_prompts_that_are_too_long_are_skipped_and_counted_and_the_first_are_log
     assert 0 < len(long) < 40 and stream.skipped == long and not long & set(ids(got))
     named = [r.getMessage() for r in caplog.records if "exceed" in r.getMessage()]
     assert len(set(named)) == len(named) == 5 and all(any(f"{i} skipped" in m for i in long) for m in named)
+    caplog.clear()
     assert {p.prompt_id for p in fitting(task.prompts("train")[:40], tokenizer, limit, 8)} == set(ids(got))
+    [named] = [r.getMessage() for r in caplog.records]
+    assert f"{len(long)} of 40 held-out prompts skipped" in named
 
 
 def test_a_context_in_which_nothing_fits_is_an_error_not_an_endless_loop(tokenizer):
     with pytest.raises(UserError, match="none of the 40 prompts"):
+        PromptStream(sorting(size=40), tokenizer, 10, 8, seed=1).check_room()
+    with pytest.raises(UserError, match="none of the 40 prompts"):
         PromptStream(sorting(size=40), tokenizer, 10, 8, seed=1).next(1)
+    with pytest.raises(UserError, match="none of the 40 held-out prompts"):
+        fitting(sorting(size=40).prompts("train"), tokenizer, 10, 8)
 
 
 def test_reward_parts_are_weighted_and_misspelt_ones_refused():

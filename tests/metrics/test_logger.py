@@ -40,7 +40,7 @@ def test_a_line_a_step_with_the_promised_names(tmp_path, capsys):
     assert (third["step"], third["eval/score"]) == (2, 0.75)
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("eval at step 0: score 0.25")
-    assert out[1].startswith("step 1/10  reward 0.500  KL 2.0e-04  60.0 s/step  left ")
+    assert out[1].startswith("step 1/10  reward 0.500  mismatch KL 2.0e-04  60.0 s/step  left ")
 
 
 def test_what_is_not_finite_becomes_null_and_is_counted(tmp_path, capsys):
@@ -135,6 +135,19 @@ def test_wandb_that_is_missing_is_said_at_the_start(tmp_path, monkeypatch):
     RunLogger(tmp_path, config, active=False)
 
 
+def test_progress_within_a_step_is_said_seldom_without_a_terminal(tmp_path, capsys, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("megatron_rl.metrics.logger.time.monotonic", lambda: now[0])
+    with RunLogger(tmp_path, CONFIG) as logger:
+        for arrived in range(1, 101):
+            now[0] += 1.0
+            logger.progress(arrived, 100)
+    assert capsys.readouterr().out.splitlines() == [f"responses {n}/100" for n in (30, 60, 90)]
+    with RunLogger(tmp_path, CONFIG, active=False) as logger:
+        logger.progress(1, 2)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_terminal_gets_one_live_line(tmp_path):
     program = f"""
 from megatron_rl.config import Config, LoggingConfig
@@ -142,6 +155,7 @@ from megatron_rl.metrics.logger import RunLogger
 with RunLogger({str(tmp_path)!r}, Config(steps=4, logging=LoggingConfig(tensorboard=False))) as logger:
     for step in range(1, 5):
         logger.log_step(step, {{"reward/mean": step / 10, "throughput/tokens_per_s": 1234.0}})
+        logger.progress(3, 8)
 """
     reader, writer = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
@@ -153,6 +167,7 @@ with RunLogger({str(tmp_path)!r}, Config(steps=4, logging=LoggingConfig(tensorbo
     assert process.returncode == 0
     last = [line for line in text.decode().replace("\r", "\n").splitlines() if "/4" in line][-1]
     assert "4/4" in last and "reward 0.400" in last and "1,234 tok/s" in last and "left 0:00" in last
+    assert "left 0:00  responses 3/8" in last
 
 
 def _read(descriptor: int) -> bytes:

@@ -106,6 +106,8 @@ def test_a_quantized_folder_is_served_as_sglang_likes_unless_routes_are_asked(ti
     model = json.loads((tiny_model("gpt_oss") / "config.json").read_text())
     model["quantization_config"] = {"quant_method": "mxfp4"}
     assert choices(model, "bf16", machine("Hopper"), routes=False) == []
+    [sampler] = choices(model, "bf16", machine("Hopper"), routes=False, seeded_sets=True)
+    assert (sampler.flag, sampler.value) == ("--sampling-backend", "pytorch")
     [choice] = choices(model, "bf16", machine("Hopper"), routes=True)
     assert (choice.flag, choice.value) == ("--moe-runner-backend", "triton")
 

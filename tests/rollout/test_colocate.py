@@ -147,22 +147,22 @@ def versions(engine: Engine) -> list[str]:
 def test_a_server_of_several_is_restarted_alone(model, tmp_path):
     config = config_of(model, tmp_path, max_new_tokens=40)
     try:
-        with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
+        with Run(config, kind="ask") as run, Engine(run) as engine:
             first, second = engine._servers.servers
-            engine.join(run)
+            engine.join()
             prompts = run.stream.next(4)
             weights = Exporter(load_file(model / "model.safetensors"))
 
             second_life = second._process.pid
             second._process.kill()  # with it the whole of this server
             second._process.wait(20)
-            assert len(engine.ask(prompts, run.support, samples=2)) == 8, "the other one answers"
-            assert engine.stats.restarts == 0
+            assert len(engine.ask(prompts, run.support, samples=2, seed="")) == 8, "the other one answers"
+            assert engine.metrics()["rollout/restarts"] == 0
             engine.push(weights, version=1)
-            assert engine.stats.restarts == 1 and second._process.pid != second_life
+            assert engine.metrics()["rollout/restarts"] == 1 and second._process.pid != second_life
             assert versions(engine) == ["1", "1"]
             before = [count(server, "/generate") for server in (first, second)]
-            engine.ask(prompts, run.support, samples=64)  # several calls
+            engine.ask(prompts, run.support, samples=64, seed="")  # several calls
             assert all(count(s, "/generate") > n for s, n in zip((first, second), before, strict=True)), (
                 "spread over both"
             )
@@ -172,9 +172,9 @@ def test_a_server_of_several_is_restarted_alone(model, tmp_path):
             for server in (first, second):
                 server._process.kill()
                 server._process.wait(20)
-            engine._trainer = None  # as for `megatron-rl eval`
-            assert len(engine.ask(prompts, run.support, samples=2)) == 8
-            assert engine.stats.restarts == 3 and versions(engine) == ["default", "default"]
+            engine._pusher._trainer = None  # as for `megatron-rl eval`
+            assert len(engine.ask(prompts, run.support, samples=2, seed="")) == 8
+            assert engine.metrics()["rollout/restarts"] == 3 and versions(engine) == ["default", "default"]
         assert not any(server.alive() for server in (first, second))
     finally:
         parallel.shutdown()
@@ -232,13 +232,13 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
         return once
 
     try:
-        with Engine(config, "train") as engine:
-            first, second = engine._servers.servers
-            assert seen() == ["RolloutServer sleep"], "before the trainer is built"
-            assert not first.ready() and not second.ready()
-            with Run(config, kind="train") as run:
-                trainer = run.trainer
-                engine.join(run)
+        with Run(config, kind="train") as run:
+            with Engine(run) as engine:
+                first, second = engine._servers.servers
+                assert seen() == ["RolloutServer sleep"], "before the trainer is built"
+                assert not first.ready() and not second.ready()
+                trainer = run.build()
+                engine.join()
                 clock = run.clock()
                 engine.push(trainer, version=0)
                 assert seen() == PUSH
@@ -255,7 +255,7 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
                 second._process.kill()  # asleep
                 second._process.wait(20)
                 engine.push(trainer, version=1)
-                assert engine.stats.restarts == 1 and versions(engine) == ["1", "1"]
+                assert engine.metrics()["rollout/restarts"] == 1 and versions(engine) == ["1", "1"]
                 assert seen()[0] == "Trainer sleep", "a server that starts measures the memory"
                 replies = [generate(server) for server in (first, second)]
                 assert all(reply["meta_info"]["cached_tokens"] == 0 for reply in replies)
@@ -263,7 +263,7 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
 
                 engine.sleep()
                 seen()
-                assert len(engine.ask(prompts, run.support, samples=2)) == 8, (
+                assert len(engine.ask(prompts, run.support, samples=2, seed="")) == 8, (
                     "weights that sleep are lost: pushed again"
                 )
                 assert seen() == PUSH and versions(engine) == ["1", "1"]

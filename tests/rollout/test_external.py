@@ -76,6 +76,11 @@ WRONG = {
         "runs with --attention-backend fa3, which does not compute in fp32: triton does",
         {"device": "cuda", "attention_backend": "fa3"},
     ),
+    "seeds under top-p": (
+        {"rollout": {"sampling": {"top_k": 64}}, "pruning": {"enabled": False}},
+        "runs with --sampling-backend flashinfer, which takes no seeds",
+        {"sampling_backend": "flashinfer"},
+    ),
     "decode alone": (
         {},
         "runs with --attention-backend fa3 and triton, which does not compute in fp32",
@@ -143,11 +148,11 @@ def test_a_run_is_refused_when_it_joins(server, reference, tmp_path):
     fits = replace(config_of(reference.folder, server.address, changes), runs_dir=str(tmp_path), name="asks")
     wrong = replace(fits, precision=replace(fits.precision, fp32_lm_head=True))
     try:
-        with Engine(fits, "ask") as engine, Run(fits, kind="ask") as run:
-            engine.join(run)
+        with Run(fits, kind="ask") as run, Engine(run) as engine:
+            engine.join()
         refused = pytest.raises(UserError, match=f"{server.address} runs without --enable-fp32-lm-head")
-        with Engine(wrong, "ask") as engine, Run(wrong, kind="ask") as run, refused:
-            engine.join(run)
+        with Run(wrong, kind="ask") as run, Engine(run) as engine, refused:
+            engine.join()
     finally:
         parallel.shutdown()
 

@@ -18,7 +18,7 @@ from megatron_rl.config import ServerConfig, build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import Machine
-from megatron_rl.rollout.engine import Engine, _check_served
+from megatron_rl.models.served import check_served
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, compilers, find_python, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
@@ -126,7 +126,7 @@ def test_weights_that_are_not_served_as_they_are_pushed_are_refused(family, chan
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     config = build_config({"model": {"path": str(folder)}, "rollout": {"context_length": 64}})
     with pytest.raises(UserError, match=message):
-        Engine(config, "ask").__enter__()
+        check_served(config, read_hf_config(folder), pushes=False)
 
 
 def test_quantized_weights_are_served_but_not_pushed_to(tmp_path):
@@ -134,9 +134,9 @@ def test_quantized_weights_are_served_but_not_pushed_to(tmp_path):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
     config = build_config({"model": {"path": str(folder)}})
-    _check_served(config, read_hf_config(folder), pushes=False)
+    check_served(config, read_hf_config(folder), pushes=False)
     with pytest.raises(UserError, match=r"as mxfp4.*megatron-rl convert"):
-        _check_served(config, read_hf_config(folder), pushes=True)
+        check_served(config, read_hf_config(folder), pushes=True)
 
 
 def test_on_a_gpu_a_server_compiles_with_its_own_environments_tools(tmp_path, monkeypatch):
@@ -158,19 +158,19 @@ def test_fp8_weights_are_served_on_a_gpu_alone(tmp_path, monkeypatch):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     config = build_config({"model": {"path": str(folder)}})
     with pytest.raises(UserError, match=r"as fp8 .*whose products need a GPU; write plain ones: megatron-rl convert"):
-        _check_served(config, read_hf_config(folder), pushes=False)
+        check_served(config, read_hf_config(folder), pushes=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    _check_served(config, read_hf_config(folder), pushes=False)
+    check_served(config, read_hf_config(folder), pushes=False)
 
 
 def test_fp8_folders_that_sglang_would_refuse(tmp_path, monkeypatch):
     """On a GPU by the tensor's name; without one any sizes are rounded alike."""
     folder = make_tiny_model("qwen3_moe", tmp_path / "model")
     config = build_config({"model": {"path": str(folder)}, "precision": {"rollout": "fp8"}})
-    _check_served(config, read_hf_config(folder), pushes=True)
+    check_served(config, read_hf_config(folder), pushes=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(UserError, match=r"fp8: model.layers.0.\S+.weight has \d+ rows: SGLang wants multiples of 128"):
-        _check_served(config, read_hf_config(folder), pushes=True)
+        check_served(config, read_hf_config(folder), pushes=True)
 
 
 def test_flags_of_an_fp8_server(tmp_path):

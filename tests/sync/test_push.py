@@ -371,10 +371,10 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
             told.append(len(exports))
 
     try:
-        with Engine(config, "ask") as engine, Run(config, kind="ask") as run:
-            engine.join(run)
+        with Run(config, kind="ask") as run, Engine(run) as engine:
+            engine.join()
             engine.push(Exporter(), version=3)
-            assert engine.stats.restarts == 1 and len(exports) == 2
+            assert engine.metrics()["rollout/restarts"] == 1 and len(exports) == 2
             assert told == [2], "a trainer is told once, of the push that the engine has got"
             assert generate(engine._servers.servers[0], 1)["meta_info"]["weight_version"] == "3"
     finally:

@@ -34,6 +34,9 @@ REPLACED = {
     "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": (
         "a dozen operators an expert, and torch.compile at gpt-oss's first request; replaced by two products an expert"
     ),
+    "sglang.srt.layers.sampler.multinomial_with_seed": (
+        "hashes every place of the vocabulary, by an operator of sgl_kernel and under torch.compile; here one number a row"
+    ),
     "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu": (
         "asserts that MLA models have a rope scaling; without one (Moonlight) the version of the other devices is taken"
     ),

@@ -33,6 +33,7 @@ def install() -> None:
 
 def _install_in_scheduler() -> None:
     import torch
+    from sglang.srt.layers import sampler
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.rotary_embedding import factory
@@ -41,11 +42,13 @@ def _install_in_scheduler() -> None:
 
     from sglang_on_cpu.attention import BatchedTorchAttention
     from sglang_on_cpu.moe import moe_forward
+    from sglang_on_cpu.sampling import multinomial_with_seed
 
     spec = importlib.util.spec_from_file_location("sglang_on_cpu.matmul", MATMUL)
     matmul = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(matmul)
     matmul.install()
+    sampler.multinomial_with_seed = multinomial_with_seed
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_unpinned
     register_attention_backend("torch_native")(BatchedTorchAttention)
     fused_moe_native.moe_forward_native = partial(moe_forward, fused_moe_native.moe_forward_native)

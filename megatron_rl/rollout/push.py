@@ -1,0 +1,76 @@
+"""The trainer's weights reach the servers, also where one of them dies meanwhile."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.recover import RESTARTS, Recovery
+from megatron_rl.rollout.server import DEATH_S
+from megatron_rl.rollout.turns import Turns
+from megatron_rl.sync.checksums import WeightsDigest
+from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.trainer.trainer import Trainer
+
+
+class Pusher:
+    """Weights of one trainer, on servers that keep or lose them when they sleep. All processes call it together."""
+
+    def __init__(
+        self, sync: WeightSync, turns: Turns, recovery: Recovery, *, dtype: torch.dtype, digests: bool, kept: bool
+    ) -> None:
+        """dtype: of the engine's weights; digests: take one of each push; kept: a server that sleeps keeps its weights."""
+        self._sync, self._turns, self._recovery = sync, turns, recovery
+        self._dtype, self._digests, self._kept = dtype, digests, kept
+        self._trainer: Trainer | None = None
+        self.now = 0
+        """Step of the trainer's weights: the next push is of them."""
+        self.version = 0
+        """Step of the weights that the servers have."""
+        self.digest = ""
+        """Of what was pushed last, where digests are taken."""
+        self.bytes = 0
+        """Of the last push."""
+
+    def push(self, trainer: Trainer, version: int) -> None:
+        """Send weights to all servers and compare checksums; a server that has died is restarted first."""
+        self._trainer, self.now = trainer, version
+        self._recovery.revive()
+        self.again()
+
+    def again(self) -> None:
+        """Send the trainer's weights as they are now; once more where a server died meanwhile.
+
+        Where nothing is trained, a server that was started again has the weights of the folder, which are those asked for.
+        """
+        if self._trainer is None:
+            return
+        for attempt in range(RESTARTS + 1):
+            try:
+                self._turns.to_servers("weights")
+                weights, digest = self._trainer.export_weights(), WeightsDigest(self._dtype)
+                if self._digests:
+                    weights = digest.watch(weights)
+                self.bytes = self._sync.push(weights, str(self.now)).bytes
+                self.version, self.digest = self.now, str(digest)
+                self._trainer.weights_pushed()
+                self._turns.to_servers("kv_cache")
+                return
+            except UserError:  # the same on every process
+                if attempt == RESTARTS or not self._recovery.revive(DEATH_S):
+                    raise
+
+    def wake(self) -> None:
+        """The servers' turn, with the weights that they had; with the trainer's, where these are lost."""
+        if not self._turns.asleep:
+            return
+        if self._recovery.revive() or not self._kept:
+            self.again()
+            return
+        try:
+            self._turns.to_servers("kv_cache", "weights")
+            self._sync.verify()
+        except UserError:
+            if not self._recovery.revive(DEATH_S):
+                raise
+            self.again()

@@ -1,0 +1,33 @@
+"""Recorded trajectories in the place of an engine: read, and refused where they are not of this model or support."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.data.record import load_trajectories
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.sampling import SamplingSupport
+
+
+def read_recorded(
+    path: Path, support: SamplingSupport, routes: RouteLayout | None, features: FeatureLayout | None
+) -> list[Trajectory]:
+    """Trajectories of a file; without routes or features where these are None, though they were recorded.
+
+    Errors: UserError that names file and trajectory.
+    """
+    trajectories = load_trajectories(path)
+    for number, t in enumerate(trajectories):
+        t.routes = t.routes if routes else None
+        t.features = t.features if features else None
+        try:
+            support.check_recorded(t.support)
+            if t.routes is not None:
+                routes.kept.check(t.routes, len(t.tokens) - 1)
+            if t.features is not None:
+                features.check(t.features, t.response_length)
+        except ValueError as error:
+            raise UserError(f"rollout.load: {path}, trajectory {number}: {error}") from None
+    return trajectories

@@ -1,0 +1,33 @@
+"""Child servers that have died are started again, and every process learns of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_rl.rollout.children import ChildServers
+from megatron_rl.trainer.parallel import Ranks
+
+RESTARTS = 3
+"""Times that dead servers are started again for one batch of requests, or for one push."""
+
+
+class Recovery:
+    """Restarts of the servers that this run has started. All processes have one and call it together."""
+
+    def __init__(self, servers: ChildServers | None, ranks: Ranks) -> None:
+        """servers: on rank 0 its children; None elsewhere, and where others run the servers."""
+        self._servers, self._ranks = servers, ranks
+        self.restarts = 0
+        """Since the start of the run."""
+        self.make_room: Callable[[], None] = lambda: None
+        """What has to happen on every process before a server starts."""
+
+    def revive(self, patience_s: float = 0.0) -> bool:
+        """Restart the servers that are dead, or one that dies within the time. Returns whether there was one."""
+        dead = self._servers.dead(patience_s) if self._servers else []
+        if not (count := self._ranks.maximum(len(dead))):
+            return False
+        self.make_room()
+        self._ranks.main_does(lambda: self._servers.restart())
+        self.restarts += count
+        return True

@@ -1,0 +1,70 @@
+"""Whose turn it is on GPUs that servers and trainer share (rollout.colocate); elsewhere nothing of this happens.
+
+generate          the servers answer                            the trainer sleeps
+to_trainer        they give up cache and weights                then the trainer wakes, scores and updates
+to_servers(...)   they take back their weights, are sent new    the trainer keeps its weights alone, until they are sent
+                  ones and take back the cache                  and sleeps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from megatron_rl.rollout.children import ChildServers
+from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.trainer.trainer import Trainer
+
+
+class Turns:
+    """Turns of the trainer and of rank 0's children. All processes have one and call it together."""
+
+    def __init__(
+        self,
+        servers: ChildServers | None,
+        ranks: Ranks,
+        *,
+        shared: bool,
+        clock: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """shared: the GPUs are; the servers sleep already. clock: measures a part of the step."""
+        self._servers, self._ranks, self._clock = servers, ranks, clock
+        self.shared = self.asleep = shared
+        """asleep: the servers have left the GPUs to the trainer."""
+        self.trainer: Trainer | None = None
+        """Known from the first push on."""
+
+    def to_trainer(self) -> None:
+        """Servers give up their memory, and all of the trainer is there again."""
+        if self.shared and not self.asleep:
+            with self._clock("sleep"):
+                self._ranks.main_does(lambda: self._servers.sleep())
+                self.asleep = True
+                self.trainer.wake()
+
+    def to_servers(self, *tags: str) -> None:
+        """Servers take back the memory with these tags; with their weights alone, the trainer's weights are there too, else
+        nothing of it."""
+        if not self.shared:
+            return
+        with self.clock("wake"):
+            sending = tags == ("weights",)
+            self.trainer.sleep(keep_weights=sending)
+            self._ranks.barrier()  # every process has left its GPU
+            if sending:  # of a server that never slept, or was started again
+                self._ranks.main_does(lambda: self._servers.sleep("kv_cache"))
+            self._ranks.main_does(lambda: self._servers.wake(*tags))
+            if sending:
+                self.trainer.wake(weights_only=True)
+            else:
+                self.asleep = False
+
+    def make_room(self) -> None:
+        """All of the trainer leaves the GPUs: a server that starts measures how much memory is free."""
+        if self.shared:
+            self.trainer.sleep()
+            self._ranks.barrier()
+
+    def clock(self, name: str) -> AbstractContextManager[None]:
+        """A part of the step's time of its own, where GPUs are shared."""
+        return self._clock(name) if self.shared else nullcontext()

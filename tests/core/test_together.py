@@ -1,0 +1,57 @@
+"""One process works, all learn how it ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.errors import UserError, together
+from tests.ranks import run_ranks
+
+
+class TooSmall(UserError):
+    pass
+
+
+def outcomes() -> list[str]:
+    from megatron_rl.config import ParallelConfig
+    from megatron_rl.trainer import parallel
+
+    ranks = parallel.initialize(ParallelConfig(tensor=2), 0)
+    rank = ranks.rank
+
+    def fail(error: Exception):
+        raise error
+
+    def ending(work) -> str:
+        try:
+            return repr(work())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    told = [
+        ending(lambda: ranks.main_does(lambda: f"from {rank}")),
+        ending(lambda: ranks.main_does(lambda: fail(TooSmall("disk")))),
+        ending(lambda: ranks.leaders_do(lambda: f"leader {rank}")),
+        ending(lambda: ranks.all_do(lambda: rank if rank < 2 else fail(UserError(f"of {rank}")))),
+        ending(lambda: ranks.all_do(lambda: rank if rank != 1 else fail(ZeroDivisionError("here")))),
+        ending(lambda: ranks.all_do(lambda: rank)),
+    ]
+    parallel.shutdown()
+    return told
+
+
+def test_results_and_errors_over_four_processes():
+    for rank, (main, main_fails, leader, some_fail, crash, fine) in enumerate(run_ranks(4, "test_together:outcomes")):
+        assert main == "'from 0'"
+        assert main_fails == "TooSmall: disk"
+        assert leader == (f"'leader {rank}'" if rank % 2 == 0 else "None")
+        assert some_fail == "UserError: of 2", "the first one's, also on rank 3, which has its own"
+        other = "UserError: another process failed: ZeroDivisionError('here')"
+        assert crash == ("ZeroDivisionError: here" if rank == 1 else other)
+        assert fine == str(rank), "nobody is left in an earlier collective"
+
+
+def test_alone_it_is_a_call():
+    assert together(lambda: 3) == 3 and together(None) is None
+    with pytest.raises(ZeroDivisionError):
+        together(lambda: 1 / 0)

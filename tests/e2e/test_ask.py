@@ -1,0 +1,90 @@
+"""`megatron-rl eval` and `rollout`: they survive their server, keep what they got, and touch no run's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import evaluate
+from megatron_rl.cli import main
+from megatron_rl.data.record import file_of, load_trajectories
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.trainer import parallel
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_model) -> Path:
+    folder = tmp_path_factory.mktemp("ask")
+    tree = {
+        "name": "trained",
+        "runs_dir": str(folder / "runs"),
+        "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers"))},
+        "data": {"task": "number_sorting"},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4},
+        "precision": {"train": "fp32", "rollout": "fp32"},
+        "rollout": {"max_new_tokens": 12, "context_length": 64, "server": {"threads": 1, "max_total_tokens": 4096}},
+        "eval": {"prompts": 5, "samples": 3},
+    }
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(tree))
+    run = folder / "runs" / "trained"
+    run.mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
+        (run / name).write_text(f"{name} of the training run\n")
+    return path
+
+
+def rows_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_eval_of_a_run_whose_server_dies(config, monkeypatch, capsys):
+    """Twice: the first server is killed when it is first asked. Both times the same responses, by the requests' seeds."""
+    asked, restarts = [], []
+
+    class Killing(Engine):
+        def ask(self, *args, **options):
+            if not asked:
+                self._servers.servers[0]._process.kill()  # with it the whole of this server
+                self._servers.servers[0]._process.wait(20)
+            asked.append(options["seed"])
+            found = super().ask(*args, **options)
+            restarts.append(self.metrics()["rollout/restarts"])
+            return found
+
+    monkeypatch.setattr(evaluate, "Engine", Killing)
+    run = config.parent / "runs" / "trained"
+    kept = []
+    for _ in range(2):
+        try:
+            assert main(["eval", str(config)]) == 0
+        finally:
+            parallel.shutdown()
+        kept.append(rows_of(run / "evals" / "step_000000.jsonl"))
+        assert f"responses are in {run / 'evals' / 'step_000000.jsonl'}" in capsys.readouterr().out
+    assert asked == ["eval/0", "greedy"] * 2 and restarts == [1, 1, 0, 0]
+    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
+        assert (run / name).read_text() == f"{name} of the training run\n"
+    first, second = kept
+    assert [row["greedy"] for row in first] == [False] * 15 + [True] * 5
+    assert len({row["prompt_id"] for row in first}) == 5
+    for row in first:
+        assert {"prompt", "response", "reward", "reward/correct", "finish", "weights"} <= set(row)
+        assert row["finish"] in ("stop", "length")
+    assert sum(a == b for a, b in zip(first, second, strict=True)) >= 19, "a draw in 100,000 falls on a border"
+
+
+def test_rollout_writes_for_people_and_for_machines(config, capsys):
+    try:
+        assert main(["rollout", str(config)]) == 2
+        assert "trained is the folder of a training run; choose another --name" in capsys.readouterr().err
+        assert main(["rollout", str(config), "--name", "sampled"]) == 0
+    finally:
+        parallel.shutdown()
+    folder = config.parent / "runs" / "sampled" / "rollouts"
+    rows = rows_of(folder / "step_000000.jsonl")
+    trajectories = load_trajectories(file_of(folder, 0, 0))
+    assert [(row["response"], row["reward"]) for row in rows] == [(t.text, t.reward) for t in trajectories]
+    assert len(rows) == 16 and (folder.parent / "config.yaml").exists()

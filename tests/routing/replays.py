@@ -166,7 +166,7 @@ def replayed_weights(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
     ids = torch.stack([torch.randperm(experts, generator=generator)[: router.topk] for _ in logits])
     ones = torch.ones(len(logits), dtype=torch.bool)
     table = RouteTable((layer,), ones, torch.arange(0), engine=ids[:, None].to(route_dtype(experts)))
-    with router.router_replay.during(RoutePass(table, "r3", experts, "score")):
+    with router.router_replay.during(RoutePass(table, "r3", experts, "log_probs")):
         weights, _ = router.routing(logits[:, None])
     return {"logits": logits, "ids": ids, "weights": weights.detach()}
 

@@ -49,7 +49,7 @@ def test_router_inputs_are_kept_for_an_update_that_learns(source, learns):
         table = table.to(torch.device("cuda"))
         with torch.device("cuda"):
             router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
-        forward(RoutePass(table, source, EXPERTS, "score", "kl" if learns else None), router)
+        forward(RoutePass(table, source, EXPERTS, "log_probs", "kl" if learns else None), router)
         for features in table.features.values():
             assert (features.hidden is not None) == learns and features.bias.shape == (5, EXPERTS)
         update = RoutePass(table, source, EXPERTS, "update")
@@ -75,7 +75,7 @@ def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypat
             router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
         with torch.no_grad():
             learn = loss if source in PREDICTING else None
-            forward(RoutePass(table, source, EXPERTS, "score", learn), router)
+            forward(RoutePass(table, source, EXPERTS, "log_probs", learn), router)
         update = RoutePass(table, source, EXPERTS, "update", learn, count_pairs=True, probe={}, probe_tokens=3)
         forward(update, router)
         assert update.stats[1].deviations.device.type == "cuda" and update.stats[1].cached == 5

@@ -29,7 +29,6 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     bf16, wrong log-probs below the threshold of the safe set, or a trainer's attention that is a little wrong unless it is
     the reference. "predicted" is "routes" for a run with route predictors, which are zero.
     """
-    from dataclasses import replace
 
     from megatron_rl.config import build_config
     from megatron_rl.data.sequence import Sequence
@@ -38,7 +37,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     from megatron_rl.models.attention import CoreAttention
     from megatron_rl.rollout.sampling import SamplingSupport
     from megatron_rl.routing.hook import Routes
-from megatron_rl.trainer import parallel
+    from megatron_rl.trainer import parallel
     from megatron_rl.trainer.trainer import build_trainer
 
     def config(precision, source="none"):

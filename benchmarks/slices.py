@@ -28,6 +28,7 @@ import transformers
 from megatron_rl.config import build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.launch.memory import estimate
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.models.precision import TRAIN
@@ -174,7 +175,9 @@ def main() -> None:
             }
         )
         ranks = parallel.initialize(config.parallel, config.seed)
-        trainer = build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport())
+        trainer = build_trainer(
+            config, ranks, total_updates=config.steps, support=SamplingSupport(), hooks=update_hooks(config)
+        )
     planned = estimate(config, hf_config, 1).usage
     device.peak()
     samples = make_samples(tokens, hf_config.vocab_size)

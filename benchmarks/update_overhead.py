@@ -12,6 +12,7 @@ two updates, and the size of the fp32 gradients of one layer's experts.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import statistics
@@ -25,9 +26,13 @@ import torch
 from megatron_rl.config import CorrectionConfig, PruningConfig, VP2OConfig, build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.routing.hook import Routes
+from megatron_rl.routing.predictors import Predictors
 from megatron_rl.routing.replay import PREDICTING, RouteSource
 from megatron_rl.trainer import parallel
+from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from megatron_rl.vp2o.transform import Stein
@@ -53,31 +58,40 @@ def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sequence
     return samples
 
 
-Parts = dict[str, tuple[Stein, TrustRegion | None]]
-"""Of the trainer, by variant of VP2O: what they know of the last update stays theirs."""
+Hooks = dict[str, list[UpdateHook]]
+"""By variant: what they know of the last update stays theirs."""
 
 
-def make_parts(trainer: Trainer) -> Parts:
-    parts: Parts = {}
-    for variant, config in VP2O.items():
-        stein = Stein(config, trainer.chunks)
-        parts[variant] = (stein, TrustRegion(config, stein, lambda value: value) if config.trust_region else None)
-    return parts
+def make_hooks(trainer: Trainer, variants: list[str]) -> Hooks:
+    """Predictors are the trainer's own, which all variants that predict share."""
+    hooks: Hooks = {}
+    for variant in variants:
+        source = variant if variant in get_args(RouteSource) else "none"
+        hooks[variant] = [Routes(source)]
+        if source in PREDICTING:
+            predictors = next(hook for hook in trainer.hooks if isinstance(hook, Predictors))
+            predictors.config = replace(predictors.config, source=source)
+            hooks[variant].append(copy.copy(predictors))
+        if variant in VP2O:
+            stein = Stein(VP2O[variant])
+            others = [TrustRegion(VP2O[variant], stein)] if VP2O[variant].trust_region else []
+            for hook in (stein, *others):
+                hook.attach(trainer)
+                hooks[variant].append(hook)
+    return hooks
 
 
-def use(trainer: Trainer, variant: str, parts: Parts) -> None:
-    source = variant if variant in get_args(RouteSource) else "none"
+def use(trainer: Trainer, variant: str, hooks: Hooks) -> None:
     pruning, correction = PruningConfig(enabled=variant == "pruned"), CorrectionConfig()
     if variant == "corrected":
         correction = CorrectionConfig(mode="mask", low=0.5, high=2.0, veto=1e-4)
-    changes = {"routing": replace(trainer.config.routing, source=source), "pruning": pruning, "correction": correction}
-    trainer.config = replace(trainer.config, **changes, vp2o=VP2O.get(variant, VP2OConfig()))
-    trainer.stein, trainer.trust_region = parts.get(variant, (None, None))
+    trainer.config = replace(trainer.config, pruning=pruning, correction=correction)
+    trainer.hooks = hooks[variant]
     trainer.support = SamplingSupport.from_config(trainer.config.rollout.sampling, pruning)
 
 
 def one_round(
-    trainer: Trainer, samples: list[Sequence], updates: int, variants: list[str], parts: Parts
+    trainer: Trainer, samples: list[Sequence], updates: int, variants: list[str], hooks: Hooks
 ) -> dict[str, dict[str, float]]:
     """By variant: seconds of packing and scoring, and of all updates, of one rollout batch each.
 
@@ -89,27 +103,26 @@ def one_round(
 
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
-            use(trainer, variant, parts)
+            use(trainer, variant, hooks)
             start = time.perf_counter()
             batches = packed[variant, index] = trainer.pack(samples[index * per_update : (index + 1) * per_update])
-            trainer.compute_fields(batches, Policy(trainer.config).needs)
+            trainer.compute_fields(batches, Policy(trainer.config).needs, Place(index))
             seconds[variant]["score"] += time.perf_counter() - start
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
-            use(trainer, variant, parts)
+            use(trainer, variant, hooks)
             start = time.perf_counter()
             if index == 0:
                 trainer.weights_pushed()  # what the trainer does about it: the trust region's anchor
             batches = packed[variant, index]
-            learn = index > 0 and variant in PREDICTING
-            trainer.update(batches, Policy(trainer.config), learn_routes=learn)
+            trainer.update(batches, Policy(trainer.config), Place(index))
             seconds[variant]["train"] += time.perf_counter() - start
     return seconds
 
 
-def measure_memory(trainer: Trainer, samples: list[Sequence], variant: str, parts: Parts) -> dict[str, float]:
+def measure_memory(trainer: Trainer, samples: list[Sequence], variant: str, hooks: Hooks) -> dict[str, float]:
     """Bytes of one update beyond what was there before it, at its peak; and what VP2O keeps between two."""
-    use(trainer, variant, parts)
+    use(trainer, variant, hooks)
     batches = trainer.pack(samples)
     objective = Policy(trainer.config)
     trainer.compute_fields(batches, objective.needs)
@@ -128,13 +141,14 @@ def measure_memory(trainer: Trainer, samples: list[Sequence], variant: str, part
             held += event.nbytes()
             peak = max(peak, held)
         figures["peak_bytes"] = peak
-    if trainer.stein:
-        kept = list(trainer.stein._prototypes.values())
-        kept += [m for one in trainer.stein._interactions.values() for m in (one.kernel, one.attract, one.repel)]
-        anchors = trainer.trust_region._anchors.values() if trainer.trust_region else ()
+    for stein in (hook for hook in trainer.hooks if isinstance(hook, Stein)):
+        kept = list(stein.experts._prototypes.values())
+        kept += [m for one in stein._interactions.values() for m in (one.kernel, one.attract, one.repel)]
+        regions = [hook for hook in trainer.hooks if isinstance(hook, TrustRegion)]
+        anchors = [anchor for region in regions for anchor in region._anchors.values()]
         kept += [tensor for anchor in anchors for tensor in vars(anchor).values() if tensor is not None]
         figures["kept_bytes"] = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-        layer = next(iter(trainer.stein.layers.values()))
+        layer = next(iter(stein.experts.layers.values()))
         parameters = {id(one.parameter): one.parameter for slices in layer.slices.values() for one in slices}
         figures["layer_gradient_bytes"] = sum(4 * p.numel() for p in parameters.values())
     return figures
@@ -167,13 +181,15 @@ def main() -> None:
         }
     )
     ranks = parallel.initialize(config.parallel, config.seed)
-    trainer = build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport())
-    parts = make_parts(trainer) if trainer.stein else {}
+    trainer = build_trainer(
+        config, ranks, total_updates=config.steps, support=SamplingSupport(), hooks=update_hooks(config)
+    )
+    hooks = make_hooks(trainer, args.variants)
     vocab = trainer.model.hf_config.vocab_size
     samples = make_samples(args.sequences, args.prompt_tokens, args.new_tokens, vocab)
     rounds = []
     for _ in range(WARM_UP + args.rounds):
-        rounds.append(one_round(trainer, samples, args.updates, args.variants, parts))
+        rounds.append(one_round(trainer, samples, args.updates, args.variants, hooks))
     rounds = rounds[WARM_UP:]
     first = args.variants[0]
     result = {}
@@ -184,7 +200,7 @@ def main() -> None:
         low, result[variant]["added_s"], high = statistics.quantiles(added, n=4)
         result[variant]["added_quartiles_s"] = [low, high]
     for variant in args.variants:
-        result[variant] |= measure_memory(trainer, samples[: len(samples) // args.updates], variant, parts)
+        result[variant] |= measure_memory(trainer, samples[: len(samples) // args.updates], variant, hooks)
         result[variant]["added_peak_bytes"] = result[variant]["peak_bytes"] - result[first]["peak_bytes"]
     print(json.dumps({"rounds": len(rounds), "variants": result}))
 

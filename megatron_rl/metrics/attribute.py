@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from megatron_rl.launch.preflight import activate_flash
 from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.models.attention import CoreAttention
+from megatron_rl.models.attention import exact_attention
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -145,7 +145,7 @@ def attribute(
     else:
         pruned = own.score(replay=replayed, rho=rho)
         removed["tail"] = f"tokens below {rho:.2g} of the likeliest left out", own.compare(base, pruned)
-    removed["attention"] = "attention in fp64", own.compare(base, own.score(replay=replayed, exact_attention=True))
+    removed["attention"] = "attention in fp64", own.compare(base, own.score(replay=replayed, exact=True))
     whole = _everywhere(ranks, own.compare(base, base))
     dtypes = [p.dtype for chunk in own.trainer.chunks for p in chunk.parameters()]
     del own
@@ -161,7 +161,7 @@ def attribute(
         fp32 = best.score(replay=replayed)
         removed["precision"] = f"fp32 in place of {config.precision.train}", best.compare(base, fp32)
     replay = replayed or removed["routes"][1] is not None
-    everything = best.score(replay=replay, rho=rho if removed["tail"][1] is not None else None, exact_attention=True)
+    everything = best.score(replay=replay, rho=rho if removed["tail"][1] is not None else None, exact=True)
     removed["all"] = "all of the above together", best.compare(base, everything)
 
     sources = [
@@ -205,22 +205,21 @@ class _Scorer:
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             parameter.copy_(parameter.to(dtype))
 
-    def score(self, *, replay: bool, rho: float | None = None, exact_attention: bool = False) -> list[Tensor]:
+    def score(self, *, replay: bool, rho: float | None = None, exact: bool = False) -> list[Tensor]:
         """k3 of each token of the loss [n], by micro-batch; none on ranks without the head. NaN outside the run's own safe
         set, where no KL is measured.
 
-        rho: tokens outside that safe set count 0.
+        rho: tokens outside that safe set count 0. exact: attention in fp64.
         """
         trainer = self.trainer
         hooks = [Routes("r3")] if replay else trainer.hooks
-        for module in self._attentions():
-            module.in_fp64 = exact_attention
         self.batches = trainer.pack(self.samples)  # anew: routers remember in it what they saw in a pass
-        found = trainer.compute_log_probs(self.batches, hooks=hooks)
-        pruned: list[Tensor | None] = [None] * len(found)
-        if rho is not None:
-            support = replace(trainer.support, min_p=rho)
-            pruned = trainer.compute_log_probs(self.batches, support=support, hooks=hooks)
+        with exact_attention(trainer.chunks) if exact else nullcontext():
+            found = trainer.compute_log_probs(self.batches, hooks=hooks)
+            pruned: list[Tensor | None] = [None] * len(found)
+            if rho is not None:
+                support = replace(trainer.support, min_p=rho)
+                pruned = trainer.compute_log_probs(self.batches, support=support, hooks=hooks)
         triples = zip(self.batches, found, pruned, strict=True)
         return [self._k3(batch, own, within) for batch, own, within in triples if own is not None]
 
@@ -238,6 +237,3 @@ class _Scorer:
             sums.append(attribution.common_sums(one, other, batch.segments.take(batch.mask)).T)
         counts = self.trainer.reports and self.trainer.layout.context_rank == 0
         return torch.cat(sums).cpu() if counts and sums else torch.zeros(0, 3, dtype=torch.float64)
-
-    def _attentions(self) -> Iterable[CoreAttention]:
-        return (m for chunk in self.trainer.chunks for m in chunk.modules() if isinstance(m, CoreAttention))

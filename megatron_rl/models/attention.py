@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -74,7 +75,7 @@ class CoreAttention(MegatronModule):
             raise UserError(f"parallel.cp_comm_type: '{cp_comm_type}' is not supported; a2a and all_gather are")
         self.gathers_keys = cp_comm_type == "all_gather"
         self.in_fp64 = False
-        """Scores, softmax and sums in fp64: what `attribute` compares with."""
+        """Scores, softmax and sums in fp64, inside `exact_attention`."""
         self.softmax_scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed and config.window_size[0] >= 0 else None
@@ -169,6 +170,19 @@ class CoreAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+@contextlib.contextmanager
+def exact_attention(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Attention of these chunks in fp64 inside the block: what that of the model's dtype is compared with."""
+    modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, CoreAttention)]
+    for module in modules:
+        module.in_fp64 = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.in_fp64 = False
 
 
 def _heads_for_tokens(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:

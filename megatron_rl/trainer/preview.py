@@ -39,6 +39,7 @@ class StepPreview:
 
     def __init__(self, optimizer: MegatronOptimizer, norm: float | Tensor) -> None:
         """norm: of all gradients, which decides how far they will be clipped; of the type that the optimizer gives it."""
+        self.norm = norm
         clip = optimizer.config.clip_grad
         self._clip = clip / (norm + CLIP_EPS) if clip > 0 else 1.0
         self._clip = self._clip.clamp_max(1.0) if torch.is_tensor(self._clip) else min(1.0, self._clip)

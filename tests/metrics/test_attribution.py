@@ -29,7 +29,6 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     bf16, wrong log-probs below the threshold of the safe set, or a trainer's attention that is a little wrong unless it is
     the reference. "predicted" is "routes" for a run with route predictors, which are zero.
     """
-    from dataclasses import replace
 
     from megatron_rl.config import build_config
     from megatron_rl.data.sequence import Sequence
@@ -37,6 +36,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     from megatron_rl.metrics.attribute import attribute
     from megatron_rl.models.attention import CoreAttention
     from megatron_rl.rollout.sampling import SamplingSupport
+    from megatron_rl.routing.hook import Routes
     from megatron_rl.trainer import parallel
     from megatron_rl.trainer.trainer import build_trainer
 
@@ -61,14 +61,13 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     def score(routes=None, min_p=0.0):
         """(log-probs, own routes) of each sequence, one micro-batch each."""
         trainer.support = SamplingSupport(min_p=min_p)
-        source = "none" if routes is None else "r3"
-        trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
+        hooks = [Routes("none" if routes is None else "r3")]
         found = []
         for i, sequence in enumerate(tokens):
             sample = Sequence.demonstration(sequence[:2].tolist(), sequence[2:].tolist())
             sample.routes = None if routes is None else routes[i]
             [batch] = trainer.pack([sample])
-            [own] = trainer.compute_log_probs([batch])
+            [own] = trainer.compute_log_probs([batch], hooks=hooks)
             table = [batch.routes.recorded[layer] for layer in shape.moe_layers] if routes is None else []
             chosen = torch.stack(table, 1).numpy()[: sample.inputs] if table else None
             found.append((own[batch.mask].float().numpy(), chosen))

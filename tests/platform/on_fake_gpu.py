@@ -41,15 +41,16 @@ from safetensors import safe_open  # noqa: E402
 
 from megatron_rl.config import ParallelConfig, build_config  # noqa: E402
 from megatron_rl.data.sequence import Sequence  # noqa: E402
+from megatron_rl.launch.hooks import update_hooks  # noqa: E402
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics  # noqa: E402
 from megatron_rl.metrics.reduce import over_ranks  # noqa: E402
 from megatron_rl.models.moe import expert_slices, moe_layers  # noqa: E402
 from megatron_rl.models.parallel_check import expert_tensor_size  # noqa: E402
 from megatron_rl.ops.late_checks import LateChecks  # noqa: E402
 from megatron_rl.rollout.sampling import SamplingSupport  # noqa: E402
-from megatron_rl.routing.metrics import route_sums  # noqa: E402
 from megatron_rl.routing.table import RouteShape  # noqa: E402
 from megatron_rl.trainer import parallel  # noqa: E402
+from megatron_rl.trainer.hooks import ALONE  # noqa: E402
 from megatron_rl.trainer.objective import Policy  # noqa: E402
 from megatron_rl.trainer.trainer import Update, build_trainer  # noqa: E402
 
@@ -146,7 +147,7 @@ def answer(transfer: fake_gpu.Transfer, seen: torch.Tensor) -> torch.Tensor | No
     return None
 
 
-LOOKS = ("totals", "for_update", "on_host", "route_sums", "look", "mismatch_metrics.py")
+LOOKS = ("totals", "for_update", "on_host", "look", "mismatch_metrics.py")
 """Where the trainer reads once an update."""
 TOKENS = 0
 
@@ -173,7 +174,7 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
 
     ranks = parallel.initialize(config.parallel, 0)
     support = SamplingSupport(1.0, min_p=config.pruning.rho)
-    trainer = build_trainer(config, ranks, total_updates=None, support=support)
+    trainer = build_trainer(config, ranks, total_updates=None, support=support, hooks=update_hooks(config))
     chunk = trainer.chunks[0]
     stage("build")
     shape = trainer.layout.routes
@@ -186,7 +187,8 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     stage("log_probs")
     objective = objective.for_update(batches, trainer.totals(batches), trainer._total_of)
     stage("totals")
-    passes = trainer._passes(batches, "update")
+    with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
+        pass
     late, results = LateChecks(), [None]
     chunk.train()
     torch.autograd.grad = gradients_of
@@ -200,8 +202,9 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     stage("forward")
     late.look()
     stage("look")
-    metrics = over_ranks(ranks, [result.metrics for result in results])
-    trainer._total(route_sums(passes))
+    observed = [observer.metrics() for route_pass in passes for observer in route_pass.observers]
+    metrics = over_ranks(ranks, [*(result.metrics for result in results), *observed])
+    assert any(name.startswith("routing/layer_01/kl") for name in metrics)
     stage("sums")
     mismatch_metrics(config, [batches], [Update(metrics, [result.tokens for result in results])], {"a": 1.0})
     stage("mismatch")

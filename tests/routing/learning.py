@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from replays import POLICY_LR, make_config, make_samples, make_trainer, plant_predictors, shape_of, slots, update
+from replays import POLICY_LR, make_config, make_samples, make_trainer, plant_predictors, shape_of, sums_of, update
 
 from megatron_rl.config import Config, RoutingConfig
+from megatron_rl.metrics.reduce import figures, merge
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.router import routers
-from megatron_rl.routing.metrics import route_metrics
-from megatron_rl.routing.replay import LayerStats, RoutePass, RouteTable
+from megatron_rl.routing.predictors import Predictors
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.trainer import Trainer
-from tests.trainer.layouts import score
+from tests.trainer.layouts import hook_of, score
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
@@ -61,12 +61,12 @@ def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, f
         score(trainer, batches)
         sums = []
         for number in range(UPDATES):
-            sums.append(update(trainer, batches, learn=number > 0)[0])
+            sums.append(update(trainer, batches, number)[0])
             for layer, router in routers(trainer.chunks):
                 generator = torch.Generator().manual_seed(seed + layer)
                 direction = torch.randn(router.weight.shape, generator=generator)
                 router.weight.data.add_(direction, alpha=MOVE * start[layer] / float(direction.norm()))
-        lines.append(route_metrics(sums))
+        lines.append(figures(merge(sums)))
     parallel_state.destroy_model_parallel()
     return lines
 
@@ -76,10 +76,10 @@ def trained(model: str, seed: int, source: str) -> dict:
     trainer = make_trainer(make_config(model, LEARNING, source))
     batches = trainer.pack(make_samples(seed, 8, 64, shape_of(read_hf_config(model))))
     score(trainer, batches)
-    sums = [update(trainer, batches, learn=number > 0)[0] for number in range(4)]
+    sums = [update(trainer, batches, number)[0] for number in range(4)]
     result = {
         "log_probs": [b["old_log_probs"].numpy().copy() for b in batches],
-        "sums": [{k: v for k, v in slots(s).items() if "predictor_loss" not in k} for s in sums],
+        "sums": [{k: v for k, v in sums_of(s).items() if "predictor_loss" not in k} for s in sums],
         "weights": weights_of(trainer),
         "predictors": predictors_of(trainer),
     }
@@ -129,7 +129,7 @@ def save_and_go_on(model: str, seed: int, folder: str) -> dict:
         batches = trainer.pack(make_samples(seed + number, 6, 64, shape))
         score(trainer, batches)
         for index in range(3):
-            update(trainer, batches, learn=index > 0)
+            update(trainer, batches, index)
 
     trainer = make_trainer(config)
     batch(trainer, 0), batch(trainer, 1)
@@ -151,7 +151,7 @@ def save_and_go_on(model: str, seed: int, folder: str) -> dict:
         "straight": straight,
         "resumed": resumed,
         "weights_alone": weights_alone(config, path),
-        "weights_and_predictors": weights_alone(config, path, predictors=True),
+        "weights_and_predictors": weights_alone(config, path, hooks=True),
         "changed": changed_source(model, folder),
     }
 
@@ -204,12 +204,11 @@ def steps(model: str) -> dict:
     """Predictors before and after an update without a gradient, one that is not finite, one without a cached token."""
     trainer = make_trainer(make_config(model, {"routing": {"predictor_decay": 0.15}}, "pr2"))
     plant_predictors(trainer, 0.3)
-    table = RouteTable((0, 1), torch.ones(1, dtype=torch.bool), torch.arange(1))
+    predictors = hook_of(trainer, Predictors)
     results = {"before": predictors_of(trainer)}
     for name, gradient, cached in (("infinite", float("inf"), 1), ("nothing", 0.0, 0), ("zero", 0.0, 1)):
-        gradients = {layer: torch.full_like(w, gradient) for layer, w in trainer.predictors.weights.items()}
-        stats = {layer: LayerStats(cached=cached) for layer in gradients}
-        done = trainer.predictors.step([RoutePass(table, "pr2", 8, "update", "kl", gradients, stats)], 1e-3)
+        gradients = {layer: torch.full_like(w, gradient) for layer, w in predictors.weights.items()}
+        done = predictors.learn(gradients, cached, 1e-3)
         results[name] = done, predictors_of(trainer)
     parallel_state.destroy_model_parallel()
     return results
@@ -223,11 +222,9 @@ def load_elsewhere(model: str, path: str, layout: dict) -> dict:
     """The predictors and their moments, as another layout finds them in the checkpoint."""
     trainer = make_trainer(make_config(model, layout, "pr2"))
     checkpoint.load(Path(path), trainer, trainer.ranks)
-    moments = {
-        layer: trainer.predictors.adam.state[weight]["exp_avg"].numpy().copy()
-        for layer, weight in trainer.predictors.weights.items()
-    }
-    gathered = trainer.ranks.gather((predictors_of(trainer), moments, trainer.predictors.updates))
+    own = hook_of(trainer, Predictors)
+    moments = {layer: own.adam.state[weight]["exp_avg"].numpy().copy() for layer, weight in own.weights.items()}
+    gathered = trainer.ranks.gather((predictors_of(trainer), moments, own.progress()["updates"]))
     parallel_state.destroy_model_parallel()
     predictors, moments, updates = zip(*gathered, strict=True)
     return {"predictors": predictors, "moments": moments, "updates": updates}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,13 +11,20 @@ import torch
 from megatron_rl.config import Config, build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.metrics.reduce import figures
+from megatron_rl.launch.hooks import update_hooks
+from megatron_rl.metrics.reduce import Metrics
 from megatron_rl.models.router import routers
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.routing.replay import RoutePass, RouteTable
+from megatron_rl.routing.hook import Routes
+from megatron_rl.routing.memory import RouteTable
+from megatron_rl.routing.passes import RoutePass
+from megatron_rl.routing.predictors import Predictors
+from megatron_rl.routing.replay import ReplayRoutes
 from megatron_rl.routing.table import RouteShape, route_dtype
+from megatron_rl.routing.utilization import Load
 from megatron_rl.trainer import parallel
+from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.objective import HeadOutputs, Policy, Result
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from tests.trainer import layouts
@@ -75,7 +82,8 @@ def make_config(model: str, overrides: dict, source: str) -> Config:
 
 def make_trainer(config: Config) -> Trainer:
     ranks = parallel.initialize(config.parallel, config.seed)
-    return build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport(0.7))
+    hooks = update_hooks(config)
+    return build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport(0.7), hooks=hooks)
 
 
 @dataclass(frozen=True)
@@ -91,21 +99,34 @@ class Watched(Policy):
         return super().__call__(batch, outputs)
 
 
-def update(trainer: Trainer, batches, *, learn: bool = False) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """One update by the policy's own objective; returns its figures and sums, and the log-probs of each micro-batch at its
-    start."""
+def update(trainer: Trainer, batches, number: int = 0) -> tuple[Metrics, list[torch.Tensor]]:
+    """An update of a rollout batch by the policy's own objective; returns its metrics, and the log-probs of each micro-batch at
+    its start. Predictors learn in all but number 0."""
     objective = Watched(trainer.config)
-    done = trainer.update(batches, objective, learn_routes=learn)
+    done = trainer.update(batches, objective, Place(number))
     seen = [objective.seen[id(batch)] for batch in batches if id(batch) in objective.seen]
-    return figures(done.metrics) | done.sums, seen
+    return done.metrics, seen
 
 
-def slots(sums: dict[str, float | np.ndarray]) -> dict[str, float]:
-    """With a key for each number of an array."""
+def sums_of(metrics: Metrics) -> dict[str, float]:
+    """What metrics are figures of: NAME/J of counts, NAME and NAME/tokens of a mean."""
     flat: dict[str, float] = {}
-    for key, value in sums.items():
-        flat |= {f"{key}/{i}": float(v) for i, v in enumerate(value)} if np.ndim(value) else {key: value}
+    for name, metric in metrics.items():
+        first, *tokens = metric.parts
+        flat |= {f"{name}/{j}": float(count) for j, count in enumerate(first)} if np.ndim(first) else {name: first}
+        flat |= {f"{name}/tokens": float(number) for number in tokens}
     return flat
+
+
+def loads_of(trainer: Trainer, batches) -> dict[str, float]:
+    """Tokens of each expert, over all processes."""
+    mine = [(layer, load) for batch in batches for layer, load in batch.routes.kept(Load).items()]
+    found: dict[str, float] = {}
+    for layer, load in (one for part in trainer.ranks.gather(mine) for one in part):
+        for expert, count in enumerate(load.tolist()):
+            key = f"routing/layer_{layer:02}/load/{expert}"
+            found[key] = found.get(key, 0.0) + count
+    return found
 
 
 def plant_predictors(trainer: Trainer, scale: float) -> None:
@@ -128,9 +149,9 @@ def log_probs(trainer: Trainer, batches, mine: list[int]) -> dict[tuple[int, int
     return merged
 
 
-def replay(trainer: Trainer, samples: list[Sequence], source: str) -> dict:
+def replay(trainer: Trainer, samples: list[Sequence], source: str, hooks: list[UpdateHook]) -> dict:
     """Score and two updates. `identical`: whether the first update started from exactly the scored log-probs."""
-    trainer.config = replace(trainer.config, routing=replace(trainer.config.routing, source=source))
+    trainer.hooks = [Routes(source), *(h for h in hooks if isinstance(h, Predictors) and source == "pr2")]
     ranks = trainer.ranks
     mine = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
     batches = trainer.pack([samples[i] for i in mine])
@@ -141,19 +162,22 @@ def replay(trainer: Trainer, samples: list[Sequence], source: str) -> dict:
     pairs = list(zip(scored, current, [b.mask for b in batches], strict=False))
     result["identical"] = all(ranks.gather(all(torch.equal(a[m], b[m]) for a, b, m in pairs)))
     result["compared"] = sum(ranks.gather(len(pairs)))
-    result["sums"] = [first]
+    done = [first]
     if source == "pr2":
-        result["sums"].append(update(trainer, batches, learn=True)[0])
+        done.append(update(trainer, batches, 1)[0])
         found = {layer: router.predictor.weight for layer, router in routers(trainer.chunks)}
         result["predictors"] = ranks.gather({layer: weight.cpu().numpy().copy() for layer, weight in found.items()})
-    result["sums"] = [{k: v for k, v in slots(sums).items() if k.startswith("routing/")} for sums in result["sums"]]
+    of_layers = [{k: v for k, v in sums_of(metrics).items() if k.startswith("routing/layer_")} for metrics in done]
+    # How busy the busiest is turns on single tokens: all counts are compared instead.
+    result["sums"] = [{k: v for k, v in sums.items() if "/load_max" not in k} for sums in of_layers]
+    result["sums"][0] |= loads_of(trainer, batches)
     result["without_route"] = ranks.total(sum(b.without_route for b in batches) if trainer.reports else 0)
     return result
 
 
 def exported_predictors(trainer: Trainer) -> dict[str, np.ndarray]:
     """As a push sends them: whole, by name."""
-    plan = trainer.model.export_plan(trainer.chunks, predictors=True)
+    plan = trainer.model.export_plan(trainer.chunks, foreign=True)
     exported = trainer.model.export_hf_weights(trainer.chunks, plan)
     return {name: t.cpu().numpy().copy() for name, t in exported if name.endswith(".predictor.weight")}
 
@@ -165,8 +189,9 @@ def replayed_weights(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
     logits = 3 * torch.randn(40, experts, generator=generator)
     ids = torch.stack([torch.randperm(experts, generator=generator)[: router.topk] for _ in logits])
     ones = torch.ones(len(logits), dtype=torch.bool)
-    table = RouteTable((layer,), ones, torch.arange(0), engine=ids[:, None].to(route_dtype(experts)))
-    with router.router_replay.during(RoutePass(table, "r3", experts, "log_probs")):
+    shape = RouteShape((layer,), experts, router.topk)
+    table = RouteTable(shape, ones, torch.arange(0), engine=ids[:, None].to(route_dtype(experts)))
+    with router.router_replay.during(RoutePass([ReplayRoutes(table, "r3")])):
         weights, _ = router.routing(logits[:, None])
     return {"logits": logits, "ids": ids, "weights": weights.detach()}
 
@@ -178,6 +203,7 @@ def replays(cases: list[tuple[str, list[Sequence], dict]], sources: list[str]) -
         trainer = make_trainer(make_config(model, layout, "pr2"))
         plant_predictors(trainer, 0.3)
         beside = {"exported": exported_predictors(trainer), "weights": replayed_weights(trainer, len(results))}
-        results.append({source: replay(trainer, samples, source) | beside for source in sources})
+        hooks = trainer.hooks
+        results.append({source: replay(trainer, samples, source, hooks) | beside for source in sources})
         parallel_state.destroy_model_parallel()
     return results

@@ -12,12 +12,24 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from megatron_rl.config import OptimizerConfig, RoutingConfig, VP2OConfig
+from megatron_rl.metrics.reduce import on_host
 from megatron_rl.models.router import ReplayRouter
-from megatron_rl.routing.metrics import route_sums
+from megatron_rl.routing.hook import Routes
+from megatron_rl.routing.memory import Features, RouteTable
+from megatron_rl.routing.passes import RouteObserver, RoutePass
+from megatron_rl.routing.predict import PredictorGradients
 from megatron_rl.routing.predictor import RoutePredictor
-from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING, Features, LayerStats, RoutePass, RouteTable
+from megatron_rl.routing.predictors import Predictors
+from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
+from megatron_rl.routing.table import RouteShape
+from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
+from megatron_rl.vp2o.coactivation import Coactivation
+from megatron_rl.vp2o.transform import Stein
+from megatron_rl.vp2o.trust_region import Probe
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 12, 16, 8, 2
+SHAPE = RouteShape((1, 3), EXPERTS, TOPK)
 
 
 class Router:
@@ -32,11 +44,33 @@ class Router:
         self.expert_bias = torch.zeros(EXPERTS, device=predictor.weight.device)
 
 
-def forward(route_pass: RoutePass, router: Router) -> None:
-    for layer in route_pass.table.moe_layers:
+def hooks_of(source: str, router: Router, loss: str = "kl") -> list[UpdateHook]:
+    """As `update_hooks` has them, of a model whose layers have this router."""
+    found: list[UpdateHook] = [Routes(source)]
+    if source in PREDICTING:
+        found.append(predictors := Predictors(RoutingConfig(source=source, predictor_loss=loss), OptimizerConfig()))
+        predictors.weights = dict.fromkeys(SHAPE.moe_layers, router.predictor.weight)
+    return [*found, Stein(VP2OConfig(enabled=True, orthogonality=0.0))]
+
+
+def forward(hooks: list[UpdateHook], table: RouteTable, router: Router, stage: Stage, *others: RouteObserver, update=0):
+    """One pass of a micro-batch; returns what observed it."""
+    batch, place = SimpleNamespace(routes=table), Place(update)
+    for hook in hooks:
+        hook.before_forward([batch], stage, place)
+    observers = [*(one for hook in hooks for one in hook.observers(batch, stage, place)), *others]
+    route_pass = RoutePass(observers)
+    for layer in SHAPE.moe_layers:
         hidden, logits = (torch.randn(TOKENS, width, device="cuda") for width in (HIDDEN, EXPERTS))
         chosen = route_pass.choose(layer, router.choice(route_pass.see_logits(layer, hidden, logits, router)))
         assert chosen.device.type == "cuda" and chosen.shape == (TOKENS, TOPK)
+    return observers
+
+
+def packed(cached: int, **options) -> RouteTable:
+    table = RouteTable(SHAPE, torch.ones(TOKENS, dtype=torch.bool), torch.arange(cached), **options)
+    table.counted_rows = torch.arange(TOKENS)
+    return table.to(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -45,16 +79,16 @@ def test_router_inputs_are_kept_for_an_update_that_learns(source, learns):
     """And for no other: they are most of what is kept. Of layer 3 the engine has sent the logits alone."""
     with FakeTensorMode(), torch.no_grad():
         kept = {3: Features(None, torch.zeros(5, EXPERTS), None)} if source == "pr3" else {}
-        table = RouteTable((1, 3), torch.ones(TOKENS, dtype=torch.bool), torch.arange(5), features=kept)
-        table = table.to(torch.device("cuda"))
+        table = packed(5, features=kept)
         with torch.device("cuda"):
             router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
-        forward(RoutePass(table, source, EXPERTS, "log_probs", "kl" if learns else None), router)
+        hooks = hooks_of(source, router)
+        forward(hooks, table, router, "log_probs", update=int(learns))
         for features in table.features.values():
             assert (features.hidden is not None) == learns and features.bias.shape == (5, EXPERTS)
-        update = RoutePass(table, source, EXPERTS, "update")
-        forward(update, router)
-        assert update.stats[1].cached == update.stats[3].cached == 5, (
+        observers = forward(hooks, table, router, "update")
+        tokens = {name: metric.parts[1] for one in observers for name, metric in one.metrics().items() if "/kl" in name}
+        assert tokens["routing/layer_01/kl"] == tokens["routing/layer_03/kl"] == 5, (
             "what they tell of routers is measured all the same"
         )
 
@@ -68,31 +102,29 @@ def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypat
         engine = torch.zeros(TOKENS, 2, TOPK, dtype=torch.uint8) if source in FROM_ENGINE else None
         features = Features(torch.zeros(5, HIDDEN, dtype=torch.bfloat16), torch.zeros(5, EXPERTS), None)
         kept = {3: features} if source == "pr3" else {}  # the other layer's are the trainer's own
-        table = RouteTable((1, 3), torch.ones(TOKENS, dtype=torch.bool), torch.arange(5), engine, features=kept)
-        table.counted_rows = torch.arange(TOKENS)
-        table = table.to(torch.device("cuda"))
+        table = packed(5, engine=engine, features=kept)
         with torch.device("cuda"):
             router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
+        hooks = hooks_of(source, router, loss)
         with torch.no_grad():
-            learn = loss if source in PREDICTING else None
-            forward(RoutePass(table, source, EXPERTS, "log_probs", learn), router)
-        update = RoutePass(table, source, EXPERTS, "update", learn, count_pairs=True, probe={}, probe_tokens=3)
-        forward(update, router)
-        assert update.stats[1].deviations.device.type == "cuda" and update.stats[1].cached == 5
-        assert table.coactivation[1].device.type == "cuda" and update.probe[1].shape == (3, HIDDEN)
-        assert set(update.gradients) == ({1, 3} if learn else set())
-        # The sums of an update are read in one go, all of them.
+            forward(hooks, table, router, "log_probs", update=1)
+        probe = Probe(table, 3)
+        observers = forward(hooks, table, router, "update", probe, update=1)
+        assert table.kept(Coactivation)[1].device.type == "cuda" and probe.hidden[1].shape == (3, HIDDEN)
+        learnt = [one.sums for one in observers if isinstance(one, PredictorGradients)]
+        assert [set(sums) for sums in learnt] == ([{1, 3}] if source in PREDICTING else [])
+        # What an update measured is read in one go, all of it.
         read = []
         monkeypatch.setattr(FakeTensor, "tolist", lambda sums: read.append(sums) or [0.0] * len(sums))
-        sums = route_sums([update])
-        assert len(read) == 1 and read[0].device.type == "cuda"
-        # `cached` of two layers was on the host; the loads of their experts are one array each.
-        assert len(sums) == len(read[0]) + 2 - 2 * (EXPERTS - 1)
-
-
-def test_sums_without_a_tensor_are_sums():
-    assert route_sums([None]) == {}
-    table = RouteTable((0,), torch.ones(1, dtype=torch.bool), torch.arange(1))
-    stats = {0: LayerStats(cached=3, kl=torch.tensor(0.5), staleness=torch.tensor(0.25))}
-    passes = [RoutePass(table, "none", EXPERTS, "update", stats=stats) for _ in range(2)]
-    assert route_sums(passes) == {"routing/0/cached": 6.0, "routing/0/kl": 1.0, "routing/0/staleness": 0.5}
+        metrics = [one.metrics() for one in observers]
+        parts = {id(p): p for one in metrics for m in one.values() for p in m.parts if torch.is_tensor(p)}
+        assert all(part.device.type == "cuda" for part in parts.values())
+        names = {name for one in metrics for name in one}
+        assert {
+            f"routing/layer_0{n}/{name}" for n in (1, 3) for name in ("agreement", "kl", "entropy", "load_max")
+        } <= names
+        moved = on_host(metrics)
+        assert (
+            len(read) == 1 and read[0].device.type == "cuda" and len(read[0]) == sum(p.numel() for p in parts.values())
+        )
+        assert not any(torch.is_tensor(part) for one in moved for metric in one.values() for part in metric.parts)

@@ -10,8 +10,9 @@ from ranks import run_ranks
 
 from megatron_rl.config import RoutingConfig, build_config
 from megatron_rl.errors import UserError
+from megatron_rl.routing.passes import RouteSelector
 from megatron_rl.routing.predictor import PredictorLoss
-from megatron_rl.routing.replay import RouteSelector, RouteSource
+from megatron_rl.routing.replay import RouteSource
 
 REFUSED = {
     "dense": ("qwen3", {"routing": {"source": "r2"}}, "Qwen3ForCausalLM is dense; use none"),

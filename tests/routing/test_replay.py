@@ -91,7 +91,7 @@ def tokens_of(sums: dict[str, float]) -> dict[str, float]:
     tokens: dict[str, float] = {}
     for key, value in sums.items():
         kind, last = key.rsplit("/", 1)
-        if last.isdigit() or last == "cached":
+        if last.isdigit() or last == "tokens":
             name = kind if last.isdigit() else key
             tokens[name] = tokens.get(name, 0.0) + value
     return tokens
@@ -156,14 +156,14 @@ def test_the_measured_sums_are_those_of_the_tokens(samples, reference):
     counted = sum(int(s["loss_mask"].sum()) for s in samples)
     rollout, recorded = (reference["reference", source]["sums"] for source in ("r3", "r2"))
     for layer in range(4):
-        assert recorded[0][f"routing/{layer}/deviation/0"] == counted
-        assert recorded[0][f"routing/{layer}/kl"] == 0.0
-        tokens = [rollout[0][f"routing/{layer}/deviation/{slot}"] for slot in range(3)]
+        assert recorded[0][f"routing/layer_{layer:02}/agreement/0"] == counted
+        assert recorded[0][f"routing/layer_{layer:02}/kl"] == 0.0
+        tokens = [rollout[0][f"routing/layer_{layer:02}/agreement/{slot}"] for slot in range(3)]
         have = sum(int((s["loss_mask"] & (s.routes[s.prompt_length - 1 :, 0, 0] != 255)).sum()) for s in samples)
         assert sum(tokens) == have < counted
         assert tokens[0] < 0.2 * have  # 1 in 28 by chance, with two of eight experts
         cached = sum(min(9, int(s["loss_mask"].sum())) for s in samples)
-        assert recorded[0][f"routing/{layer}/cached"] == cached
+        assert recorded[0][f"routing/layer_{layer:02}/kl/tokens"] == cached
     missing = sum(int((s.routes[:, 0, 0] == 255).sum()) for s in samples)
     assert reference["reference", "r3"]["without_route"] == missing > 0
 

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.routing.metrics import route_metrics
+from megatron_rl.metrics.reduce import derived, figures, merge, of_update, on_host, total
+from megatron_rl.routing.compare import share_of_experts, shares
+from megatron_rl.routing.memory import RouteTable
+from megatron_rl.routing.metrics import of_layers, per_token
 from megatron_rl.routing.table import RouteShape, evenly_spaced, has_route, route_dtype
+from megatron_rl.routing.utilization import ExpertLoad, Load
 
 SHAPE = RouteShape(moe_layers=(1, 2, 3), experts=8, topk=2)
 
@@ -69,18 +73,20 @@ def test_cached_tokens_are_spread_from_the_first_to_the_last():
             assert len(set(kept.tolist())) == len(kept) == min(count, budget)
 
 
-def test_figures_from_sums():
-    first = {f"routing/{layer}/deviation/{slot}": 0.0 for layer in (1, 2) for slot in range(3)}
-    first |= {
-        "routing/1/deviation/0": 6,
-        "routing/1/deviation/1": 2,
-        "routing/2/deviation/0": 4,
-        "routing/2/deviation/2": 4,
-    }
-    first |= {"routing/1/cached": 4, "routing/1/kl": 2.0, "routing/2/cached": 4, "routing/2/kl": 6.0}
-    second = {"routing/1/deviation/0": 8, "routing/1/deviation/1": 0, "routing/1/deviation/2": 0}
-    second |= {"routing/1/cached": 2, "routing/1/kl": 1.0, "routing/1/predictor_loss": 3.0, "loss/policy": 7.0}
-    metrics = route_metrics([first, second])
+def declared(update: int, counts: dict[int, list[int]], kl: dict[int, tuple[float, int]], **others) -> dict:
+    """An update's metrics, from counts of tokens by how many experts differ, and sums of KL with their tokens, by layer."""
+    found = of_layers("kl", {n: per_token(*of) for n, of in kl.items()}, update, each=True)
+    for name, figure, each in (("agreement", share_of_experts, True), ("deviation", shares, False)):
+        layers = {n: derived(figure, np.array(of, float)) for n, of in counts.items()}
+        found |= of_layers(name, layers, update, each=each)
+    return of_update(found | others)
+
+
+def test_layers_and_updates_count_towards_the_figures_of_all():
+    first = declared(1, {1: [6, 2, 0], 2: [4, 0, 4]}, {1: (2.0, 4), 2: (6.0, 4)})
+    learnt = of_layers("predictor_loss", {1: per_token(3.0, 2)}, 2)
+    second = declared(2, {1: [8, 0, 0], 2: [0, 0, 0]}, {1: (1.0, 2), 2: (0.0, 0)}, **learnt, other=total(7.0))
+    metrics = figures(merge([first, second]))
     assert metrics["routing/agreement"] == pytest.approx(1 - (2 + 8) / (2 * 24))
     assert [metrics[f"routing/deviation_{j}"] for j in range(3)] == pytest.approx([18 / 24, 2 / 24, 4 / 24])
     assert metrics["routing/kl"] == pytest.approx(9 / 10) and metrics["routing/predictor_loss"] == pytest.approx(1.5)
@@ -88,5 +94,23 @@ def test_figures_from_sums():
     assert metrics["routing/layer_01/agreement"] == pytest.approx(1 - 2 / 32)
     assert metrics["routing/layer_02/update_1/agreement"] == pytest.approx(0.5)
     assert metrics["routing/layer_01/update_2/kl"] == pytest.approx(0.5)
-    assert "routing/layer_02/update_2/kl" not in metrics and not any("loss/policy" in name for name in metrics)
-    assert route_metrics([{"tokens": 3.0}]) == {}
+    # Of no token there is no figure.
+    assert "routing/layer_02/update_2/kl" not in metrics and "routing/layer_02/update_2/agreement" not in metrics
+    assert metrics["other"] == 7.0
+
+
+def test_the_load_of_a_step_is_the_mean_over_its_layers_and_updates():
+    """And not that of loads added up, which are of other experts."""
+    found = []
+    for update, loads in enumerate([{0: [4, 0, 0, 0], 1: [1, 1, 1, 1]}, {0: [0, 0, 0, 4], 1: [0, 0, 0, 0]}], 1):
+        per_batch = []
+        for part in (0, 1):  # of two micro-batches
+            table = RouteTable(RouteShape((0, 1), 4, 1), torch.ones(2, dtype=torch.bool), torch.arange(0))
+            table.kept(Load).update({n: torch.tensor(load) * (0.25 + 0.5 * part) for n, load in loads.items()})
+            per_batch.append(ExpertLoad(table, update).metrics())
+        found.append(of_update(merge(on_host(per_batch))))
+    metrics = figures(merge(found))
+    assert metrics["routing/load_max"] == pytest.approx((4 + 1 + 4) / 3)
+    assert metrics["routing/active_experts"] == pytest.approx((0.25 + 1 + 0.25) / 3)
+    assert metrics["routing/layer_00/load_max"] == 4 and metrics["routing/layer_01/load_max"] == 1
+    assert metrics["routing/update_2/load_max"] == 4

@@ -11,18 +11,21 @@ import torch.distributed as dist
 from megatron_rl.config import Config, RefreshConfig, build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
 from megatron_rl.metrics.reduce import figures, over_ranks
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.sync.refresh import measure
 from megatron_rl.trainer import parallel
+from megatron_rl.trainer.hooks import ALONE, Place, UpdateHook
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
-from megatron_rl.vp2o.transform import vp2o_metrics
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 TEMPERATURE = 0.7
+LATER = Place(1)
+"""Of the second update of a rollout batch, in which predictors learn."""
 
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -73,18 +76,22 @@ def make_config(model: str, overrides: dict) -> Config:
 def make_trainer(config: Config) -> Trainer:
     ranks = parallel.initialize(config.parallel, config.seed)
     support = SamplingSupport(TEMPERATURE, min_p=config.pruning.rho if config.pruning.enabled else 0.0)
-    return build_trainer(config, ranks, total_updates=config.steps, support=support)
+    hooks = update_hooks(config)
+    return build_trainer(config, ranks, total_updates=config.steps, support=support, hooks=hooks)
 
 
 def score(trainer: Trainer, batches: list[Batch]) -> None:
     """What several updates of a rollout batch start from."""
-    trainer.compute_fields(batches, Policy(trainer.config).needs | {"old_log_probs"})
+    trainer.compute_fields(batches, Policy(trainer.config).needs | {"old_log_probs"}, LATER)
 
 
-def update(trainer: Trainer, batches: list[Batch], **options) -> dict[str, float]:
-    """By the policy's own objective -> the update's figures, and the sums of routers and VP2O."""
-    done = trainer.update(batches, Policy(trainer.config), **options)
-    return figures(done.metrics) | done.sums
+def update(trainer: Trainer, batches: list[Batch], place: Place = ALONE) -> dict[str, float]:
+    """By the policy's own objective -> the update's figures."""
+    return figures(trainer.update(batches, Policy(trainer.config), place).metrics)
+
+
+def hook_of[Hook: UpdateHook](trainer: Trainer, kind: type[Hook]) -> Hook:
+    return next(hook for hook in trainer.hooks if isinstance(hook, kind))
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
@@ -142,7 +149,7 @@ def run_layout(config: Config, samples: list[Sequence], updates: int = 2, *, who
             result |= {"metrics": figures(done.metrics), "grads": captured.get("grads"), "micro_batches": len(batches)}
             mismatch = mismatch_metrics(config, [batches], [done], {"correct": 1.0})
             result["mismatch"] = figures(over_ranks(ranks, [mismatch] if trainer.reports else []))
-            result["vp2o"] = vp2o_metrics([done.sums])
+            result["vp2o"] = {name: value for name, value in result["metrics"].items() if name.startswith("vp2o/")}
             if config.vp2o.enabled:  # the drift, over all tokens: each layout would have others of them
                 drift = measure(trainer, mine, RefreshConfig(when="drift", tokens=1 << 20))
                 result["vp2o"] |= {"kl": drift.kl, "ess": drift.ess}

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 from trainer.layouts import make_config, make_trainer
 
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.trainer.hooks import ALONE
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer
 
@@ -114,8 +115,8 @@ def forward_and_backward(trainer: Trainer) -> dict[str, int]:
     objective = Policy(trainer.config).for_update(batches, trainer.totals(batches), trainer._total_of)
 
     def run() -> None:
-        passes = trainer._passes(batches, "update")
-        trainer._run(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False)
+        with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
+            trainer._run(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False)
 
     own = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
     own += [b.grad_data for ddp in trainer.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]

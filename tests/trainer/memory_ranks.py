@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layouts import make_config, make_trainer
+from layouts import LATER, make_config, make_trainer
 
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.trainer import checkpoint
@@ -25,8 +25,8 @@ def one_update(trainer: Trainer, samples: list[Sequence]) -> None:
     ranks = trainer.ranks
     batches = trainer.pack(samples[ranks.data_rank :: ranks.data_size])
     objective = Policy(trainer.config)
-    trainer.compute_fields(batches, objective.needs)
-    trainer.update(batches, objective, learn_routes=trainer.predictors is not None)
+    trainer.compute_fields(batches, objective.needs, LATER)
+    trainer.update(batches, objective, LATER)
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -10,9 +10,11 @@ import torch
 from ranks import run_ranks
 
 from megatron_rl.errors import UserError
-from megatron_rl.metrics.reduce import figures
-from megatron_rl.routing.metrics import engine_agreement
-from megatron_rl.trainer.agreement import CLOSE, check_agreement
+from megatron_rl.metrics.reduce import Metrics, derived, figures, mean
+from megatron_rl.routing.compare import share_of_experts
+from megatron_rl.routing.metrics import layer_name
+from megatron_rl.trainer.agreement import AgreementFloor, check_agreement
+from megatron_rl.trainer.objective import CLOSE
 
 
 def update_from_engines(model: str, floors: list[float | None], seed: int) -> list[dict]:
@@ -58,8 +60,11 @@ def update_from_engines(model: str, floors: list[float | None], seed: int) -> li
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
     first = [p.detach().clone() for p in parameters]
     found = []
+    own = trainer.hooks
     for floor in floors:
-        trainer.config = replace(config, rollout=replace(config.rollout, agreement_floor=floor))
+        trainer.hooks = [*own, AgreementFloor(floor)] if floor else own
+        for hook in trainer.hooks[len(own) :]:
+            hook.attach(trainer)
         for engine in ("rounding", "stale rows", "one layer's rows", "log-probs of nothing"):
             packed = trainer.pack(said_by(engine))
             error, done = "", None
@@ -67,8 +72,10 @@ def update_from_engines(model: str, floors: list[float | None], seed: int) -> li
                 done = trainer.update(packed, Policy(config))
             except UserError as raised:
                 error = str(raised)
-            shares = {layer: share for layer, (share, _) in engine_agreement(done.sums).items()} if done else {}
-            close = figures(done.metrics)[CLOSE] if done else None
+            of_update = figures(done.metrics) if done else {}
+            layers = {layer: layer_name(layer, "engine_agreement") for layer in shape.moe_layers}
+            shares = {layer: of_update[name] for layer, name in layers.items() if done}
+            close = of_update.get(CLOSE)
             moved = not all(map(torch.equal, parameters, first))
             for parameter, before in zip(parameters, first, strict=True):
                 parameter.data.copy_(before)
@@ -104,35 +111,27 @@ def test_garbage_stops_the_run_before_an_update(tiny_model):
     assert loose["log-probs of nothing"]["close"] < 0.4
 
 
-def routes(counts: dict[int, list[int]]) -> dict[str, float]:
-    return {f"routing/{layer}/engine/{j}": n for layer, of in counts.items() for j, n in enumerate(of)}
+def measured(close: float, counts: dict[int, list[int]], tokens: int = 100) -> Metrics:
+    found = {CLOSE: mean(close * tokens, tokens)}
+    return found | {
+        layer_name(n, "engine_agreement"): derived(share_of_experts, np.array(of)) for n, of in counts.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("metrics", "sums", "tokens", "message"),
+    ("metrics", "message"),
     [
-        (
-            {CLOSE: 0.99},
-            routes({1: [90, 10, 0], 3: [10, 40, 50]}),
-            100,
-            r"only 30% of the experts that SGLang reports in layer 3",
-        ),
-        ({CLOSE: 0.31}, routes({1: [90, 10, 0]}), 100, "only 31% of the tokens have log-probs within a factor of two"),
-        ({CLOSE: 0.99}, routes({1: [90, 10, 0]}), 100, None),
-        (
-            {CLOSE: 0.99},
-            routes({1: [0, 0, 31], 2: [0, 0, 0]}),
-            100,
-            None,
-        ),  # too few tokens with a route; a layer of none
-        ({CLOSE: 0.0}, {}, 31, None),
-        ({}, {}, 1000, None),  # demonstrations
+        (measured(0.99, {1: [90, 10, 0], 3: [10, 40, 50]}), r"only 30% of the experts that SGLang reports in layer 3"),
+        (measured(0.31, {1: [90, 10, 0]}), "only 31% of the tokens have log-probs within a factor of two"),
+        (measured(0.99, {1: [90, 10, 0]}), None),
+        (measured(0.99, {1: [0, 0, 31], 2: [0, 0, 0]}), None),  # too few tokens with a route; a layer of none
+        (measured(0.0, {}, tokens=31), None),
+        ({}, None),  # demonstrations
     ],
 )
-def test_the_floor(metrics, sums, tokens, message):
+def test_the_floor(metrics, message):
     if message:
         with pytest.raises(UserError, match=message):
-            check_agreement(metrics, sums, tokens, 0.5)
+            check_agreement(metrics, range(4), 0.5)
     else:
-        check_agreement(metrics, sums, tokens, 0.5)
-    check_agreement(metrics, sums, tokens, None)
+        check_agreement(metrics, range(4), 0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from layouts import make_config, make_trainer, score, update
+from layouts import LATER, hook_of, make_config, make_trainer, score, update
 from megatron.core import parallel_state
 
 from megatron_rl.algorithms import stein
@@ -13,11 +13,19 @@ from megatron_rl.config import ParallelConfig, VP2OConfig
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.errors import UserError
 from megatron_rl.models.moe import ExpertSlice, expert_slices, moe_layers
+from megatron_rl.routing.memory import RouteTable
+from megatron_rl.routing.predictors import Predictors
+from megatron_rl.routing.table import RouteShape
+from megatron_rl.routing.utilization import Load
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.checkpoint import _random_states
+from megatron_rl.trainer.hooks import Place
+from megatron_rl.trainer.preview import StepPreview
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.vp2o.preview import StepPreview
-from megatron_rl.vp2o.transform import ExpertLayer, Stein
+from megatron_rl.vp2o.coactivation import Coactivation
+from megatron_rl.vp2o.experts import ExpertLayer, Experts
+from megatron_rl.vp2o.transform import Stein
+from megatron_rl.vp2o.trust_region import TrustRegion
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -29,8 +37,7 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
             for p in group["params"]:
                 found += [p.detach().clone()]
                 found += [v.clone() for v in part.optimizer.state[p].values() if isinstance(v, torch.Tensor)]
-    if trainer.predictors:
-        adam = trainer.predictors.adam
+    for adam in (hook.adam for hook in trainer.hooks if isinstance(hook, Predictors)):
         found += [p.detach().clone() for group in adam.param_groups for p in group["params"]]
         found += [v.clone() for state in adam.state.values() for v in state.values()]
     random = _random_states()
@@ -89,7 +96,7 @@ def refused_and_halved(model: str, samples: list[Sequence], vp2o: dict) -> dict:
             "reject": {"trust_region": 1e-4},
             "backtrack": {"trust_region": 0.02, "on_violation": "backtrack"},
         }[name]
-        region = trainer.trust_region
+        region = hook_of(trainer, TrustRegion)
         region.config = make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0, **settings}}).vp2o
         trainer.weights_pushed()
         batches = trainer.pack(mine(trainer, samples))
@@ -118,7 +125,7 @@ def always_refused(model: str, samples: list[Sequence], vp2o: dict) -> tuple[int
     before = state_of(trainer)
     for count in range(1, 100):
         try:
-            assert update(trainer, batches, learn_routes=True)["update/rejected"] == 1
+            assert update(trainer, batches, LATER)["update/rejected"] == 1
         except UserError as error:
             return count, str(error)
         assert same(before, state_of(trainer)), (
@@ -143,7 +150,7 @@ def refused_on_all(model: str, samples: list[Sequence], vp2o: dict, layouts: lis
 
 def _shift_now(trainer: Trainer) -> float:
     still = SimpleNamespace(after=lambda parameters, _: [p.detach() for p in parameters])
-    return max(trainer.trust_region._shifts(still, 1.0).values())
+    return max(hook_of(trainer, TrustRegion)._shifts(still, 1.0).values())
 
 
 def past_a_right_angle(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, float]:
@@ -152,11 +159,11 @@ def past_a_right_angle(model: str, samples: list[Sequence], vp2o: dict) -> dict[
     The second singular value is as close as makes the fixed start's prototype half of each on either side.
     """
     trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "trust_region": 2.0}}))
-    angle = 0.03
+    experts, angle = hook_of(trainer, Stein).experts, 0.03
     ratio = angle ** (1 / (2 * vp2o["power_iterations"]))
 
     def turn(angle: float) -> None:
-        for layer in trainer.stein.layers.values():
+        for layer in experts.layers.values():
             width = len(layer.start)
             start = torch.nn.functional.normalize(layer.start, dim=0)
             basis = torch.linalg.qr(torch.cat([start[:, None], torch.eye(width)[:, : width - 1]], 1)).Q
@@ -165,14 +172,14 @@ def past_a_right_angle(model: str, samples: list[Sequence], vp2o: dict) -> dict[
             for output in layer.outputs:
                 left = torch.eye(output.data.shape[1], 2)
                 output.data.copy_(torch.stack([top, ratio * second], 1) @ left.t())
-        trainer.stein.weights_changed()
+        experts.weights_changed()
 
     turn(angle)
     trainer.weights_pushed()
-    fixed = {n: trainer.stein.prototypes(n) for n in trainer.stein.layers}
+    fixed = {n: experts.prototypes(n) for n in experts.layers}
     score(trainer, trainer.pack(samples[:4]))
     turn(-angle)
-    cosines = [(p * trainer.stein.prototypes(n)).sum(-1).abs().max() for n, p in fixed.items()]
+    cosines = [(p * experts.prototypes(n)).sum(-1).abs().max() for n, p in fixed.items()]
     return {"shift": _shift_now(trainer), "fixed": float(max(cosines))}
 
 
@@ -181,17 +188,18 @@ def not_finite(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
     batches = trainer.pack(samples)
     score(trainer, batches)
-    attract = trainer.stein.attract
+    transform = hook_of(trainer, Stein)
+    attract = transform.after_backward
 
     def poisoned():
-        next(iter(trainer.stein.layers.values())).outputs[1].main_grad[0, 0] = float("nan")
+        next(iter(transform.experts.layers.values())).outputs[1].main_grad[0, 0] = float("nan")
         attract()
 
     before = state_of(trainer)
-    trainer.stein.attract = poisoned
+    transform.after_backward = poisoned
     metrics = update(trainer, batches)
     unchanged = same(before, state_of(trainer))
-    trainer.stein.attract = attract
+    transform.after_backward = attract
     after = update(trainer, batches)
     return {"metrics": metrics, "unchanged": unchanged, "next": after}
 
@@ -199,7 +207,8 @@ def not_finite(model: str, samples: list[Sequence], vp2o: dict) -> dict:
 def never_active(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     """The routers' bias of expert 0 is far below all others': whether its weights stay, it is pushed, and others from it."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o, "optimizer": {"weight_decay": 0.0}}))
-    layers = trainer.stein.layers.values()
+    transform = hook_of(trainer, Stein)
+    layers = transform.experts.layers.values()
     for layer in layers:
         layer.router.bias.data[0] = -1e4
     trainer.optimizer.reload_model_params()
@@ -208,9 +217,10 @@ def never_active(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     score(trainer, batches)
     metrics = update(trainer, batches)
     after = [s.data for layer in layers for slices in layer.slices.values() for s in slices[:1]]
-    repel = torch.stack([found.repel for found in trainer.stein._interactions.values()])
+    repel = torch.stack([found.repel for found in transform._interactions.values()])
     pushed, pushes = bool(repel[:, 0].any()), bool(repel[:, 1:, 0].any())
-    return {"metrics": metrics, "still": same(before, after), "pushed": pushed, "pushes": pushes}
+    load = sum(float(batch.routes.kept(Load)[0][0]) for batch in batches)
+    return {"metrics": metrics, "load": load, "still": same(before, after), "pushed": pushed, "pushes": pushes}
 
 
 def counted(model: str, samples: list[Sequence], vp2o: dict) -> dict:
@@ -219,13 +229,14 @@ def counted(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     updates = [trainer.pack(samples[:7]), trainer.pack(samples[7:])]
     for batches in updates:
         score(trainer, batches)
-    first = next(iter(trainer.stein.layers))
+    transform = hook_of(trainer, Stein)
+    first = next(iter(transform.experts.layers))
     topk = [b.routes.recorded[first][b.routes.counted] for batches in updates for b in batches]
     own = [b.routes.recorded[first][b.routes.counted] for b in updates[0]]
     result = {"expected": stein.coactivation(torch.cat(topk), 8), "expected_own": stein.coactivation(torch.cat(own), 8)}
-    for name, options in (("whole", {"rollout_batch": updates}), ("own", {})):
-        update(trainer, updates[0], **options)
-        result[name] = trainer.stein._interactions[first].coactivation
+    for name, place in (("whole", Place(0, updates)), ("own", Place())):
+        update(trainer, updates[0], place)
+        result[name] = transform._interactions[first].coactivation
     return result
 
 
@@ -248,8 +259,8 @@ def orthogonality(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     # An expert may have no token of the two sequences.
     expected = torch.autograd.grad(0.5 * loss / len(tokens), parameters, allow_unused=True, materialize_grads=True)
     return {
-        "logged": found.metrics[f"routing/{found.number}/orthogonality"],
-        "expected": float(loss.detach()),
+        "logged": found.metrics[f"routing/layer_{found.number:02}/orthogonality"],
+        "expected": float(loss.detach()) / len(tokens),
         "added": [a - b for a, b in zip(found.of_experts, plain.of_experts, strict=True)],
         "expected_added": list(expected),
         "router": (found.of_router, plain.of_router),
@@ -306,11 +317,14 @@ def transform_of(
         for one, own in zip(slices[f"{name}.weight"], gradient, strict=True):
             one.main_grad.copy_(own)
     experts, hidden = gradients["linear_fc2"].shape[:2]
-    transform = Stein(VP2OConfig(enabled=True, neighbors=3, **vp2o), [])
+    transform = Stein(VP2OConfig(enabled=True, neighbors=3, **vp2o))
+    transform.experts = Experts([], transform.config.power_iterations)
     start = torch.randn(hidden, generator=torch.Generator().manual_seed(0))
-    transform.layers = {0: ExpertLayer(None, slices, experts, slice(0, experts), start)}
-    together = stein.coactivation(topk, experts) * len(topk)
-    transform.begin([SimpleNamespace(coactivation={0: together}, counted=torch.ones(len(topk), dtype=torch.bool))])
+    transform.experts.layers = {0: ExpertLayer(None, slices, experts, slice(0, experts), start)}
+    everywhere = torch.ones(len(topk), dtype=torch.bool)
+    table = RouteTable(RouteShape((0,), experts, topk.shape[1]), everywhere, torch.arange(0))
+    table.kept(Coactivation)[0] = stein.coactivation(topk, experts) * len(topk)
+    transform.before_forward([SimpleNamespace(routes=table)], "update", Place())
     return transform, slices
 
 
@@ -331,8 +345,8 @@ def storage(
         else:
             module = Stored(way, weights)
         transform, slices = transform_of(module, gradients, topk, repulsion=0.5)
-        transform.attract()
-        transform.repel(None)
+        transform.after_backward()
+        transform.after_reduction()
         found[way] = {k: torch.stack([one.main_grad.clone() for one in v]) for k, v in slices.items()}
     return found
 
@@ -344,10 +358,13 @@ def shard(
     parallel.initialize(ParallelConfig(), 0)
     module = Stored("one parameter", weights)
     transform, _ = transform_of(module, gradients, topk, repulsion=0.0)
-    transform.attract()
+    transform.after_backward()
     first, part = module.linear_fc1.weight, slice(7, 100)
-    transform.repel({first: part})
-    return transform.sums()["vp2o/0/attraction_square"], float(first.main_grad.view(-1)[part].square().sum())
+    transform.owned = {first: part}
+    transform.after_reduction()
+    return transform.metrics()["vp2o/layer_00/attraction"].parts[0], float(
+        first.main_grad.view(-1)[part].square().sum()
+    )
 
 
 def in_turn(calls: dict[str, tuple]) -> dict[str, object]:

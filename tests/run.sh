@@ -10,5 +10,6 @@ bin=$PWD/.venv/bin
 mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -path .ci/run)
 "$bin/shellcheck" --external-sources "${scripts[@]}"
 "$bin/ruff" check --quiet .
+"$bin/pyright"
 # Two files of tests at a time; more would want more memory than a laptop has.
 exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -209,7 +209,7 @@ class VP2OConfig:
     repulsion: NonNegativeFloat = 0.1
     """Weight of the repulsion (lambda_rep); 0: none."""
     repulsion_scale: Literal["absolute", "relative"] = "absolute"
-    """absolute: as in the paper; the weight of repulsion beside the policy's gradient depends on the size of weights and losses.
+    """absolute: as in the paper; its weight beside the policy's gradient depends on the size of weights and losses.
     relative: in each layer its norm is `repulsion` times that of the output projections' attraction."""
     temperature: PositiveFloat | None = None
     """T0: the kernel's temperature is T0 / experts; by default T0 is the number of experts, so that an expert's kernel with
@@ -224,8 +224,8 @@ class VP2OConfig:
     """kappa: no update may move the router-weighted prototypes of a layer further than this from those of the weights that the
     engine has (0 to 2). null: no limit."""
     on_violation: Literal["reject", "backtrack"] = "reject"
-    """Treatment of an update beyond the trust region. reject: nothing of it is done; backtrack: its learning rate is halved until
-    it fits."""
+    """Treatment of an update beyond the trust region. reject: nothing of it is done; backtrack: its learning rate is halved
+    until it fits."""
     probe_tokens: Positive = 256
     """Tokens of each process on which the trust region compares routers."""
 

@@ -64,7 +64,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         )
     if kind == "ask" and config.precision.rollout == "fp8":
         raise UserError(
-            "config: precision.rollout = fp8 quantises weights when they are pushed, and eval and rollout push none;"
+            "config: precision.rollout = fp8 quantizes weights when they are pushed, and eval and rollout push none;"
             " set precision.rollout to bf16"
         )
     server = config.rollout.server

@@ -12,7 +12,7 @@ import math
 import re
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal, dataclass_transform
+from typing import Annotated, Any, Literal, cast, dataclass_transform
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -24,7 +24,8 @@ from megatron_rl.errors import UserError
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def section[T](cls: type[T]) -> type[T]:
     """A part of the tree: a frozen dataclass whose values are checked."""
-    return dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)
+    made = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))(cls)
+    return cast("type[T]", made)  # pydantic names a type of its own
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -36,6 +37,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @section
 class ModelConfig:
+    """The policy model, its kernels and its memory."""
+
     path: str = ""
     """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -58,6 +61,8 @@ class ModelConfig:
 
 @section
 class DataConfig:
+    """Prompts, their rewards and the order in which they come."""
+
     task: str = "file"
     """file | hub | reasoning_gym:NAME | number_sorting | number_zigzag, or a task of your own as module:name or
     path/to/file.py:name."""
@@ -89,6 +94,8 @@ class DataConfig:
 
 @section
 class BatchConfig:
+    """Sizes of a step."""
+
     prompts_per_step: Positive = 32
     """Different prompts asked in one step, over all data-parallel ranks."""
     samples_per_prompt: Positive = 8
@@ -101,6 +108,8 @@ class BatchConfig:
 
 @section
 class KLConfig:
+    """The penalty on the distance to a reference model."""
+
     coefficient: NonNegativeFloat = 0.0
     """Weight of the KL to the reference in the loss; 0 keeps no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -110,6 +119,8 @@ class KLConfig:
 
 @section
 class AlgorithmConfig:
+    """Advantages and the policy loss."""
+
     advantage: str = "grpo"
     """grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r - mean; rloo: r - mean of the others; or your own
     function by module:name."""
@@ -127,26 +138,30 @@ class AlgorithmConfig:
 
 @section
 class PruningConfig:
+    """Dynamic vocabulary pruning, which leaves the vocabulary's tail out of the policy."""
+
     enabled: bool = False
-    """Dynamic vocabulary pruning: engine and trainer both take as the policy the tokens that are within rho of the
-    likeliest one, renormalised, so that the vocabulary's tail is neither sampled nor learned from."""
+    """Engine and trainer both take as the policy the tokens that are within rho of the likeliest one, renormalized, so that
+    the vocabulary's tail is neither sampled nor learned from."""
     rho: Annotated[float, Field(gt=0, le=1)] = math.exp(-13)
     """A token stays while its probability is at least rho times that of the likeliest; by default e^-13 = 2.26e-6."""
 
 
 @section
 class CorrectionConfig:
+    """The correction of the mismatch between the engine's log-probs and the trainer's."""
+
     mode: Literal["none", "truncate", "mask", "clip"] = "none"
     """Weight of a token in the loss, from its ratio r = trainer / engine. truncate (TIS): min(r, high); mask (MIS): r
     where low <= r <= high, else 0; clip: r clamped to [low, high]."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Whose ratio: the token's, the whole response's, or the geometric mean over the response."""
+    """Which ratio counts: the token's, the whole response's, or the geometric mean over the response."""
     low: NonNegativeFloat | None = None
-    """Of the ratio itself, so below 1: 0.8 for a threshold of 0.2."""
+    """Lower bound of the ratio itself, so below 1: 0.8 for a threshold of 0.2."""
     high: PositiveFloat | None = None
-    """Of the ratio itself, so above 1."""
+    """Upper bound of the ratio itself, so above 1."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A response with a token whose ratio is below it leaves the update; the paper's is 1e-4."""
+    """A response with a token whose ratio is below this leaves the update; the paper's is 1e-4."""
     reject: Literal["none", "abs_log_ratio", "k2", "k3"] = "none"
     """Drop what is further from the engine than reject_above: abs_log_ratio = |log r|,
     k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
@@ -162,21 +177,23 @@ class CorrectionConfig:
 
 @section
 class RoutingConfig:
+    """Replay of expert choices, and the predictors that anticipate them."""
+
     source: Literal["none", "r2", "r3", "pr2", "pr3"] = "none"
-    """Where the experts of a token come from while the trainer learns from it. none: its router, anew in each pass;
-    r2: those of the log-prob pass before the first update; r3: those of the engine; pr2: as r2, recorded by routers that
+    """The experts of a token while the trainer learns from it. none: the router's choice, anew in each pass; r2: those of
+    the log-prob pass before the first update; r3: those of the engine; pr2: as r2, recorded by routers that
     anticipate how updates will move them; pr3: as pr2, recorded in the engine."""
     predictor_loss: Literal["kl", "delta"] = "kl"
-    """What predictors minimise: KL from the current router, or the squared error of the change of its logits."""
+    """Loss of the predictors: KL from the current router, or the squared error of the change of its logits."""
     predictor_lr_multiplier: PositiveFloat = 0.2
     """Learning rate of the predictors, as a multiple of the optimizer's."""
     predictor_decay: Fraction = 0.2
-    """Share of itself that a predictor forgets at each of its updates, because no drift goes on for ever, and
-    the reason why their Adam has no momentum; 0: none, and with the optimizer's momentum."""
+    """Share of itself that a predictor forgets at each of its updates, because no drift goes on forever; for the same reason
+    its Adam has no momentum. 0: it forgets nothing and has the optimizer's momentum."""
     cached_tokens: Positive = 1024
     """Tokens of each response, evenly spread, whose router inputs and logits are kept for predictors and metrics."""
     features: Literal["trainer", "engine"] = "trainer"
-    """What Pr3's predictors learn from: the trainer's log-prob pass over the replayed routes, or what the engine saw."""
+    """Data that Pr3's predictors learn from: the trainer's log-prob pass over the replayed routes, or what the engine saw."""
 
 
 @section
@@ -186,20 +203,20 @@ class VP2OConfig:
     enabled: bool = False
     """Measure co-activation and prototypes, and replace expert gradients by the transformed ones."""
     neighbors: Positive = 4
-    """Attraction: an expert follows the mean gradient, weighted by their kernel, of so many experts: itself and those most
+    """Attraction: an expert follows the mean gradient, weighted by their kernel, of this many experts: itself and those most
     often active on the same tokens. 1: its own alone."""
     attract_above: Annotated[float, Field(gt=0, le=1)] | None = None
-    """In the place of neighbors: all experts that share at least this part of the tokens with it."""
+    """Instead of neighbors: all experts that share at least this part of the tokens with it."""
     inactive_neighbors: Positive = 4
-    """Repulsion: an expert's prototype is pushed from those of so many experts, its inactive neighbors: those most
-    rarely active on the same tokens."""
+    """Repulsion: an expert's prototype is pushed from those of this many experts, its inactive neighbors: those most rarely
+    active on the same tokens."""
     repel_below: Fraction | None = None
-    """In the place of inactive_neighbors: all experts that share at most this part of the tokens with it."""
+    """Instead of inactive_neighbors: all experts that share at most this part of the tokens with it."""
     repulsion: NonNegativeFloat = 0.1
     """Weight of the repulsion (lambda_rep); 0: none."""
     repulsion_scale: Literal["absolute", "relative"] = "absolute"
-    """absolute: as in the paper, where what repulsion weighs beside the policy's gradient depends on the size of weights and
-    losses. relative: in each layer its norm is `repulsion` times that of the output projections' attraction."""
+    """absolute: as in the paper; its weight beside the policy's gradient depends on the size of weights and losses.
+    relative: in each layer its norm is `repulsion` times that of the output projections' attraction."""
     temperature: PositiveFloat | None = None
     """T0: the kernel's temperature is T0 / experts; by default T0 is the number of experts, so that an expert's kernel with
     itself is 1."""
@@ -208,12 +225,12 @@ class VP2OConfig:
     orthogonality: NonNegativeFloat = 0.01
     """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens; 0: none."""
     orthogonality_tokens: Positive = 128
-    """Tokens of one micro-batch, evenly spread, that stand for all in it: what their experts put out is kept in each layer."""
+    """Tokens of one micro-batch, evenly spread, that stand for all in it: each layer keeps the outputs of their experts."""
     trust_region: PositiveFloat | None = None
     """kappa: no update may move the router-weighted prototypes of a layer further than this from those of the weights that the
     engine has (0 to 2). null: no limit."""
     on_violation: Literal["reject", "backtrack"] = "reject"
-    """What becomes of an update beyond the trust region. reject: nothing of it is done; backtrack: its learning rate is halved
+    """Treatment of an update beyond the trust region. reject: nothing of it is done; backtrack: its learning rate is halved
     until it fits."""
     probe_tokens: Positive = 256
     """Tokens of each process on which the trust region compares routers."""
@@ -221,6 +238,8 @@ class VP2OConfig:
 
 @section
 class OptimizerConfig:
+    """Adam, its schedule and where its state lies."""
+
     lr: PositiveFloat = 1e-6
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
@@ -228,24 +247,26 @@ class OptimizerConfig:
     clip_grad: NonNegativeFloat = 1.0
     """Norm to which gradients are clipped; 0 does not clip."""
     warmup_steps: Count = 0
-    """In optimizer updates, as decay_steps."""
+    """Optimizer updates over which the learning rate rises."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of lr."""
     decay_steps: Positive | None = None
-    """By default all updates of the run."""
+    """Optimizer updates until the end of the decay; by default all updates of the run."""
     cpu_offload: Fraction = 0.0
     """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
     by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
     precision_aware: bool = False
-    """Transformer Engine's Adam holds of the fp32 weights only the 16 bits that the bf16 weights lack: the same numbers in
-    10 bytes a parameter instead of 12."""
+    """Transformer Engine's Adam keeps only the 16 bits of the fp32 weights that the bf16 weights lack: the same numbers in 10
+    bytes a parameter instead of 12."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
+    """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 
 @section
 class ParallelConfig:
+    """Parallel layout of the trainer."""
+
     tensor: Positive = 1
     """Tensor parallelism; above 1 it always brings sequence parallelism."""
     pipeline: Positive = 1
@@ -256,8 +277,8 @@ class ParallelConfig:
     """Tensor parallelism inside an expert; by default that of the rest of the model when expert = 1, else 1."""
     context: Positive = 1
     cp_comm_type: Literal["a2a", "all_gather"] = "a2a"
-    """How attention meets the tokens of other context-parallel ranks: a2a exchanges heads for tokens (less traffic; the
-    ranks must divide the heads), all_gather gathers keys and values (any number of heads)."""
+    """How attention reaches the tokens of other context-parallel ranks: a2a exchanges heads for tokens (less traffic; the ranks
+    must divide the heads), all_gather gathers keys and values (any number of heads)."""
     distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
     overlap_param_gather: bool = False
@@ -268,13 +289,15 @@ class ParallelConfig:
 
 @section
 class PrecisionConfig:
+    """Number formats of trainer and engine."""
+
     train: Literal["bf16", "fp32", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"] = "bf16"
-    """Matrix products of the trainer. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU, and fake quantisation
+    """Matrix products of the trainer. fp8_* and mxfp8 are Transformer Engine's recipes on a GPU, and fake quantization
     by ModelOpt without one (fp8_tensorwise, fp8_blockwise); `megatron-rl doctor` says which can run here."""
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """What gradients are added up and reduced in; bf16 takes 2 bytes a parameter instead of 4, and rounds each micro-batch."""
+    """Format in which gradients are summed and reduced; bf16 takes 2 bytes a parameter, not 4, and rounds each micro-batch."""
     rollout: Literal["bf16", "fp32", "fp8"] = "bf16"
-    """Of the engine. fp8: weights are quantised in blocks of 128 x 128 when they are pushed."""
+    """Format of the engine's weights and products. fp8: weights are quantized in blocks of 128 x 128 when they are pushed."""
     fp32_lm_head: bool = False
     """Logits in fp32 on both sides, from hidden states and head weights as they are: bf16 logits of 16 to 32 are 0.125
     apart."""
@@ -282,10 +305,12 @@ class PrecisionConfig:
 
 @section
 class SamplingConfig:
+    """How the engine samples."""
+
     temperature: PositiveFloat = 1.0
-    """Of the policy itself: logits are divided by it on both sides."""
+    """Temperature of the policy itself: logits are divided by it on both sides."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the likeliest tokens that together have this probability; below 1 it needs top_k too."""
+    """Sample from the likeliest tokens that together have this probability; a value below 1 needs top_k too."""
     top_k: int = -1
     """-1: all tokens; 2 to 4096 where the vocabulary is truncated, as the engine names at most 4,096 kept tokens."""
 
@@ -299,15 +324,15 @@ class ServerConfig:
     start_timeout_s: PositiveFloat = 300.0
     """Longest wait for a server that starts, falls asleep or wakes."""
     count: Positive | None = None
-    """Servers that are started; by default one for every `tensor` of the GPUs that are the servers', and one without a GPU."""
+    """Servers that are started; by default one for every `tensor` GPUs that the servers have, and one without a GPU."""
     tensor: Positive = 1
     """GPUs of one server. Servers have the GPUs of this machine that the trainer's processes leave, or share theirs
     (rollout.colocate)."""
     expert: Positive = 1
     """Expert parallelism of the same GPUs: it divides tensor."""
     memory_fraction: Fraction = 0.5
-    """Share of the memory that is free when the server starts which its weights and cache may take. Where it shares its GPUs
-    with the trainer, it starts before it: the share is of the whole GPU, and 0.8 leaves room for what the other one keeps."""
+    """Share of the memory that is free when the server starts, for its weights and cache. A server that shares its GPUs with
+    the trainer starts first: the share is of the whole GPU, and 0.8 leaves room for what the trainer keeps."""
     max_total_tokens: Positive | None = None
     """Size of the key-value cache in tokens; by default SGLang chooses on a GPU, and 65,536 without one."""
     threads: Positive | None = None
@@ -318,10 +343,12 @@ class ServerConfig:
 
 @section
 class RolloutConfig:
+    """The engine: its servers, its limits and what it is asked for."""
+
     addresses: list[str] = dataclasses.field(default_factory=list)
     """External SGLang servers (http://host:port); empty: the trainer starts its own on this machine."""
     colocate: bool = False
-    """Servers that the trainer starts share its GPUs, in turn: they sleep while it trains, and it while they generate."""
+    """Servers that the trainer starts share its GPUs: they sleep while it trains, and it sleeps while they generate."""
     server: ServerConfig = ServerConfig()
     sampling: SamplingConfig = SamplingConfig()
     max_new_tokens: Positive = 1024
@@ -337,7 +364,7 @@ class RolloutConfig:
     routes: bool = False
     """Ask the engine for the experts of every token, also where routing.source does not need them: for the metrics."""
     agreement_floor: Annotated[float, Field(gt=0, lt=1)] | None = 0.5
-    """Before each update: least share of the sampled tokens whose log-probs the two sides have within a factor of two, and
+    """Least share, before each update, of the sampled tokens whose probabilities the two sides have within a factor of two, and
     in each layer of the engine's experts that the trainer chooses too. Below it the run stops; null: never."""
     record: bool = False
     """Keep every step's trajectories under the run's rollouts/ folder."""
@@ -347,10 +374,10 @@ class RolloutConfig:
 
 @section
 class RefreshConfig:
-    """When the engine gets the trainer's weights. Beside it, always: at the start and before an evaluation."""
+    """When the engine gets the trainer's weights. It always gets them at the start and before an evaluation."""
 
     when: Literal["always", "drift"] = "always"
-    """always: after every step. drift: when the policy has left the one that the engine samples from, by kl or ess below."""
+    """always: after every step. drift: when the policy has moved away from the engine's by more than kl or ess below."""
     kl: PositiveFloat = 0.01
     """Refresh above this mean KL(engine || policy), nats per token."""
     ess: Annotated[float, Field(gt=0, lt=1)] = 0.9
@@ -358,16 +385,17 @@ class RefreshConfig:
     alpha: PositiveFloat = 1.0
     """Power to which the ratios are taken for the effective sample size; below 1 it sees less of single large ratios."""
     hysteresis: Fraction = 0.5
-    """Once it has begun, refreshing goes on after every step until the drift (kl, and 1 - ess) is below this share
-    of its limit."""
+    """Once begun, refreshing goes on after every step until the drift (kl, and 1 - ess) is below this share of its limit."""
     max_staleness: Positive = 8
-    """Most steps for which the engine keeps its weights."""
+    """Largest number of steps for which the engine keeps its weights."""
     tokens: Positive = 1024
-    """Tokens of each data-parallel rank, of evenly spread sequences, on which the drift is measured after a step."""
+    """Tokens of each data-parallel rank, from evenly spread sequences, on which the drift is measured after a step."""
 
 
 @section
 class SyncConfig:
+    """How weights reach the engine."""
+
     transport: Literal["distributed", "tensor", "disk"] = "distributed"
     """distributed: NCCL or gloo broadcast; tensor: shared memory on one machine; disk: a safetensors folder."""
     bucket_mb: PositiveFloat = 256.0
@@ -377,6 +405,8 @@ class SyncConfig:
 
 @section
 class CheckpointConfig:
+    """When checkpoints are written, and which stay."""
+
     every: Count = 0
     """Steps between checkpoints; 0 saves at the end alone."""
     keep: Positive = 2
@@ -384,15 +414,17 @@ class CheckpointConfig:
     keep_best: Count = 0
     """Checkpoints of the best eval/score that stay beside them, of steps with both an evaluation and a checkpoint."""
     async_save: bool = False
-    """Write in the background while training goes on, from a copy on the host: of what a GPU holds, a rank's share."""
+    """Write in the background while training goes on, from a copy on the host of a rank's share of what its GPU holds."""
     timeout_s: PositiveFloat = 1800.0
-    """Seconds that a save in the background may take, where the next save or the end of the run waits for it."""
+    """Longest time in seconds that the next save, or the end of the run, waits for a save in the background."""
     load: str | None = None
     """Checkpoint folder of another run to start from (weights alone)."""
 
 
 @section
 class EvalConfig:
+    """Evaluation on held-out prompts."""
+
     every: Count = 0
     """Steps between evaluations; 0 evaluates before the first step and after the last."""
     prompts: Count = 200
@@ -404,6 +436,8 @@ class EvalConfig:
 
 @section
 class LoggingConfig:
+    """Logs and the report."""
+
     progress: bool = True
     tensorboard: bool = True
     wandb_project: str | None = None
@@ -415,6 +449,8 @@ class LoggingConfig:
 
 @section
 class Config:
+    """The whole tree of a run."""
+
     name: str = "run"
     """The run's folder under runs_dir."""
     runs_dir: str = "runs"
@@ -439,6 +475,7 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
+        """The run's folder."""
         return Path(self.runs_dir) / self.name
 
 
@@ -470,7 +507,7 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
 
 
 KNOWN_AS = {"min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0"}
-"""What others call a key, and we did once: its last part -> what to say."""
+"""Another name of a key (its last part) -> what the error says about it."""
 RENAMED_KEYS = {
     "rollout.replay": "rollout.load",
     "sync.refresh.calm": "sync.refresh.hysteresis",
@@ -492,11 +529,11 @@ RENAMED_VALUES = {
     },
     "vp2o.on_violation": {"undo": "reject", "halve": "backtrack"},
 }
-"""What keys and values were called before -> what they are called now: the error for an old one names the new one."""
+"""Old values of a key -> their new names, for the error."""
 
 
 def nearest_key(key: str) -> str:
-    """'did you mean ...?' for a dotted key: the nearest in its own section, else anywhere in the tree."""
+    """A hint 'did you mean ...?' for a dotted key: the nearest in its own section, else anywhere in the tree."""
     paths = list(key_paths())
     if elsewhere := KNOWN_AS.get(key.rpartition(".")[2]):
         return elsewhere
@@ -537,12 +574,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def parse_yaml(text: str) -> Any:
+    """The value of a YAML text, with floats as in YAML 1.2."""
     return yaml.load(text, _Loader)
 
 
 def _parse_value(text: str, kind: Any) -> Any:
     """A value of the command line. It is YAML, but where a text is wanted what YAML takes for something else stays one, such as
-    {prompt} or 7; a list of texts may be given as a,b."""
+    {prompt} or 7; a list of texts may be given as a,b.
+    """
     try:
         parsed = parse_yaml(text)
     except yaml.YAMLError:
@@ -555,7 +594,7 @@ def _parse_value(text: str, kind: Any) -> Any:
 
 
 def parse_overrides(arguments: list[str]) -> dict:
-    """['--a.b', '1', '--c=x'] -> {'a': {'b': 1}, 'c': 'x'}; values are YAML (`_parse_value`)."""
+    """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; values are YAML (`_parse_value`)."""
     tree: dict = {}
     items = iter(arguments)
     for item in items:
@@ -582,7 +621,7 @@ def _explain(error: ValidationError, source: str) -> str:
     key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
     near = ""
     if first["type"] == "literal_error":
-        choices = [c.strip("' ") for c in first["ctx"]["expected"].replace(" or ", ",").split(",")]
+        choices = [c.strip("' ") for c in first.get("ctx", {})["expected"].replace(" or ", ",").split(",")]
         close = difflib.get_close_matches(str(first["input"]), choices, 1, 0.3)
         near = f"; did you mean '{close[0]}'?" if close else ""
     return f"config {source}: '{key}' = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{near}"
@@ -610,6 +649,6 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole tree, defaults included, as it is stored in a run's config.yaml."""
+    """The whole tree in YAML, defaults included, as it is stored in a run's config.yaml."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")
     return yaml.safe_dump(plain, sort_keys=False)

@@ -163,7 +163,7 @@ def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> to
 
 
 def _log_ratios(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """train - rollout where the mask is in, 0 elsewhere; fp64. train may be -inf: a token it has pruned."""
+    """Train - rollout where the mask is in, 0 elsewhere; fp64. train may be -inf: a token it has pruned."""
     difference = torch.where(mask, train.double() - rollout.double(), 0.0)
     wrong = difference.isnan() | (difference == torch.inf)
     if wrong.any():

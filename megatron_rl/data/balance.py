@@ -35,7 +35,8 @@ def partition(sizes: list[int], count: int) -> list[list[int]]:
 
 def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[int]]]:
     """[updates][ranks] indices of a step's sequences: each update has its share of them in their order, whatever the
-    number of ranks, and every rank about as many tokens of it."""
+    number of ranks, and every rank about as many tokens of it.
+    """
     shares = [share_of(len(sizes), update, updates) for update in range(updates)]
     return [
         [[share[i] for i in indices] for indices in partition([sizes[i] for i in share], ranks)] for share in shares

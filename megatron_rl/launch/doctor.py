@@ -30,8 +30,8 @@ class Finding:
 
     part: str
     state: State
-    """ok; missing: works without it, at a cost; warning: something looks wrong; error: `megatron-rl train` with the defaults
-    of the config could not start here."""
+    """missing: runs work without it, at a cost; warning: something looks wrong; error: `megatron-rl train` with the config's
+    defaults could not start here."""
     found: str
     note: str = ""
     """What its absence costs, or what to do."""
@@ -48,7 +48,7 @@ def doctor(as_json: bool = False) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings; a check that itself fails becomes a warning, and an error where it is of what every run needs."""
+    """All findings. A check that fails itself becomes a warning, or an error where every run needs its part."""
     engine = _start_engine_probe()
     checks = [
         _python,
@@ -91,6 +91,7 @@ def _print_table(findings: list[Finding]) -> None:
 
 
 def version_of(package: str) -> str | None:
+    """Version of an installed package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -211,7 +212,7 @@ def _transformer_engine() -> Finding:
 
 
 def _recipes(side: Literal["trainer", "rollout"]) -> Finding:
-    """Which recipes of precision.train or precision.rollout run here, as a run is refused or admitted by them."""
+    """The recipes of precision.train or precision.rollout that run here, by the check that admits or refuses a run."""
     from megatron_rl.models.precision import SLOW_BF16, rollout_recipes, this_machine, trainer_recipes
 
     machine = this_machine()
@@ -236,7 +237,7 @@ def _flash_attention() -> Finding:
 
 
 def _apex() -> Finding:
-    """NVIDIA's Apex has apex/normalization (and amp_C where built with CUDA); PyPI's `apex` is a web toolkit."""
+    """Look for NVIDIA's Apex: it has apex/normalization, and amp_C if built with CUDA. PyPI's `apex` is a web toolkit."""
     folder = _folder_of("apex")
     name = "NVIDIA Apex"
     if folder is None:
@@ -337,7 +338,7 @@ def _start_engine_probe() -> tuple[Path | None, subprocess.Popen | None]:
 
 
 def _engine_environment() -> dict[str, str]:
-    """As the trainer starts the server; whether there is a GPU is asked without importing torch, for speed."""
+    """The environment with which the trainer starts the server. A GPU is looked for without torch, for speed."""
     environment = dict(os.environ)
     if not Path("/dev/nvidiactl").exists():
         from megatron_rl.platform import sglang as cpu_platform

@@ -40,7 +40,7 @@ MEANING = {
     "optimizer_step": "temporaries of the step",
     "transform": "temporaries of VP2O's transform",
 }
-"""Of the kinds of bytes on a GPU."""
+"""What each kind of bytes on a GPU is."""
 
 
 def plan_command(config: Config, gpus: int, memory_gb: float, *, as_json: bool = False) -> None:
@@ -55,9 +55,12 @@ def plan_command(config: Config, gpus: int, memory_gb: float, *, as_json: bool =
 
 
 def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory: int) -> dict[str, Any]:
-    """What `--json` prints; all sizes in bytes. per_gpu: of the pipeline stage that needs most. Its total is what is resident
-    and the largest of `phases`, which follow one another and share their memory. fits: while it trains.
-    server: one GPU of an engine of rollout.server, of that memory."""
+    """The fields that `--json` prints; all sizes in bytes.
+
+    per_gpu: use of the pipeline stage that needs most. Its total is what is resident plus the largest of `phases`, which follow
+    one another and share their memory. fits: whether training fits. server: one GPU of an engine of rollout.server with that
+    memory.
+    """
     usage = found.usage
     helps = remedies(config, hf_config, found, usage.largest)
     best = helps[0] if helps else None
@@ -85,9 +88,10 @@ def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory
 
 
 def check_fits(config: Config, hf_config: PreTrainedConfig, gpus: int, memory: int) -> None:
-    """Errors: UserError where weights, gradients, optimizer and what else is certain are more than a GPU's `memory` bytes.
+    """Refuse a run whose weights, gradients, optimizer and other certain bytes exceed a GPU's `memory` bytes.
 
-    What may not fit, with all responses as long as they may be and the assumptions of `memory.py`, is a warning.
+    A run that may not fit if all responses are as long as they may be, under the assumptions of `memory.py`, gets a warning.
+    Errors: UserError.
     """
     found = estimate(config, hf_config, gpus)
     usage, here = found.usage, f"they have {memory / GB:.1f}"

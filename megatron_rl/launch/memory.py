@@ -36,7 +36,7 @@ NODE = 8
 """GPUs of a node."""
 EXACT = ("weights", "gradients", "optimizer", "reference", "predictors")
 STEIN_BUFFERS = 3
-"""Of VP2O's transform: a layer's output projections in fp32, and what it solves for."""
+"""Buffers of VP2O's transform, in sizes of a layer's output projections in fp32: these, and what it solves for."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Kernels:
     """What kernels keep for the backward, where they differ."""
 
     norm: int = 1
-    """Tensors of its input's size that a norm keeps; torch's own on a CPU keeps what it normalised too."""
+    """Tensors of its input's size that a norm keeps; torch's own on a CPU keeps its normalized input too."""
     fused_swiglu: bool = True
-    """Of dense MLPs and shared experts: keeps its input alone."""
+    """Whether the activation of dense MLPs and shared experts keeps its input alone."""
     transformer_engine: bool = True
 
 
@@ -59,12 +59,13 @@ class Usage:
 
     stage: int
     resident: dict[str, int]
-    """By kind: there from the start, or from the first step on, to the end."""
+    """Bytes by kind that are held from the start, or from the first step on, to the end."""
     phases: dict[str, dict[str, int]]
-    """By phase of a step and kind: temporaries. One phase follows another, so that the largest of them counts."""
+    """Temporaries by phase of a step and kind. One phase follows another, so the largest of them counts."""
 
     @property
     def total(self) -> int:
+        """Bytes at the largest phase."""
         return sum(self.resident.values()) + max(sum(kinds.values()) for kinds in self.phases.values())
 
     @property
@@ -88,30 +89,30 @@ class Usage:
 
     @property
     def least(self) -> int:
-        """Without which no step is possible, whatever its tokens: exact."""
+        """Bytes without which no step is possible, whatever its tokens: exact."""
         return sum(self.resident[kind] for kind in EXACT)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a run."""
+    """What a run needs."""
 
     gpus: int
     counts: Counts
     usage: Usage
-    """Of the stage that needs most."""
+    """Usage of the pipeline stage that needs most."""
     save: dict[str, int]
     push: dict[str, int]
     host: int
     """Bytes of a process's optimizer in host memory."""
 
     def fits(self, memory: int) -> bool:
-        """memory: bytes of one GPU."""
+        """Whether the run fits in `memory` bytes of each GPU."""
         return self.usage.total <= memory
 
 
 def estimate(config: Config, hf_config: PreTrainedConfig, gpus: int, kernels: Kernels = GPU) -> Estimate:
-    """Of training with this config on so many trainer GPUs. Errors: UserError for sizes that do not divide."""
+    """Estimate training with this config on `gpus` trainer GPUs. Errors: UserError for sizes that do not divide."""
     if gpus < 1:
         raise UserError(f"plan: --gpus {gpus}: the trainer needs at least one")
     check_parallel(hf_config, config.parallel, gpus)
@@ -142,8 +143,10 @@ def stage_usage(config: Config, shape: Shape, plan: Plan, stage: int, kernels: K
 
 
 def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[str, int]:
-    """Weights, gradients, optimizer state and reference of what one rank holds: 2 + 4 + 12 bytes a parameter in bf16 (the last
-    shared by the data-parallel ranks), 4 + 4 + 8 in fp32. Padding of Megatron's buffers (below 256 bytes a tensor) is left out.
+    """Bytes of the weights, gradients, optimizer state and reference that one rank holds.
+
+    2 + 4 + 12 bytes a parameter in bf16 (the last shared by the data-parallel ranks), 4 + 4 + 8 in fp32. Padding of Megatron's
+    buffers (below 256 bytes a tensor) is left out.
     """
     recipe = TRAIN[config.precision.train]
     width = recipe.dtype.itemsize
@@ -161,8 +164,11 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
 
 
 def optimizer_width(config: Config) -> float:
-    """Bytes of Adam's state a parameter, on the GPU: two moments, and the fp32 weights where those trained are narrower, or
-    the 16 bits that these lack (optimizer.precision_aware); less what is on the host."""
+    """Bytes of Adam's state for one parameter on the GPU, without what is on the host.
+
+    Two moments, and where the trained weights are narrower, fp32 weights or the 16 bits that the trained ones lack
+    (optimizer.precision_aware).
+    """
     opt = config.optimizer
     if TRAIN[config.precision.train].dtype.itemsize == 4:
         return 8
@@ -172,13 +178,13 @@ def optimizer_width(config: Config) -> float:
 
 
 def host_bytes(config: Config, shape: Shape, gpus: int) -> int:
-    """Of the largest process, for the optimizer: fp32 weights, moments and gradients of its share (optimizer.cpu_offload)."""
+    """Host memory of the largest process: fp32 weights, moments and gradients of its share under optimizer.cpu_offload."""
     stages = [rank_weights(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
     return int(16 * config.optimizer.cpu_offload * max(sharded(config, weights, gpus) for weights in stages))
 
 
 def sharded(config: Config, weights: list[Weight], gpus: int) -> int:
-    """Parameters of whose optimizer state one rank holds: those of experts are shared by fewer ranks than the others."""
+    """Number of parameters whose optimizer state one rank holds. Fewer ranks share those of experts than the others."""
     parallel = config.parallel
     experts, dense = count(weights, "experts"), sum(w.size for w in weights if w.part != "experts")
     if not parallel.distributed_optimizer:
@@ -190,15 +196,15 @@ def sharded(config: Config, weights: list[Weight], gpus: int) -> int:
 
 @dataclass(frozen=True)
 class _StepTokens:
-    """Of one context-parallel rank, before sequence parallelism shares them out."""
+    """Tokens of one context-parallel rank, before sequence parallelism shares them out."""
 
     responses: int
-    """Of the whole step."""
+    """Responses of the whole step."""
     of_step: int
-    """If all are as long as they may be."""
+    """Tokens of the whole step if all responses are as long as they may be."""
     micro_batch: int
     micro_batches: int
-    """Of the whole step."""
+    """Micro-batches of the whole step."""
 
     @classmethod
     def of(cls, config: Config, plan: Plan) -> _StepTokens:
@@ -243,7 +249,7 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
 
 
 def _predictor_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> int:
-    """Weight, gradient and Adam's two moments, fp32, whole on every rank."""
+    """Bytes of the predictors' weights, gradients and Adam's two moments: fp32, whole on every rank."""
     return 16 * shape.experts * shape.hidden * len(moe_layers) if config.routing.source in PREDICTING else 0
 
 
@@ -259,7 +265,7 @@ def _vp2o_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> dict[str
 
 
 def _push_buffers(config: Config, shape: Shape) -> int:
-    """On rank 0, two in turn: a bucket, or the largest tensor where that is larger."""
+    """Bytes of rank 0's two buffers for a push: each a bucket, or the largest tensor where that is larger."""
     if config.sync.transport == "disk":
         return 0
     width = ROLLOUT_DTYPES[config.precision.rollout].itemsize
@@ -303,7 +309,10 @@ def _step_work(config: Config, weights: list[Weight], gpus: int) -> int:
 def stage_activations(
     config: Config, shape: Shape, stage: int, tokens: int, micro_batches: int = 1, kernels: Kernels = GPU
 ) -> int:
-    """What the forward passes in flight keep for their backwards, without the head. tokens: of a micro-batch on a rank."""
+    """Bytes that the forward passes in flight keep for their backwards, without the head.
+
+    tokens: those of a micro-batch on one rank.
+    """
     parallel, layers = config.parallel, stage_layers(shape, config.parallel, stage)
     width = TRAIN[config.precision.train].dtype.itemsize
     if config.model.recompute == "full":
@@ -368,7 +377,7 @@ def _attention_activations(config: Config, shape: Shape, tokens: int, width: int
 
 
 def layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, kernels: Kernels) -> dict[str, int]:
-    """While one layer's backward runs: what is recomputed, and gradients; copies of tokens on the way to experts and back."""
+    """Temporaries of one layer's backward: what is recomputed, gradients, and copies of tokens to experts and back."""
     parallel = config.parallel
     width = TRAIN[config.precision.train].dtype.itemsize
     own, etp = tokens // parallel.tensor, expert_tensor_size(parallel)
@@ -396,7 +405,7 @@ def layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, ker
 
 
 def head_work(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
-    """Logits of one chunk of tokens, and what is summed over chunks: gradients of weight (fp32) and hidden states."""
+    """Logits of one chunk of tokens, and the sums over chunks: gradients of the weight (fp32) and of hidden states."""
     width = TRAIN[config.precision.train].dtype.itemsize
     rows = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     chunk = min(config.model.head_chunk_tokens, tokens)
@@ -415,8 +424,11 @@ def head_work(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
 
 
 def save_cost(config: Config, shape: Shape, gpus: int) -> dict[str, int]:
-    """Host memory of a checkpoint, and its size on disk: weights, fp32 weights and both moments. Ranks share the writing, and
-    each copies from its GPU what it writes; what optimizer.cpu_offload keeps on the host is written from there."""
+    """Host memory of a checkpoint, and its size on disk: weights, fp32 weights and both moments.
+
+    Ranks share the writing, and each copies from its GPU what it writes; what optimizer.cpu_offload keeps on the host is
+    written from there.
+    """
     width = TRAIN[config.precision.train].dtype.itemsize
     shared = changed(config, "parallel.distributed_optimizer", True)
     stages = [rank_weights(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
@@ -447,7 +459,7 @@ def push_cost(config: Config, shape: Shape) -> dict[str, int]:
 
 
 def server_use(config: Config, shape: Shape, weights: int, memory: int) -> dict[str, int | bool]:
-    """On one GPU of a server that the trainer starts: its weights, its share of the memory and what of it is for the cache.
+    """Bytes on one GPU of a server that the trainer starts: its weights, its share of the memory, and its cache.
 
     weights: the trainer's on a GPU, which are there too while they are pushed to a colocated engine.
     """
@@ -467,22 +479,22 @@ class Remedy:
     """A change of one key, and what it makes of the total."""
 
     key: str
-    """Of the config, or 'gpus'."""
+    """A key of the config, or 'gpus'."""
     value: Any
     saves: int
-    """Of the total, bytes."""
+    """Bytes by which the total falls."""
     saves_of_kind: int
-    """Of the kind that is asked about."""
+    """Bytes by which the kind that is asked about falls."""
 
 
 def changed(config: Config, key: str, value: Any) -> Config:
-    """With another value at a dotted key."""
+    """The config with another value at a dotted key."""
     name, _, rest = key.partition(".")
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
 def _savers(config: Config) -> list[tuple[str, Any]]:
-    """Of the optimizer and the gradients, as far as the rest of the config allows (preflight.check_memory_savers)."""
+    """Savers of the optimizer's and gradients' memory that the rest of the config allows (preflight.check_memory_savers)."""
     if TRAIN[config.precision.train].dtype.itemsize == 4:
         return []
     offload = config.parallel.distributed_optimizer and config.vp2o.trust_region is None

@@ -1,4 +1,4 @@
-"""What follows from a config on a given number of processes: data-parallel size, shares, batches. Pure arithmetic."""
+"""Sizes that follow from a config and a number of processes: data-parallel size, shares, batches. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Plan:
     model_parallel: int
     """Processes that hold one copy of the model: tensor x pipeline x context."""
     trajectories_per_leader: int
-    """Responses that a data-parallel leader asks for in one step; some ask for one more where it does not divide."""
+    """Responses that a data-parallel leader asks for in one step; where they do not divide, some ask for one more."""
     trajectories_per_step: int
     trajectories_per_update: int
-    """Over all ranks."""
+    """Trajectories of one update, over all ranks."""
     updates_per_step: int
 
     def lines(self) -> list[str]:
@@ -85,5 +85,5 @@ def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> 
 
 
 def share_of(total: int, rank: int, size: int) -> range:
-    """Of `total` things in order those of one of `size` ranks: neighbors, and as many as the other ranks have, or one less."""
+    """One rank's share of `total` ordered things: neighbors, and as many as each of the `size` ranks has, or one less."""
     return range(rank * total // size, (rank + 1) * total // size)

@@ -1,4 +1,4 @@
-"""All that can be refused before anything starts: folders, sizes, and choices of the config that contradict each other."""
+"""Checks before anything starts: folders, sizes, and choices of the config that contradict each other."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from megatron_rl.trainer.objective import correction_of, policy_loss
 Kind = Literal["train", "sft", "ask"]
 """train and sft build the trainer; ask (eval, rollout) only asks the engine."""
 PRECISION_AWARE_TE = Version("2.1")
-"""From which on its Adam keeps what the bf16 weights lack of the fp32 ones; before, it kept these whole."""
+"""The first release whose Adam keeps only what the bf16 weights lack of the fp32 ones; before, it kept these whole."""
 
 
 def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
-    """Model folder, parallel sizes, batch sizes, sampling, correction, routing.
+    """Check the model folder, parallel sizes, batch sizes, sampling, correction and routing.
 
     Errors: UserError naming the key or the file.
     """
@@ -62,7 +62,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         )
     if kind == "ask" and config.precision.rollout == "fp8":
         raise UserError(
-            "config: precision.rollout = fp8 quantises weights when they are pushed, and eval and rollout push none;"
+            "config: precision.rollout = fp8 quantizes weights when they are pushed, and eval and rollout push none;"
             " set precision.rollout to bf16"
         )
     server = config.rollout.server
@@ -105,7 +105,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
 
 
 def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
-    """Errors: UserError for flags of SGLang that contradict the config."""
+    """Refuse flags of SGLang that contradict the config. Errors: UserError."""
     extra = config.rollout.server.extra_args
     if speculates(extra) and config.pruning.enabled:
         raise UserError(
@@ -129,7 +129,7 @@ def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
 
 
 def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
-    """Errors: UserError for a model that has no experts to interact, and for parts that cannot work."""
+    """Refuse VP2O for a model without experts that interact, and parts of it that cannot work. Errors: UserError."""
     vp2o, name = config.vp2o, architecture(hf_config)
     if not vp2o.enabled:
         if changed := [field for field in vars(vp2o) if getattr(vp2o, field) != getattr(VP2OConfig(), field)]:
@@ -174,15 +174,16 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
             f" {name}'s {experts} experts a layer, and no expert is both; set vp2o.neighbors: {half} and"
             f" vp2o.inactive_neighbors: {experts - half}"
         )
-    if None not in (vp2o.attract_above, vp2o.repel_below) and vp2o.repel_below >= vp2o.attract_above:
+    attract, repel = vp2o.attract_above, vp2o.repel_below
+    if attract is not None and repel is not None and repel >= attract:
         raise UserError(
-            f"config: vp2o.repel_below = {vp2o.repel_below:g} is not below attract_above = {vp2o.attract_above:g}: pairs"
+            f"config: vp2o.repel_below = {repel:g} is not below attract_above = {attract:g}: pairs"
             " between them would attract and repel at once"
         )
 
 
 def check_memory_savers(config: Config, machine: Machine) -> None:
-    """Errors: UserError for a saver of the optimizer's or the gradients' memory that cannot run here, or not with the rest."""
+    """Refuse a saver of the optimizer's or gradients' memory that cannot run here or with the rest. Errors: UserError."""
     opt, vp2o = config.optimizer, config.vp2o
     sharded = config.parallel.distributed_optimizer
     sixteen_bits = config.precision.train != "fp32"
@@ -272,7 +273,7 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
 
 
 def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
-    """Errors: UserError for GPUs that are not there, and for servers that cannot take turns with the trainer."""
+    """Refuse GPUs that are not there, and servers that cannot take turns with the trainer. Errors: UserError."""
     rollout = config.rollout
     if rollout.colocate and rollout.addresses:
         raise UserError(
@@ -305,7 +306,7 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
 
 
 def _check_refresh(config: Config) -> None:
-    """Errors: UserError for limits that nothing looks at, and for old rollouts that would be taken for new ones."""
+    """Refuse limits that nothing looks at, and old rollouts that would be taken for new ones. Errors: UserError."""
     refresh, correction = config.sync.refresh, config.correction
     if refresh.when == "always":
         if changed := [field for field in vars(refresh) if getattr(refresh, field) != getattr(RefreshConfig(), field)]:
@@ -328,7 +329,7 @@ def _check_refresh(config: Config) -> None:
 
 
 def _check_packages(config: Config, machine: Machine) -> None:
-    """Errors: UserError for a part of Megatron whose package is not here; it would fail in the first forward pass."""
+    """Refuse a part of Megatron whose package is missing: the first forward pass would fail. Errors: UserError."""
     if config.model.moe_router_fusion and not (machine.gpu and machine.transformer_engine):
         raise UserError(
             "config: model.moe_router_fusion needs a GPU and Transformer Engine; set it to false, or install it"
@@ -339,7 +340,7 @@ def _check_packages(config: Config, machine: Machine) -> None:
 
 
 def _check_kernels(config: Config, hf_config: PreTrainedConfig, machine: Machine) -> None:
-    """Errors: UserError where a GPU would compute in plain torch what compiled kernels are for, and nothing said so."""
+    """Refuse a GPU on which plain torch would do our kernels' work, unless model.kernels allows it. Errors: UserError."""
     if machine.gpu is None or config.model.kernels == "any":
         return
     otherwise = "; model.kernels: any computes without, slower and with more memory"
@@ -363,7 +364,7 @@ def _check_kernels(config: Config, hf_config: PreTrainedConfig, machine: Machine
 
 
 def _head_widths(hf_config: PreTrainedConfig) -> tuple[int, int]:
-    """Of queries and keys, and of values."""
+    """Width of a head's queries and keys, and of its values."""
     if getattr(hf_config, "kv_lora_rank", None):
         return hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim, hf_config.v_head_dim
     width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
@@ -371,7 +372,7 @@ def _head_widths(hf_config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def activate_flash(config: Config) -> None:
-    """Errors: UserError for a version that is not here."""
+    """Choose the version of flash attention. Errors: UserError for one that is not installed."""
     try:
         flash.activate(config.model.flash_attention)
     except ValueError as error:
@@ -379,7 +380,7 @@ def activate_flash(config: Config) -> None:
 
 
 def _check_correction(config: Config) -> None:
-    """Errors: UserError for bounds that are missing or cross, and for two corrections of one thing."""
+    """Refuse bounds that are missing or cross, and two corrections of one thing. Errors: UserError."""
     correction = config.correction
     try:
         correction_of(config)
@@ -442,7 +443,7 @@ _REMEDIES = {
 
 
 def _check_routing(config: Config, hf_config: PreTrainedConfig) -> None:
-    """Errors: UserError for a source of routes that cannot work with the rest of the config."""
+    """Refuse a source of routes that cannot work with the rest of the config. Errors: UserError."""
     source = config.routing.source
     if source == "none":
         return

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -40,7 +41,7 @@ _CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 class CoreAttention(MegatronModule):
     """`core_attention` of a layer spec: causal attention through `ops.sink_attention`.
 
-    In the place of Megatron's `DotProductAttention`, which takes neither packed sequences nor context parallelism. The
+    It replaces Megatron's `DotProductAttention`, which takes neither packed sequences nor context parallelism. The
     parameter `softmax_offset` [heads / tp] (softmax_type "learnable") has the name that Megatron-Bridge maps
     gpt-oss's sinks to.
 
@@ -76,16 +77,17 @@ class CoreAttention(MegatronModule):
         self.gathers_keys = cp_comm_type == "all_gather"
         self.in_fp64 = False
         """Scores, softmax and sums in fp64, inside `exact_attention`."""
-        self.softmax_scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if windowed and config.window_size[0] >= 0 else None
+        self.softmax_scale = softmax_scale or 1 / math.sqrt(cast("int", k_channels or config.kv_channels))
+        size, pattern = config.window_size, cast("int | list[int]", config.window_attn_skip_freq)
+        windowed = size is not None and is_layer_window_attention(size, pattern, layer_number)
+        self.window = size[0] + 1 if size is not None and windowed and size[0] >= 0 else None
 
         heads = config.num_attention_heads // self.tp_group.size()
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
-            if config.perform_initialization:
+            if config.perform_initialization and config.init_method is not None:
                 config.init_method(self.softmax_offset)
         elif config.softmax_type == "off-by-one":
             self.register_buffer("zero_sinks", torch.zeros(heads), persistent=False)
@@ -102,10 +104,10 @@ class CoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Packed: query `[T, H, D]`, key `[T, Hkv, D]`, value `[T, Hkv, Dv]` -> `[T, H * Dv]`.
+        """Attention of query `[T, H, D]`, key `[T, Hkv, D]` and value `[T, Hkv, Dv]` of a pack: `[T, H * Dv]`.
 
-        Else query `[s, b, H, D]` and so on -> `[s, b, H * Dv]`, causal over s; attention_mask is not looked at: padding
-        must be at the right end.
+        Without a pack query is `[s, b, H, D]` and so on, and the result `[s, b, H * Dv]`, causal over s. attention_mask is
+        ignored: padding must be at the right end.
         """
         if attn_mask_type not in _CAUSAL or attention_bias is not None:
             raise UserError("model: attention with a bias or a mask that is not causal is not supported")
@@ -116,14 +118,14 @@ class CoreAttention(MegatronModule):
         context = self.cp_group.size()
         cu_seqlens = torch.arange(0, batch + 1) * (length * context)
         layout = PackedLayout.build(cu_seqlens.to(query.device), batch * length, context, self.cp_group.rank())
-        flat = [x.transpose(0, 1).reshape(batch * length, *x.shape[2:]) for x in (query, key, value)]
-        return self._attend(*flat, layout).view(batch, length, -1).transpose(0, 1).contiguous()
+        q, k, v = (x.transpose(0, 1).reshape(batch * length, *x.shape[2:]) for x in (query, key, value))
+        return self._attend(q, k, v, layout).view(batch, length, -1).transpose(0, 1).contiguous()
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         sinks = getattr(self, "zero_sinks", self.softmax_offset)
         if self.cp_group.size() == 1:
             return self._sink_attention(q, k, v, sinks, cu_seqlens=layout.sequences)
-        if self.gathers_keys:
+        if self.gathers_keys and layout.own is not None:
             # The gradients are summed over the ranks whose queries saw the key.
             keys, values = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (k, v))
             rows = layout.own.rows
@@ -131,7 +133,9 @@ class CoreAttention(MegatronModule):
             return self._sink_attention(q, keys.index_select(0, rows), values.index_select(0, rows), sinks, **borders)
         return self._attend_by_heads(q, k, v, sinks, layout)
 
-    def _attend_by_heads(self, q, k, v, sinks: torch.Tensor | None, layout: PackedLayout) -> torch.Tensor:
+    def _attend_by_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: PackedLayout
+    ) -> torch.Tensor:
         context, heads = self.cp_group.size(), q.shape[1]
         repeat = context // math.gcd(k.shape[1], context)
         if heads % context or heads % (k.shape[1] * repeat):
@@ -146,16 +150,12 @@ class CoreAttention(MegatronModule):
         out = self._sink_attention(q, k, v, sinks, cu_seqlens=layout.sequences)
         return _tokens_for_heads(out.index_select(0, layout.order.view(-1)), self.cp_group)
 
-    def _sink_attention(self, q, k, v, sinks, **borders) -> torch.Tensor:
+    def _sink_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, **borders: Any
+    ) -> torch.Tensor:
         dtype = torch.float64 if self.in_fp64 else q.dtype
-        out = sink_attention(
-            *(x.to(dtype).contiguous() for x in (q, k, v)),
-            sinks,
-            window=self.window,
-            scale=self.softmax_scale,
-            **borders,
-        )
-        return out.to(q.dtype)
+        wide_q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
+        return sink_attention(wide_q, k, v, sinks, window=self.window, scale=self.softmax_scale, **borders).to(q.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -193,7 +193,7 @@ def _heads_for_tokens(x: torch.Tensor, group: torch.distributed.ProcessGroup) ->
 
 
 def _tokens_for_heads(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """The way back: `[c * T, H / c, D]` -> `[T, H, D]`."""
+    """The inverse of `_heads_for_tokens`: `[c * T, H / c, D]` -> `[T, H, D]`."""
     context, (tokens, heads, width) = group.size(), x.shape
     x = all_to_all(group, x.contiguous()).view(context, tokens // context, heads, width)
     return x.transpose(0, 1).reshape(tokens // context, context * heads, width)
@@ -210,22 +210,23 @@ class SelfAttention(MegatronSelfAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         key_value_states: torch.Tensor | None = None,
-        inference_context: object = None,
+        inference_context: Any = None,
         rotary_pos_emb: torch.Tensor | tuple | None = None,
-        *args: object,
+        *args: Any,
         packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's `Attention.forward`."""
+        """Megatron's `Attention.forward`, which leaves the rotation of a pack to us."""
         self._rotation = None
         if packed_seq_params is not None and rotary_pos_emb is not None and not self.config.apply_rope_fusion:
-            skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+            without = cast("list[int] | None", self.config.no_rope_freq)  # a pattern is a list after __post_init__
+            skipped = without and without[self.layer_number - 1]
             self._rotation = None if skipped else (rotary_pos_emb, packed_seq_params)
             rotary_pos_emb = None
         try:
             return super().forward(
                 hidden_states,
-                attention_mask,
+                cast("torch.Tensor", attention_mask),  # Megatron's own callers give None too
                 key_value_states,
                 inference_context,
                 rotary_pos_emb,
@@ -236,9 +237,12 @@ class SelfAttention(MegatronSelfAttention):
         finally:
             self._rotation = None
 
-    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **kwargs):
-        """q `[s, b, H, D]`, k, v `[s, b, Hkv, D]` (and a gate); q and k of a packed pass are rotated already."""
-        query, key, *rest = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Query `[s, b, H, D]`, key and value `[s, b, Hkv, D]` (and a gate), in a packed pass rotated already."""
+        projected = super().get_query_key_value_tensors(hidden_states, key_value_states, **kwargs)
+        query, key, *rest = cast("tuple[torch.Tensor, ...]", projected)  # split, as nobody asks for the sizes
         if self._rotation is not None:
             rotary, packed_seq_params = self._rotation
             positions = packed_layout(packed_seq_params, query.shape[0], self.pg_collection.cp).positions
@@ -250,15 +254,14 @@ class SelfAttention(MegatronSelfAttention):
 
 
 class HeadsNormSelfAttention(SelfAttention):
-    """OLMoE: q_norm and k_norm run over all heads together, also where tensor parallelism splits the heads."""
+    """OLMoE's attention: q_norm and k_norm run over all heads together, also where tensor parallelism splits them."""
 
-    def __init__(self, config: TransformerConfig, submodules: object, *args: object, **kwargs: object):
+    def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any):
         super().__init__(config, submodules, *args, **kwargs)
         eps, tp_group = config.layernorm_epsilon, self.pg_collection.tp
-        if config.num_query_groups % tp_group.size():
-            raise UserError(
-                f"parallel.tensor = {tp_group.size()}: does not divide {config.num_query_groups} key-value heads"
-            )
+        kv_heads = cast("int", config.num_query_groups)  # a number after __post_init__
+        if kv_heads % tp_group.size():
+            raise UserError(f"parallel.tensor = {tp_group.size()}: does not divide {kv_heads} key-value heads")
         self.q_layernorm = HeadsRMSNorm(config, self.query_projection_size, eps, tp_group)
         self.k_layernorm = HeadsRMSNorm(config, self.kv_projection_size, eps, tp_group)
 
@@ -271,14 +274,19 @@ class MLASelfAttention(MegatronMLASelfAttention):
     embedding of a packed pass is applied to all tokens at once, as in SelfAttention.
     """
 
-    def __init__(self, *args: object, **kwargs: object):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = _AnglesByToken(self.rotary_pos_emb)
 
     def get_query_key_value_tensors(
-        self, hidden_states, key_value_states=None, position_ids=None, packed_seq_params=None, **kwargs
-    ):
-        """As Megatron's; a pack is presented as one sequence whose angles lie ready for each token."""
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Query, key and value by Megatron, to which a pack is shown as one sequence with angles for each token."""
         if packed_seq_params is None or self.config.apply_rope_fusion:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
@@ -299,21 +307,22 @@ class MLASelfAttention(MegatronMLASelfAttention):
 class _AnglesByToken(torch.nn.Module):
     """A rotary embedding that answers, inside `of(positions)`, with one row of angles per token."""
 
-    def __init__(self, rotary: torch.nn.Module):
+    def __init__(self, rotary: Any):
         super().__init__()
         self.rotary = rotary
         self.get_rotary_seq_len = rotary.get_rotary_seq_len
         self._positions: torch.Tensor | None = None
 
     @contextlib.contextmanager
-    def of(self, positions: torch.Tensor):
+    def of(self, positions: torch.Tensor) -> Iterator[None]:
+        """Answer for the tokens at `positions` [T] until the block ends."""
         self._positions = positions
         try:
             yield
         finally:
             self._positions = None
 
-    def forward(self, *args: object, **kwargs: object):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Angles `[S, 1, 1, R]` by position, or `[T, 1, R]` by token of this rank; with yarn's mscale beside them."""
         if self._positions is None:
             return self.rotary(*args, **kwargs)

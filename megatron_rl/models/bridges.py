@@ -1,6 +1,6 @@
 """Megatron-Bridge's bridges for the supported families, with what our layer spec and the config.json files add to them.
 
-Each family's bridge is subclassed and registered in the place of the original: more names of weights (our layer spec
+Each family's bridge is subclassed and registered instead of the original: more names of weights (our layer spec
 keeps norms apart from the linear layers behind them), and settings of config.json that the original fixes to one
 model's values.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, cast
 
 import torch
 import transformers
@@ -39,8 +39,8 @@ from megatron_rl.models.mixtral import MixtralBridge
 from megatron_rl.models.parallel_check import architecture
 
 
-class OurSpec:
-    """Mixin: names of weights under our layer spec that a bridge may lack, and loading that misses nothing."""
+class OurSpec(MegatronModelBridge):
+    """A bridge with the names of weights under our layer spec, and with loading that misses nothing."""
 
     EXTRA: ClassVar = {
         "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
@@ -48,22 +48,24 @@ class OurSpec:
     }
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        mappings = super().mapping_registry().get_all_mappings()
+        """The original's names, those of our norms that it lacks, and those of route predictors."""
+        # The bridges below name a family's bridge behind this class.
+        mappings = super().mapping_registry().get_all_mappings()  # pyright: ignore[reportAbstractUsage]
         known = {mapping.megatron_param for mapping in mappings}
         extra = [AutoMapping(ours, theirs) for ours, theirs in self.EXTRA.items() if ours not in known]
         predictors = [
-            AutoMapping(_predictor_of(mapping.megatron_param), _predictor_of(mapping.hf_param))
+            AutoMapping(_predictor_of(mapping.megatron_param), _predictor_of(str(mapping.hf_param)))
             for mapping in mappings
             if mapping.megatron_param == ROUTER
         ]
         return MegatronMappingRegistry(*mappings, *extra, *predictors)
 
-    def build_conversion_tasks(self, *args, **kwargs) -> list[WeightConversionTask | None]:
-        """Without the names that the bridge kept from an earlier call: routers may have been given predictors since."""
+    def build_conversion_tasks(self, *args: Any, **kwargs: Any) -> list[WeightConversionTask | None]:
+        """The original's tasks, with parameters listed anew: routers may have been given predictors since the last call."""
         self.__dict__.pop("_cached_param_names", None)
         return super().build_conversion_tasks(*args, **kwargs)
 
-    def load_into(self, chunks: list[torch.nn.Module], source: PreTrainedCausalLM) -> Iterator[str]:
+    def load_into(self, chunks: list[GPTModel], source: PreTrainedCausalLM) -> Iterator[str]:
         """Copy the folder's weights into the chunks; yields each Megatron parameter's name when it is done.
 
         Collective. Errors: IncompleteWeights, on all ranks alike, before anything is copied. It stands in for
@@ -80,7 +82,7 @@ class OurSpec:
         tensors = fp8.Dequantized(source.state)
         recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
         for task in tasks:
-            if task.megatron_module is None:
+            if task.megatron_module is None or task.param_weight is None:
                 continue
             key = str(task.mapping.hf_param)
             if key not in recent:
@@ -118,7 +120,7 @@ class OurSpec:
                 used |= parts
         # Experts of other expert-parallel ranks are theirs to check.
         used = {_EXPERT.sub(".experts.*.", name) for name in used}
-        layers = self.hf_config.num_hidden_layers
+        layers = cast("Any", self.hf_config).num_hidden_layers
         for name in sorted(keys):
             layer = _LAYER.match(name)
             ignored = (
@@ -132,7 +134,7 @@ class OurSpec:
         return None
 
     def _with_progress_tracking(self, tasks: list, description: str, show_progress: bool = True) -> Iterable:
-        """Without the bridge's own progress bar."""
+        """The tasks, without the bridge's own progress bar."""
         return iter(tasks)
 
 
@@ -158,34 +160,38 @@ for _name in ("ReplayRouter", "RoutePredictor"):
     AutoMapping.register_module_type(_name, "replicated")
 
 
-def _register(source: str, **options: Any):
-    """Registers a bridge under the transformers class, which is how Megatron-Bridge looks it up."""
-    return MegatronModelBridge.register_bridge(source=getattr(transformers, source), target=GPTModel, **options)
+def _register[B: OurSpec](source: str, **options: Any) -> Callable[[type[B]], type[B]]:
+    """A decorator that registers a bridge under the transformers class by which Megatron-Bridge finds it."""
+    decorate: Any = MegatronModelBridge.register_bridge  # declared for instances, though it takes classes
+    return decorate(source=getattr(transformers, source), target=GPTModel, **options)
 
 
 @_register("Qwen3MoeForCausalLM", model_type="qwen3_moe")
 class OurQwen3MoE(OurSpec, Qwen3MoEBridge):
-    pass
+    """Qwen3-MoE."""
 
 
 @_register("Qwen3ForCausalLM", model_type="qwen3")
 class OurQwen3(OurSpec, Qwen3Bridge):
-    pass
+    """Qwen3."""
 
 
 @_register("LlamaForCausalLM", model_type="llama")
 class OurLlama(OurSpec, LlamaBridge):
-    pass
+    """Llama."""
 
 
 @_register("MixtralForCausalLM", model_type="mixtral")
 class OurMixtral(OurSpec, MixtralBridge):
-    pass
+    """Mixtral."""
 
 
 @_register("DeepseekV3ForCausalLM", provider=MLAModelProvider, model_type="deepseek_v3")
 class OurDeepSeekV3(OurSpec, DeepSeekV3Bridge):
+    """DeepSeek-V3 and Moonlight, without draft layers."""
+
     def provider_bridge(self, hf_pretrained: Any) -> MLAModelProvider:
+        """The original's settings, for RL."""
         provider = super().provider_bridge(hf_pretrained)
         provider.mtp_num_layers = None  # the policy is the model without its draft layers
         provider.moe_router_bias_update_rate = 0.0  # RL keeps the balance that pre-training found
@@ -194,18 +200,20 @@ class OurDeepSeekV3(OurSpec, DeepSeekV3Bridge):
 
 @_register("OlmoeForCausalLM", provider=OlMoEModelProvider, model_type="olmoe")
 class OurOlmoe(OurSpec, OlMoEBridge):
-    """OLMoE; its bridge knows grouped experts alone. The provider's class tells the layer spec of head-wide norms."""
+    """OLMoE, with ungrouped experts too. The provider's class tells the layer spec of norms over all heads."""
 
     EXTRA: ClassVar = OurSpec.EXTRA | {
         "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight": f"{_HF_EXPERT}.down_proj.weight",
     }
 
     def provider_bridge(self, hf_pretrained: Any) -> GPTModelProvider:
+        """The original's settings, with norm_topk_prob from config.json."""
         provider = super().provider_bridge(hf_pretrained)
         provider.moe_router_pre_softmax = not hf_pretrained.config.norm_topk_prob
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
+        """Our names, with those of ungrouped experts' first layers."""
         return MegatronMappingRegistry(
             *super().mapping_registry().get_all_mappings(),
             GatedMLPMapping(
@@ -218,9 +226,10 @@ class OurOlmoe(OurSpec, OlMoEBridge):
 
 @_register("GptOssForCausalLM", model_type="gpt_oss")
 class OurGptOss(OurSpec, GPTOSSBridge):
-    """Yarn and the pattern of sliding windows from config.json; the original has the released models' as constants."""
+    """gpt-oss, with yarn and sliding windows from config.json; the original has the released models' as constants."""
 
     def provider_bridge(self, hf_pretrained: Any) -> GPTModelProvider:
+        """The original's settings, with those of config.json."""
         provider = super().provider_bridge(hf_pretrained)
         config = hf_pretrained.config
         rope = config.rope_parameters
@@ -234,6 +243,7 @@ class OurGptOss(OurSpec, GPTOSSBridge):
         return provider
 
 
-def make_bridge(hf_config: transformers.PreTrainedConfig) -> MegatronModelBridge:
+def make_bridge(hf_config: transformers.PreTrainedConfig) -> OurSpec:
     """The bridge of a supported architecture (parallel_check.SUPPORTED)."""
-    return get_model_bridge(getattr(transformers, architecture(hf_config)), hf_config=hf_config)
+    bridge = get_model_bridge(getattr(transformers, architecture(hf_config)), hf_config=hf_config)
+    return cast("OurSpec", bridge)  # those registered above

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, WeightConversionTask
+from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.core import parallel_state, tensor_parallel
@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig, PrecisionConfig
 from megatron_rl.errors import UserError, together
-from megatron_rl.models.bridges import IncompleteWeights, make_bridge
+from megatron_rl.models.bridges import IncompleteWeights, OurSpec, make_bridge
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, one_line, read_hf_config
 from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision, this_machine
@@ -40,14 +40,14 @@ class Model:
     hf_config: PreTrainedConfig
     config: GPTModelProvider
     """Megatron's TransformerConfig; the chunks share it."""
-    bridge: MegatronModelBridge
+    bridge: OurSpec
     recipe: PrecisionRecipe
     freeze_router: bool = False
 
     def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
-        """This rank's model chunks, one per virtual pipeline stage, without DDP; parallel_state must be initialised.
+        """This rank's model chunks, one per virtual pipeline stage, without DDP; parallel_state must be initialized.
 
-        weights: another folder of the same architecture. Without load_weights the parameters are uninitialised memory.
+        weights: another folder of the same architecture. Without load_weights the parameters are uninitialized memory.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.config._pg_collection = groups
@@ -61,7 +61,7 @@ class Model:
                 post_process=last(ignore_virtual=not virtual, **ends),
                 vp_stage=stage,
             )
-            chunk.model_type = ModelType.encoder_or_decoder
+            chunk.model_type = cast("Any", ModelType.encoder_or_decoder)  # Megatron has two enums of this name
             if virtual:
                 chunk.vp_stage = stage
             for parameter in chunk.parameters():
@@ -74,7 +74,7 @@ class Model:
                 for name, parameter in chunk.named_parameters():
                     if ".mlp.router." in name:
                         parameter.requires_grad_(False)
-        if self.recipe.fp8_recipe and not torch.cuda.is_available():
+        if self.recipe.block is not None and not torch.cuda.is_available():  # FP8, simulated
             from megatron_rl.models.fake_quant import FakeQuantizer
 
             quantizer = FakeQuantizer(self.recipe.block)
@@ -88,34 +88,34 @@ class Model:
             pass
 
     def iter_load(self, chunks: list[GPTModel], path: str | Path | None = None) -> Iterator[str]:
-        """load_hf_weights, yielding each Megatron parameter's name when it is loaded."""
+        """Do as load_hf_weights, and yield each Megatron parameter's name when it is loaded."""
         folder = self.path if path is None else Path(path)
         if path is not None and read_hf_config(folder).architectures != self.hf_config.architectures:
             raise UserError(f"model folder {folder}: not of the architecture of {self.path}")
         check_weight_files(folder)
         source = PreTrainedCausalLM.from_pretrained(folder)
-        source.config = self.hf_config
+        source.config = cast("Any", self.hf_config)  # declared as AutoConfig, which no config is
         try:
             yield from self.bridge.load_into(chunks, source)
         except IncompleteWeights as error:
             raise UserError(f"model folder {folder}: {error}") from None
 
     def export_plan(self, chunks: list[GPTModel], *, foreign: bool = False) -> list[WeightConversionTask]:
-        """Which parameters make which Hugging Face tensors: the same for every export of these chunks.
+        """The parameters that make each Hugging Face tensor: the same for every export of these chunks.
 
-        foreign: those of route predictors too; they are no part of the architecture, and go to an engine that has them.
+        foreign: include those of route predictors, which are no part of the architecture and go to an engine that has them.
         """
-        tasks = self.bridge.build_conversion_tasks(self.hf_config, chunks)
+        tasks = cast("list[WeightConversionTask]", self.bridge.build_conversion_tasks(self.hf_config, chunks))
         return [task for task in tasks if foreign or not task.global_param_name.endswith(PREDICTOR_WEIGHT)]
 
     @torch.no_grad()
     def export_hf_weights(
         self, chunks: list[GPTModel], plan: list[WeightConversionTask] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) one at a time, in the dtypes of the trained weights, on every rank.
+        """Yield (Hugging Face name, full tensor) one at a time, in the dtypes of the trained weights, on every rank.
 
         A tensor may share memory with a parameter: use or copy it before the next optimizer step.
-        plan: of export_plan, where exports are many.
+        plan: the answer of export_plan, to make it once for many exports.
         """
         vocab = self.hf_config.vocab_size
         exported = self.bridge.stream_weights_megatron_to_hf(
@@ -132,7 +132,7 @@ class Model:
             yield name, tensor
 
     def save_hf_metadata(self, out_dir: str | Path) -> None:
-        """config.json (for the trained dtype), generation config and tokenizer files; no weights. Not collective."""
+        """Write config.json (for the trained dtype), generation config and tokenizer files. Not collective."""
         copy_metadata(self.path, Path(out_dir), self.config.params_dtype)
 
     def save_hf(
@@ -142,9 +142,9 @@ class Model:
         wrap: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]] = iter,
         complete: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        """A complete Hugging Face folder, written by rank 0, that appears under its name only when it is complete.
+        """Write a Hugging Face folder (rank 0 does) that appears under its name only when it is complete.
 
-        wrap: put around the stream of tensors, for a progress line. complete: called with the folder, all else being in it.
+        wrap: put around the stream of tensors, for a progress line. complete: called last, with the folder.
         Errors: UserError on all ranks when the disk is full or the folder cannot be written.
         """
         out = Path(out_dir)
@@ -185,10 +185,11 @@ def load(
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
     precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
-    experts and back by Transformer Engine's kernels, where it is there; off for who asks where each token's rows are.
+    experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
-    check_precision(PrecisionConfig(train=precision), this_machine(), rolls_out=False)
+    asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
+    check_precision(asked, this_machine(), rolls_out=False)
     hf_config = read_hf_config(hf_path)
     bridge = make_bridge(hf_config)
     config = bridge.provider_bridge(SimpleNamespace(config=hf_config))
@@ -224,8 +225,10 @@ def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
         config.overlap_p2p_comm, config.batch_p2p_comm = True, False
 
 
-def _set_kernels(config: GPTModelProvider, recipe: PrecisionRecipe, recompute: str) -> None:
-    """Precision, recomputation, and the fusions that this machine has."""
+def _set_kernels(
+    config: GPTModelProvider, recipe: PrecisionRecipe, recompute: Literal["none", "selective", "full"]
+) -> None:
+    """Set precision, recomputation, and the fusions that this machine has."""
     gpu = torch.cuda.is_available()
     config.params_dtype = config.pipeline_dtype = config.autocast_dtype = recipe.dtype
     config.bf16, config.fp16 = recipe.dtype == torch.bfloat16, False
@@ -235,7 +238,7 @@ def _set_kernels(config: GPTModelProvider, recipe: PrecisionRecipe, recompute: s
             " python -c 'import transformer_engine.pytorch'"
         )
     if recipe.fp8_recipe and gpu:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
-        config.fp8, config.fp8_recipe = recipe.fp8, recipe.fp8_recipe
+        config.fp8, config.fp8_recipe = recipe.fp8, cast("Any", recipe.fp8_recipe)
     config.attention_softmax_in_fp32 = True
     config.transformer_impl = "transformer_engine" if HAVE_TE and gpu else "local"
     config.use_cpu_initialization = not gpu
@@ -250,7 +253,11 @@ def _set_kernels(config: GPTModelProvider, recipe: PrecisionRecipe, recompute: s
 
 
 def _set_experts(
-    config: GPTModelProvider, dispatcher: str, aux_loss: float, router_fusion: bool, permute_fusion: bool
+    config: GPTModelProvider,
+    dispatcher: Literal["alltoall", "allgather", "flex"],
+    aux_loss: float,
+    router_fusion: bool,
+    permute_fusion: bool,
 ) -> None:
     config.moe_token_dispatcher_type = dispatcher
     if dispatcher == "flex":

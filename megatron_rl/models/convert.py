@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.transformer.module import MegatronModule
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config import ParallelConfig
@@ -30,7 +31,7 @@ from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_tensor_size, one_line, read_hf_config
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""As in the trainer's checkpoints."""
+"""Megatron's options for sharded weights, the same as in the trainer's checkpoints."""
 
 
 def convert(source: Path, out: Path, parallel: ParallelConfig, quantize: Literal["fp8"] | None = None) -> Path:
@@ -74,7 +75,7 @@ def megatron_to_hf(
 ) -> Path:
     """Write a checkpoint's weights as a Hugging Face folder. `parallel` is how the model is spread while converting.
 
-    Errors: UserError naming a tensor that cannot be quantised so that SGLang loads it.
+    Errors: UserError naming a tensor that cannot be quantized so that SGLang loads it.
     """
     checkpoint, out = Path(checkpoint_dir), Path(out_dir)
     if quantize:
@@ -97,14 +98,14 @@ def megatron_to_hf(
 def quantize_folder(hf_dir: Path, out: Path) -> Path:
     """Write a Hugging Face folder's weights in block FP8: one tensor after the other, by rank 0 of all.
 
-    Errors: UserError naming the tensor that SGLang would refuse, or a folder that is quantised already.
+    Errors: UserError naming the tensor that SGLang would refuse, or a folder that is quantized already.
     """
     if int(os.environ.get("RANK", "0")):
         return out
     check_weight_files(hf_dir)
     if quantized := getattr(read_hf_config(hf_dir), "quantization_config", None):
         raise UserError(
-            f"convert: {hf_dir} is quantised already ({quantized['quant_method']}); write plain weights first:"
+            f"convert: {hf_dir} is quantized already ({quantized['quant_method']}); write plain weights first:"
             f" megatron-rl convert {hf_dir} CHECKPOINT"
         )
     fp8.check_folder(hf_dir)
@@ -123,7 +124,7 @@ def quantize_folder(hf_dir: Path, out: Path) -> Path:
 
 @contextlib.contextmanager
 def _removed_if_refused(out: Path) -> Iterator[None]:
-    """Nothing is left of a folder whose writing ends with an error."""
+    """Remove the folder if writing it ends with an error."""
     try:
         yield
     except UserError:
@@ -132,7 +133,7 @@ def _removed_if_refused(out: Path) -> Iterator[None]:
         raise
 
 
-def load_checkpoint_weights(chunks: list[torch.nn.Module], checkpoint: Path) -> None:
+def load_checkpoint_weights(chunks: Sequence[MegatronModule], checkpoint: Path) -> None:
     """Fill the chunks from a distributed checkpoint of any layout. Errors: UserError for a damaged or foreign one."""
     try:
         loaded = read(_sharded_state(chunks), checkpoint)
@@ -145,30 +146,31 @@ def load_checkpoint_weights(chunks: list[torch.nn.Module], checkpoint: Path) -> 
 
 
 def _model(hf_dir: Path, parallel: ParallelConfig) -> Model:
-    """Weights keep the dtype that config.json names, so that nothing is rounded."""
+    """The model with weights of the dtype that config.json names, so that nothing is rounded."""
     hf_config = read_hf_config(hf_dir)
-    precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(hf_config.dtype or torch.float32)
+    dtype = cast("torch.dtype | None", hf_config.dtype)  # transformers turns a name into a dtype
+    precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype or torch.float32)
     if precision is None:
         raise UserError(f"model folder {hf_dir}: dtype {hf_config.dtype} cannot be converted; use bfloat16 or float32")
     return load(hf_dir, parallel=parallel, precision=precision)
 
 
-def _named(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """('model', chunk), or ('model0', ...), ('model1', ...) for virtual stages, the current stage being set to each."""
+def _named(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, MegatronModule]]:
+    """Yield ('model', chunk), or ('model0', ...), ('model1', ...) for virtual stages, each while it is the current stage."""
     for index, chunk in enumerate(chunks):
         if len(chunks) > 1:
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
         yield "model" if len(chunks) == 1 else f"model{index}", chunk
 
 
-def _sharded_state(chunks: list[torch.nn.Module]) -> dict[str, Any]:
+def _sharded_state(chunks: Sequence[MegatronModule]) -> dict[str, Any]:
     # A copy: Megatron puts the current process groups into it.
     return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _named(chunks)}
 
 
 @contextlib.contextmanager
 def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
-    """Megatron's parallel state for as long as a conversion takes, on the caller's process group or an own one."""
+    """Set up Megatron's parallel state for a conversion, on the caller's process group or one of its own."""
     check_parallel(read_hf_config(hf_dir), parallel, int(os.environ.get("WORLD_SIZE", "1")))
     timeout = timedelta(seconds=parallel.timeout_s)
     gpu = torch.cuda.is_available()
@@ -179,7 +181,9 @@ def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
     if own and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     elif own:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]: its documented name
+            "127.0.0.1", 0, 1, is_master=True, timeout=timeout
+        )
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         parallel_state.initialize_model_parallel(
@@ -201,7 +205,7 @@ def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _finished_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill that takes its name when all ranks are done. Errors: UserError on all ranks if one failed."""
+    """Yield a folder to fill; it takes its name when all ranks are done. Errors: UserError on all ranks if one failed."""
     partial = out.with_name(out.name + ".partial")
     main = dist.get_rank() == 0
 
@@ -242,7 +246,7 @@ def _write_together(out: Path, work: Callable[[], object] | None) -> None:
 
 
 def _progress(items: Iterator[Any], what: str, total: int | None = None) -> Iterator[Any]:
-    """The items, with a progress line of rank 0's on a terminal."""
+    """Yield the items; rank 0 shows a progress line on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=dist.get_rank() != 0) as progress:
         task = progress.add_task(what, total=total)

@@ -1,4 +1,4 @@
-"""Megatron's dist_checkpointing, fully parallel: each data-parallel rank writes and reads its share of what they all hold.
+"""Fully parallel dist_checkpointing: each data-parallel rank writes and reads its share of the tensors that all hold.
 
 Nothing is copied on the host but what a background write needs, no second process is started, and there is one reason when
 it fails.
@@ -14,7 +14,7 @@ import queue
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,9 @@ def read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Errors: those of dist_checkpointing.load.
     """
-    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
-    return dist_checkpointing.load(state, str(folder), sharded_strategy=strategy, verify_integrity=True)
+    strategy: Any = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
+    loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=strategy, verify_integrity=True)
+    return cast("dict[str, Any]", loaded)  # alone, as missing keys are not asked for
 
 
 class Write:
@@ -70,9 +71,9 @@ class Write:
         for part in nested_values(state):
             if isinstance(part, ShardedTensor) and part.data is not None:
                 part.data = _for_writer(part.data, copy=background)
-        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), _replicas())
+        strategy: Any = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), _replicas())
         try:
-            request = dist_checkpointing.save(
+            request: Any = dist_checkpointing.save(
                 state, str(folder), sharded_strategy=strategy, async_sharded_save=True, async_strategy="mcore"
             )
             self._arguments = list(request.async_fn_args)
@@ -82,13 +83,13 @@ class Write:
             raise OSError(errno.EIO, f"could not be written ({_why(error, folder)})") from None
         self._work, self._finalize = request.async_fn, request.finalize_fns
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if background else None
-        if background:
+        if self._thread is not None:
             self._thread.start()
         else:
             self._run()
 
     def written(self) -> bool:
-        """Whether this rank's files are, or will never be."""
+        """Whether this rank's files are written, or failed to be."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
@@ -135,13 +136,13 @@ class Write:
 
 def _replicas() -> dist.ProcessGroup:
     """The ranks that hold the same tensors, and share their writing and reading."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return cast("dist.ProcessGroup", parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def _for_writer(tensor: Tensor, *, copy: bool) -> Tensor:
-    """The tensor as Megatron's writer takes it without a copy: one on the host must fill its storage.
+    """A tensor that Megatron's writer takes without a copy: on the host it must fill its storage.
 
-    copy: on the host, a copy of its own. One on a GPU is copied to the host by the writer.
+    copy: make a copy of a tensor on the host. The writer itself copies one on a GPU to the host.
     """
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -155,9 +156,9 @@ def _for_writer(tensor: Tensor, *, copy: bool) -> Tensor:
 
 
 def _why(error: BaseException, folder: Path) -> str:
-    """The writers below report a full disk as an error of any kind."""
+    """The reason of a failed write on one line. Megatron's writers report a full disk as an error of any kind."""
     if shutil.disk_usage(folder).free < 1 << 20:
         return os.strerror(errno.ENOSPC)
     if isinstance(error, CheckpointException):  # by rank, each with its traceback; told to the first alone
-        error = next(iter(error.failures.values()), ["another process failed"])[0]
+        return one_line(next(iter(error.failures.values()), ["another process failed"])[0])
     return one_line(error)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +56,13 @@ class GroupedExperts(SequentialMLP):
         return out, None
 
     def _grouped_linear(
-        self, x: torch.Tensor, counts: list[int], layers: list[torch.nn.Module], biases: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        counts: list[int],
+        layers: Sequence[ColumnParallelLinear | RowParallelLinear],
+        biases: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        weights = [layer.weight for layer in layers]
+        weights = [cast("torch.Tensor", layer.weight) for layer in layers]
         if self.quantizer is not None:
             x, weights = self.quantizer.inputs(x, counts), [self.quantizer.weight(w) for w in weights]
         return _GroupedLinear.apply(x, counts, biases, *weights)
@@ -67,7 +72,7 @@ class _GroupedLinear(torch.autograd.Function):
     """y = x W_e^T + b_e for the rows of each expert e; x `[N, in]` by expert, W_e `[out, in]`, b `[E, out]` or None."""
 
     @staticmethod
-    def forward(ctx, x, counts, biases, *weights):
+    def forward(ctx: Any, x: torch.Tensor, counts: list[int], biases: torch.Tensor | None, *weights: torch.Tensor):
         out = x.new_empty((x.shape[0], weights[0].shape[0]))
         for expert, rows in _rows(counts):
             out[rows] = torch.mm(x[rows], weights[expert].t())
@@ -78,7 +83,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = torch.empty_like(x)
@@ -87,7 +92,7 @@ class _GroupedLinear(torch.autograd.Function):
         for expert, rows in _rows(ctx.counts):
             grad_x[rows] = torch.mm(grad[rows], weights[expert])
             grad_weights[expert] = torch.mm(grad[rows].t(), x[rows])
-            if ctx.biased:
+            if grad_biases is not None:
                 grad_biases[expert] = grad[rows].sum(0)
         return grad_x, None, grad_biases, *grad_weights
 
@@ -100,13 +105,13 @@ class _WeightedSwiGLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, probs):
+    def forward(ctx: Any, hidden: torch.Tensor, probs: torch.Tensor):
         ctx.save_for_backward(hidden, probs)
         gate, linear = hidden.chunk(2, dim=-1)
         return F.silu(gate).mul_(linear).mul_(probs)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         hidden, probs = ctx.saved_tensors
         gate, linear = hidden.chunk(2, dim=-1)
         grad_hidden = torch.empty_like(hidden)
@@ -122,8 +127,8 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return grad_hidden, grad_probs
 
 
-def _rows(counts: list[int]):
-    """(expert, its rows) for the experts that have tokens."""
+def _rows(counts: list[int]) -> Iterator[tuple[int, slice]]:
+    """Yield (expert, its rows) for the experts that have tokens."""
     start = 0
     for expert, count in enumerate(counts):
         if count:

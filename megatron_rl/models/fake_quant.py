@@ -9,8 +9,11 @@ checkpoints and exports are those of bf16.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
@@ -30,8 +33,8 @@ class FakeQuantizer:
         self._block = block
         self._e4m3 = scaled_e4m3
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Quantise the linear layers of attention, MLPs and experts; router, embedding, output layer and norms stay."""
+    def attach(self, model: GPTModel) -> None:
+        """Quantize the linear layers of attention, MLPs and experts; router, embedding, output layer and norms stay."""
         for module in model.decoder.modules():
             if isinstance(module, GroupedExperts):
                 module.quantizer = self  # its products do not go through its layers' forward
@@ -40,11 +43,11 @@ class FakeQuantizer:
                 module.register_forward_hook(_leave, always_call=True)
 
     def weight(self, weight: Tensor) -> Tensor:
-        """[N, K] -> the same, rounded."""
+        """The weights [N, K], rounded."""
         return self._round(weight, self._block, self._block)
 
     def inputs(self, x: Tensor, counts: list[int] | None = None) -> Tensor:
-        """[..., K] -> the same, rounded. counts: tokens of each expert, whose inputs are tensors of their own."""
+        """The inputs [..., K], rounded. counts: tokens of each expert, whose inputs are tensors of their own."""
         rows = x.reshape(-1, x.shape[-1])
         if self._block or counts is None:
             rounded = self._round(rows, 1 if self._block else 0, self._block)
@@ -53,7 +56,7 @@ class FakeQuantizer:
         return rounded.reshape(x.shape)
 
     def _round(self, x: Tensor, height: int, width: int) -> Tensor:
-        """[R, C] in blocks of height x width (0: all of it), with gradients as if it had not been."""
+        """Round x [R, C] in blocks of height x width (0: all of it); gradients pass through unchanged."""
         rows, columns = x.shape
         if not x.numel():
             return x
@@ -64,7 +67,7 @@ class FakeQuantizer:
         # bias, bits of exponent and mantissa, an ONNX dtype; True: gradients pass through
         return self._e4m3(blocks, amax, None, 4, 3, None, True).view(padded.shape)[:rows, :columns]
 
-    def _enter(self, layer: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _enter(self, layer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # Found before the parameter of that name for as long as the forward takes.
         layer.__dict__["weight"] = self.weight(layer.weight)
         return self.inputs(args[0]), *args[1:]

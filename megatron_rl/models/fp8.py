@@ -1,6 +1,6 @@
 """Weights in block FP8, the layout that SGLang loads: `X.weight` in e4m3 and `X.weight_scale_inv`, fp32, for its blocks.
 
-Quantised are the matrices of attention, MLPs and experts; router, embedding, head and norms stay, as SGLang has them.
+The matrices of attention, MLPs and experts are quantized; router, embedding, head and norms stay, as SGLang has them.
 The arithmetic is nvidia-modelopt's `FP8QTensor`. Both ways out of the trainer use it: the push to an engine and
 `megatron-rl convert --quantize fp8`.
 """
@@ -22,13 +22,13 @@ BLOCK = 128
 E4M3_MAX = 448.0
 TINY = 2.0**-24
 SCALE = "_scale_inv"
-"""Appended to the name of a quantised weight: the name of its scales."""
+"""Suffix that turns the name of a quantized weight into that of its scales."""
 _MATRIX = re.compile(r"model\.layers\.\d+\.(?:.+\.)?(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
 _STACKED_EXPERTS = re.compile(r".+\.experts\.(gate_up_proj|down_proj)(_blocks)?")
 _FUSED = ("gate_proj", "up_proj", "w1", "w3", "q_a_proj", "k_proj", "v_proj")
-"""SGLang puts these on top of others, or others on top of them: the border must be one of blocks, on every rank."""
+"""Matrices that SGLang stacks with others: the border must lie between blocks, on every rank."""
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
-"""A rank has at least one head of them, shared with others where ranks outnumber heads."""
+"""Matrices of which a rank has at least one head, shared with others where ranks outnumber heads."""
 _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 SCALES_LOST = ("LlamaForCausalLM",)
 SGLANG = "0.5.23"
@@ -36,7 +36,7 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "w2")
 
 
 def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """[N, K] -> e4m3 [N, K] and scale_inv, fp32 [ceil(N / block), ceil(K / block)]: amax / 448 of each block.
+    """Quantize [N, K] to e4m3 [N, K] and scale_inv, fp32 [ceil(N / block), ceil(K / block)]: amax / 448 of each block.
 
     weight ~ e4m3 * scale_inv, wrong by half a step of e4m3 at most; the last blocks may be smaller. A block without an
     element above 2**-24 becomes zeros with scale 1.
@@ -47,7 +47,7 @@ def quantize_blocks(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]
     sizes = {-1: block, -2: block}
     weight = weight.detach().float()  # modelopt would compute, and round, the scales in the weight's own dtype
     amax = reduce_block_amax(reduce_block_padding(weight, sizes), sizes)
-    # As modelopt's fake quantisation has it, so that trainer and engine round alike (`fake_quant.py`); the scale that
+    # As modelopt's fake quantization has it, so that trainer and engine round alike (`fake_quant.py`); the scale that
     # FP8QTensor would take is 0 for zeros, and 0 / 0 is NaN.
     scale_inv = torch.where(amax > TINY, 1 / (E4M3_MAX / amax), 1.0)
     quantized, _ = FP8QTensor.quantize(weight, scales=scale_inv, block_sizes=sizes)
@@ -62,9 +62,9 @@ def dequantize_blocks(quantized: Tensor, scale_inv: Tensor, block: int = BLOCK) 
 
 
 def quantized(named_tensors: Iterable[tuple[str, Tensor]], *, simulate: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face tensors with every matrix as two: its e4m3 weight and its scales.
+    """Yield Hugging Face tensors, each matrix as two: its e4m3 weight and its scales.
 
-    simulate: instead as one, rounded to FP8 and back, for an engine that has no FP8 products.
+    simulate: yield it as one instead, rounded to FP8 and back, for an engine that has no FP8 products.
     """
     for name, tensor in named_tensors:
         if not is_quantized(name):
@@ -79,7 +79,7 @@ def quantized(named_tensors: Iterable[tuple[str, Tensor]], *, simulate: bool = F
 
 
 class Dequantized(Mapping[str, Tensor]):
-    """A folder's tensors by name, those in this layout as fp32 matrices.
+    """A folder's tensors by name; those in block FP8 are turned into fp32 matrices.
 
     Errors: UserError for FP8 of another layout.
     """
@@ -115,9 +115,10 @@ def is_quantized(name: str) -> bool:
 def check_served(
     name: str, shape: Iterable[int], tensor_parallel: int = 1, expert_tensor: int = 1, head_dim: int = 1
 ) -> None:
-    """Whether SGLang takes this tensor in block FP8 (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`).
+    """Refuse a tensor that SGLang does not take in block FP8. Errors: UserError naming the tensor.
 
-    tensor_parallel, expert_tensor: ranks that share a matrix, and one of an expert. Errors: UserError naming the tensor.
+    Its own checks: `Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod`. tensor_parallel, expert_tensor: ranks
+    that share a matrix, and a matrix of an expert.
     """
     if _STACKED_EXPERTS.fullmatch(name):
         raise UserError(
@@ -138,7 +139,7 @@ def check_served(
 
 
 def check_architecture(name: str) -> None:
-    """Errors: UserError for an architecture that SGLang does not serve in block FP8 whatever its sizes."""
+    """Refuse an architecture that SGLang does not serve in block FP8, whatever its sizes. Errors: UserError."""
     if name in SCALES_LOST:
         raise UserError(
             f"fp8: {name}: SGLang {SGLANG} loses the scales of its blocks (it renames them weight_scale); use bf16"
@@ -146,10 +147,10 @@ def check_architecture(name: str) -> None:
 
 
 def check_folder(folder: Path, tensor_parallel: int = 1, expert_parallel: int = 1, *, simulate: bool = False) -> None:
-    """All that SGLang would refuse of a model folder, from its config and its files' headers. Errors: UserError.
+    """Refuse a model folder that SGLang would refuse, from its config and its files' headers. Errors: UserError.
 
-    expert_parallel: of the tensor_parallel ranks. simulate: for an engine that gets rounded bf16 weights, to which blocks
-    of any size are the same.
+    expert_parallel: how many of the tensor_parallel ranks share out experts. simulate: for an engine that gets rounded
+    bf16 weights, for which blocks may have any size.
     """
     head_dim = 1
     if not simulate:
@@ -165,7 +166,7 @@ def check_folder(folder: Path, tensor_parallel: int = 1, expert_parallel: int = 
 
 
 def quantization_config(plain: Iterable[str] = ()) -> dict:
-    """What config.json says of weights in this layout. plain: names of the matrices that are not quantised."""
+    """The `quantization_config` of config.json. plain: names of the matrices that are not quantized."""
     modules = [name.removesuffix(".weight") for name in plain]
     return {
         "quant_method": "fp8",
@@ -177,15 +178,15 @@ def quantization_config(plain: Iterable[str] = ()) -> dict:
 
 
 class Export:
-    """Quantises what `Model.save_hf` or a folder streams, and completes config.json."""
+    """Quantizes the tensors that `Model.save_hf` or a folder streams, and completes config.json."""
 
     def __init__(self, *, writes: bool = True) -> None:
-        """writes: whether this process keeps the tensors; others only look at names and shapes."""
+        """Start an export. writes: whether this process keeps the tensors; others only look at names and shapes."""
         self._writes = writes
         self._plain: list[str] = []
 
     def wrap(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Errors: UserError, on every process at the same tensor, for one that SGLang would refuse."""
+        """Quantize a stream of tensors. Errors: UserError, on every process at the same tensor that SGLang would refuse."""
         checked = self._look(named_tensors)
         return quantized(checked) if self._writes else checked
 

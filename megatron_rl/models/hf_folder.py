@@ -47,7 +47,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The folder's tensors, one at a time, after check_weight_files."""
+    """Yield the folder's tensors one at a time, after check_weight_files."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
@@ -55,7 +55,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_metadata(source: Path, out: Path, dtype: torch.dtype) -> None:
-    """config.json for weights of `dtype`, generation_config.json and the tokenizer's files."""
+    """Copy config.json (for weights of `dtype`), generation_config.json and the tokenizer's files."""
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken") and not file.name.endswith(".index.json"):
@@ -82,6 +82,7 @@ class ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a copy of the tensor; write a file when it is full."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._limit:
             self._flush()
@@ -89,6 +90,7 @@ class ShardWriter:
         self._pending_bytes += size
 
     def close(self) -> None:
+        """Write the last file and the index, and give the files their names."""
         if self._pending:
             self._flush()
         count = len(self._shards)
@@ -110,7 +112,7 @@ class ShardWriter:
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write all tensors of an iterator, which is run to its end even when the disk fails, then raises the OSError."""
+    """Write all tensors of an iterator. It is run to its end even if the disk fails. Errors: OSError, at the end."""
     writer, failure = ShardWriter(folder, shard_bytes), None
     for name, tensor in tensors:
         if failure is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
@@ -15,7 +17,8 @@ HF_EXPERT = f"{HF_LAYER}.block_sparse_moe.experts.*"
 class MixtralBridge(MegatronModelBridge):
     """Mixtral (Jiang et al. 2024, arXiv 2401.04088): Llama's attention, softmax over the top-k router logits."""
 
-    def provider_bridge(self, hf_pretrained: object) -> GPTModelProvider:
+    def provider_bridge(self, hf_pretrained: Any) -> GPTModelProvider:
+        """Megatron's settings for a config.json."""
         provider = super().provider_bridge(hf_pretrained)
         config = hf_pretrained.config
         provider.normalization = "RMSNorm"
@@ -29,6 +32,7 @@ class MixtralBridge(MegatronModelBridge):
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
+        """Megatron's names of the weights and Hugging Face's."""
         plain = {
             "embedding.word_embeddings.weight": "model.embed_tokens.weight",
             "output_layer.weight": "lm_head.weight",

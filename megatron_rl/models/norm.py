@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,19 +24,18 @@ class RMSNorm(torch.nn.Module):
         if config.normalization != "RMSNorm":
             raise UserError(f"model: normalization '{config.normalization}' is not supported, RMSNorm alone is")
         if config.layernorm_zero_centered_gamma:
-            raise UserError("model: a zero-centred norm weight (layernorm_zero_centered_gamma) is not supported")
+            raise UserError("model: a zero-centered norm weight (layernorm_zero_centered_gamma) is not supported")
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 as Megatron marks its own
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[..., hidden_size]`; same shape and type."""
+        """Normalize x `[..., hidden_size]`; same shape and type."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class HeadsRMSNorm(RMSNorm):
-    """RMSNorm over all heads together (OLMoE's q_norm and k_norm) where each tensor-parallel rank holds some of the
-    heads.
+    """RMSNorm over all heads together (OLMoE's q_norm and k_norm), of which each tensor-parallel rank holds some.
 
     The weight `[heads * head_dim]` is whole on each rank, as the Bridge's conversion expects; a rank uses its own
     slice, and Megatron sums the gradient of q_layernorm and k_layernorm over the ranks.
@@ -47,7 +48,7 @@ class HeadsRMSNorm(RMSNorm):
         self.tp_group = tp_group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[..., heads / tp, head_dim]`, this rank's heads; same shape and type."""
+        """Normalize x `[..., heads / tp, head_dim]`, this rank's heads; same shape and type."""
         flat = x.flatten(-2)
         if self.tp_group.size() == 1:
             return super().forward(flat).view_as(x)
@@ -62,14 +63,14 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum over the group in both directions: each rank's output depends on each rank's input."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         x = x.clone()
         torch.distributed.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor):
         grad = grad.clone()
         torch.distributed.all_reduce(grad, group=ctx.group)
         return grad, None

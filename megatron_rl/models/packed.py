@@ -1,4 +1,4 @@
-"""What goes through the model beside the hidden states of a packed micro-batch."""
+"""The packed micro-batch's data that goes through the model beside its hidden states."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron_rl.routing.passes import RoutePass
 
 @dataclass
 class PackedBatch(PackedSeqParams):
-    """What goes through the model beside a micro-batch's hidden states."""
+    """The data that goes through the model beside a micro-batch's hidden states."""
 
     layout: PackedLayout | None = None
-    """Where its tokens lie; None: found on the way, at the price of waiting for a GPU."""
+    """Places of its tokens; None: found on the way, at the price of waiting for a GPU."""
     routing: RoutePass | None = None
-    """What routers do in this pass; None: they route freely, and nothing is kept."""
+    """Work of the routers in this pass; None: they route freely, and nothing is kept."""
 
 
 def packed_layout(params: PackedSeqParams, tokens: int, cp_group: torch.distributed.ProcessGroup) -> PackedLayout:
-    """The layout of a micro-batch; else computed once and kept on `params`, which all layers of a forward pass share."""
+    """The layout of a micro-batch: as given, or computed once and kept on `params`, which all layers of a pass share."""
     given = getattr(params, "layout", None)
     if given is not None:
         return given
@@ -30,5 +30,8 @@ def packed_layout(params: PackedSeqParams, tokens: int, cp_group: torch.distribu
     kept = getattr(params, "_layout", None)
     if kept is None or kept[0] != key:
         cu_seqlens = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-        kept = params._layout = (key, PackedLayout.build(cu_seqlens, *key))
+        if cu_seqlens is None:
+            raise ValueError("packed sequences without cu_seqlens_q")
+        kept = (key, PackedLayout.build(cu_seqlens, *key))
+        setattr(params, "_layout", kept)  # noqa: B010 Megatron's own class, which has no such field
     return kept[1]

@@ -1,4 +1,4 @@
-"""What a model folder's config.json allows: supported architectures, and parallel sizes that divide it. No Megatron."""
+"""Checks of a model folder's config.json: supported architectures, and parallel sizes that divide it. No Megatron."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUPPORTED = (
 
 
 def read_hf_config(path: str | Path) -> PreTrainedConfig:
-    """config.json of a local model folder.
+    """Read config.json of a local model folder.
 
     Errors: UserError when the folder or the file is missing, is not JSON, or describes a model that is not supported.
     """
@@ -57,14 +57,14 @@ def expert_intermediate(config: PreTrainedConfig) -> int:
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Tensor parallelism inside an expert: as given, else that of the model without expert parallelism, else 1."""
+    """Tensor parallelism inside an expert: as given, else the model's if there is no expert parallelism, else 1."""
     if parallel.expert_tensor is not None:
         return parallel.expert_tensor
     return parallel.tensor if parallel.expert == 1 else 1
 
 
 def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_size: int) -> None:
-    """Whether the parallel sizes divide the model and the processes. Errors: UserError naming key and remedy."""
+    """Refuse parallel sizes that do not divide the model or the processes. Errors: UserError naming key and remedy."""
     experts, expert_tensor = expert_count(config), expert_tensor_size(parallel)
     copies = {
         "tensor x pipeline x context": parallel.tensor * parallel.pipeline * parallel.context,
@@ -116,7 +116,7 @@ def check_parallel(config: PreTrainedConfig, parallel: ParallelConfig, world_siz
 
 
 def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
-    """Settings that would change the result without changing any tensor's name or shape are refused here."""
+    """Refuse settings that would change the result without changing any tensor's name or shape. Errors: UserError."""
     name = architecture(config)
     if name not in SUPPORTED:
         raise UserError(
@@ -154,6 +154,6 @@ def _choices(total: int) -> str:
     return f"choose one of {', '.join(divisors[:12])}"
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     """An error's message on one line, cut to a readable length."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,8 +1,8 @@
 """Precision recipes of trainer and engine: one table, and one answer to the question which of them can run where.
 
 `trainer_recipes` and `rollout_recipes` answer for every recipe on a given machine; the refusal at start
-(`check_precision`) and `megatron-rl doctor` print the same answers. What a machine without a GPU computes in place of FP8
-products is in `fake_quant.py` (trainer) and `fp8.py` (weights of the engine).
+(`check_precision`) and `megatron-rl doctor` print the same answers. `fake_quant.py` (trainer) and `fp8.py` (weights of the
+engine) have the arithmetic that replaces FP8 products on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from packaging.version import Version
@@ -20,36 +20,36 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
 
 Capability = tuple[int, int]
-"""Of a GPU, e.g. (9, 0) for Hopper."""
+"""Compute capability of a GPU, e.g. (9, 0) for Hopper."""
 
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """How the trainer computes. fp8 recipes keep parameters in bf16, and optimizer and master weights as bf16 does."""
+    """Number formats of the trainer. fp8 recipes have the parameters, optimizer and master weights of bf16."""
 
     dtype: torch.dtype
-    """Of the parameters."""
+    """Type of the parameters."""
     fp8_recipe: str = ""
     """Megatron's fp8_recipe; empty: no FP8."""
     fp8: Literal["", "e4m3", "hybrid"] = ""
-    """Megatron's fp8: of all tensors, or hybrid: gradients in e5m2."""
+    """Megatron's fp8: e4m3 for all tensors; hybrid: gradients in e5m2."""
     capability: Capability = (0, 0)
-    """Least that Transformer Engine's products of this recipe run on."""
+    """Lowest capability on which Transformer Engine's products of this recipe run."""
     below: Capability = (99, 0)
-    """First that they do not run on."""
+    """First higher capability on which they do not run."""
     cuda: str = "0"
     """Oldest CUDA of torch with which Transformer Engine takes the recipe."""
     transformer_engine: str = "0"
-    """Oldest release with which Megatron takes the recipe (`megatron/core/fp8_utils.py`)."""
+    """Oldest release of Transformer Engine with which Megatron takes the recipe (`megatron/core/fp8_utils.py`)."""
     multiple: int = 1
-    """FP8 products take tokens in multiples of this (Megatron's get_fp8_align_size)."""
+    """Number whose multiples of tokens FP8 products take (Megatron's get_fp8_align_size)."""
     block: int | None = None
-    """Without a GPU: edge of the blocks that share a scale, 0 for whole tensors; None: not simulated."""
+    """Edge of the blocks that share a scale in the simulation without a GPU; 0: whole tensors; None: not simulated."""
     near: tuple[str, ...] = ()
     """Other recipes, the nearest first."""
 
 
-_FP8 = {"dtype": torch.bfloat16, "multiple": 16}
+_FP8: dict[str, Any] = {"dtype": torch.bfloat16, "multiple": 16}
 TRAIN: dict[str, PrecisionRecipe] = {
     "bf16": PrecisionRecipe(torch.bfloat16),
     "fp32": PrecisionRecipe(torch.float32),
@@ -76,7 +76,7 @@ TRAIN: dict[str, PrecisionRecipe] = {
         near=("fp8_tensorwise", "fp8_delayed"),
     ),
     "mxfp8": PrecisionRecipe(
-        **_FP8 | {"multiple": 32},
+        **{**_FP8, "multiple": 32},
         fp8_recipe="mxfp8",
         fp8="e4m3",
         capability=(10, 0),
@@ -86,9 +86,9 @@ TRAIN: dict[str, PrecisionRecipe] = {
     ),
 }
 ROLLOUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
-"""What the engine computes in, and holds whatever is not FP8 in."""
+"""Type in which the engine computes and holds whatever is not FP8."""
 ROLLOUT_CAPABILITY: Capability = (8, 9)
-"""SGLang's block FP8: below it Marlin lays the weights out in a way that no push fills."""
+"""Lowest capability for SGLang's block FP8: below it Marlin lays the weights out in a way that no push fills."""
 SLOW_BF16 = (
     "this processor has no instructions for bf16 (AVX-512 BF16 or AMX) and is many times slower in it than in fp32"
 )
@@ -103,14 +103,15 @@ class Machine:
     transformer_engine: str | None
     modelopt: str | None
     cuda: str | None
-    """That torch was built with."""
+    """CUDA with which torch was built."""
     fused_adam: bool = False
-    """Whether Megatron's Adam is Transformer Engine's or Apex's; else it is torch's."""
+    """Whether Megatron's Adam is that of Transformer Engine or Apex; otherwise it is torch's."""
     fast_bf16: bool = True
     """Whether GPU or processor multiply bf16 in hardware."""
 
 
 def this_machine() -> Machine:
+    """The facts about this machine."""
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     fused_adam = any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
     return Machine(
@@ -156,22 +157,22 @@ class Answer:
     recipe: str
     state: Literal["runs", "simulated", "cannot"]
     reason: str = ""
-    """What simulated means, or what is missing."""
+    """The simulation's arithmetic, or what is missing."""
     nearest: str = ""
-    """Of one that cannot: what to take instead."""
+    """The recipe to take instead of one that cannot run."""
 
 
 def trainer_recipes(machine: Machine) -> dict[str, Answer]:
-    """Recipe of precision.train -> its answer."""
+    """The answer for each recipe of precision.train."""
     answers = {name: _trainer(name, recipe, machine) for name, recipe in TRAIN.items()}
     return {name: _with_nearest(answer, TRAIN[name].near, answers) for name, answer in answers.items()}
 
 
 def rollout_recipes(machine: Machine) -> dict[str, Answer]:
-    """Recipe of precision.rollout -> its answer."""
+    """The answer for each recipe of precision.rollout."""
     answers = {name: Answer(name, "runs") for name in ("bf16", "fp32")}
     if not machine.modelopt:
-        fp8 = Answer("fp8", "cannot", "needs nvidia-modelopt, which quantises the weights")
+        fp8 = Answer("fp8", "cannot", "needs nvidia-modelopt, which quantizes the weights")
     elif machine.gpu is None:
         fp8 = Answer("fp8", "simulated", "weights are rounded to FP8 when they are pushed, products are bf16")
     elif machine.gpu < ROLLOUT_CAPABILITY:
@@ -184,7 +185,7 @@ def rollout_recipes(machine: Machine) -> dict[str, Answer]:
 def check_precision(
     precision: PrecisionConfig, machine: Machine, *, trains: bool = True, rolls_out: bool = True
 ) -> None:
-    """Errors: UserError naming the key, the reason and the nearest recipe that this machine has."""
+    """Refuse a recipe that cannot run here. Errors: UserError naming the key, the reason and the nearest recipe that can."""
     asked = [("train", trainer_recipes(machine)[precision.train])] if trains else []
     asked += [("rollout", rollout_recipes(machine)[precision.rollout])] if rolls_out else []
     for key, answer in asked:
@@ -229,6 +230,7 @@ def _card(capability: Capability) -> str:
 
 
 def dotted(capability: Capability) -> str:
+    """A capability as it is written: 9.0."""
     return ".".join(map(str, capability))
 
 

@@ -1,7 +1,7 @@
 """How many numbers a model holds, read off its config.json: every weight as Megatron has it, whole and on one rank.
 
-No Megatron and no torch: arithmetic alone, for all supported families. That the counts are those of Megatron's own
-modules and of transformers' is `tests/models/test_sizes.py`.
+No Megatron and no torch: arithmetic alone, for all supported families. `tests/models/test_sizes.py` compares the counts with
+those of Megatron's own modules and of transformers'.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Weight:
     cut: bool = False
     """Whether tensor parallelism shares it out (expert tensor parallelism for experts); else every rank has it whole."""
     copies: int = 1
-    """Experts, which expert parallelism shares out."""
+    """Number of experts that have one, which expert parallelism shares out."""
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class Weight:
         return len(self.shape) > 1 and self.part in ("attention", "mlp", "experts")
 
     def on_rank(self, parallel: ParallelConfig) -> Weight:
-        """What one rank of the weight's pipeline stage has of it, as one flat vector a copy."""
+        """One rank's part of the weight in its pipeline stage, as one flat vector for each copy."""
         experts = self.part == "experts"
         ranks = expert_tensor_size(parallel) if experts else parallel.tensor
         size = math.prod(self.shape) // (ranks if self.cut else 1)
@@ -56,13 +56,20 @@ class Counts:
 
     total: int
     experts: int
-    """Of routed experts."""
+    """Parameters of routed experts."""
     dense: int
-    """All others."""
+    """All other parameters."""
     embedding: int
-    """Of the dense ones: embedding and head."""
+    """The dense parameters of embedding and head."""
     active: int
-    """That a token meets: all but the experts that it is not sent to."""
+    """Parameters that a token meets: all but the experts to which it is not sent."""
+
+
+_QK_NORM: dict[str, Literal["head", "heads"]] = {
+    "OlmoeForCausalLM": "heads",
+    "Qwen3ForCausalLM": "head",
+    "Qwen3MoeForCausalLM": "head",
+}
 
 
 @dataclass(frozen=True)
@@ -77,32 +84,32 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """Width of a head's queries and keys."""
     value_dim: int
     rotary_dim: int
     intermediate: int
-    """Of a dense layer's MLP."""
+    """Inner size of a dense layer's MLP."""
     experts: int
-    """Routed, a layer; 0: dense."""
+    """Routed experts of a layer; 0: a dense model."""
     topk: int
     expert_intermediate: int
     shared_intermediate: int
-    """Of all shared experts together; 0: none."""
+    """Inner size of all shared experts together; 0: none."""
     q_lora: int
-    """Multi-latent attention: width of the low-rank queries; 0: none."""
+    """Width of the low-rank queries of multi-latent attention; 0: none."""
     kv_lora: int
-    """0: no multi-latent attention."""
+    """Width of its low-rank keys and values; 0: no multi-latent attention."""
     qk_norm: Literal["none", "head", "heads"]
-    """Of each head by itself, or of all heads together (OLMoE)."""
+    """Norms of queries and keys: of each head by itself, or of all heads together (OLMoE)."""
     qkv_bias: bool
     bias: bool
-    """On the other linear layers."""
+    """Whether the other linear layers have a bias."""
     sinks: bool
     router_bias: bool
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> Shape:
-        """Of a supported architecture (parallel_check.SUPPORTED)."""
+        """The sizes of a supported architecture (parallel_check.SUPPORTED)."""
         name, experts = architecture(config), expert_count(config)
         routes = RouteLayout.from_config(config.to_dict()) if experts else None
         heads = config.num_attention_heads
@@ -132,9 +139,7 @@ class Shape:
             shared_intermediate=inner * (getattr(config, "n_shared_experts", None) or 0),
             q_lora=(config.q_lora_rank or 0) if kv_lora else 0,
             kv_lora=kv_lora,
-            qk_norm={"OlmoeForCausalLM": "heads", "Qwen3ForCausalLM": "head", "Qwen3MoeForCausalLM": "head"}.get(
-                name, "none"
-            ),
+            qk_norm=_QK_NORM.get(name, "none"),
             qkv_bias=bool(getattr(config, "attention_bias", False)),
             bias=gpt_oss or bool(getattr(config, "mlp_bias", False)),
             sinks=gpt_oss,
@@ -142,13 +147,16 @@ class Shape:
         )
 
     def padded_vocab(self, tensor: int) -> int:
-        """Rows of embedding and head, a multiple of the tensor-parallel size."""
+        """Number of rows of embedding and head, a multiple of the tensor-parallel size."""
         return -(-self.vocab // tensor) * tensor
 
 
 def layer_weights(shape: Shape, layer: int, *, transformer_engine: bool = True) -> list[Weight]:
-    """Weights of one layer. transformer_engine: its low-rank projections of multi-latent attention are whole on every
-    rank, those of Megatron's local layers are cut."""
+    """Weights of one layer.
+
+    transformer_engine: with it the low-rank projections of multi-latent attention are whole on every rank; those of
+    Megatron's local layers are cut.
+    """
     weights = [*_attention(shape, transformer_engine), Weight("norm", (shape.hidden,)), Weight("norm", (shape.hidden,))]
     if layer not in shape.moe_layers:
         return weights + _mlp(shape, "mlp", shape.intermediate, shape.bias)
@@ -199,7 +207,7 @@ def _attention(shape: Shape, transformer_engine: bool) -> list[Weight]:
 
 
 def end_weights(shape: Shape, *, first: bool, last: bool, tensor: int = 1) -> list[Weight]:
-    """Embedding of the first pipeline stage; final norm and head of the last. Tied ones of two stages are there twice."""
+    """Embedding of the first pipeline stage; final norm and head of the last. Two stages have tied weights twice."""
     table = (shape.padded_vocab(tensor), shape.hidden)
     weights = [Weight("embedding", table, cut=True)] if first else []
     if last:
@@ -219,7 +227,7 @@ def stage_layers(shape: Shape, parallel: ParallelConfig, stage: int) -> list[int
 def rank_weights(
     shape: Shape, parallel: ParallelConfig, stage: int = 0, *, transformer_engine: bool = True
 ) -> list[Weight]:
-    """What one rank of a pipeline stage holds; all ranks of a stage hold equally much."""
+    """Weights that one rank of a pipeline stage holds; all ranks of a stage hold equally much."""
     ends = {"first": stage == 0, "last": stage == parallel.pipeline - 1}
     whole = end_weights(shape, **ends, tensor=parallel.tensor)
     for layer in stage_layers(shape, parallel, stage):
@@ -234,12 +242,12 @@ def whole_model(shape: Shape) -> list[Weight]:
 
 
 def count(weights: Iterable[Weight], *parts: Part) -> int:
-    """Numbers in them; parts: in these alone."""
+    """How many numbers the weights hold; parts: those of these parts alone."""
     return sum(w.size for w in weights if not parts or w.part in parts)
 
 
 def model_counts(shape: Shape) -> Counts:
-    """Of the whole model, without the rows that pad a vocabulary."""
+    """Counts of the whole model, without the rows that pad a vocabulary."""
     weights = whole_model(shape)
     total, experts = count(weights), count(weights, "experts")
     active = total - experts + (experts * shape.topk // shape.experts if experts else 0)

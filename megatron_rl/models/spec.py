@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -11,7 +12,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -31,7 +31,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     """
     fast = HAVE_TE and torch.cuda.is_available()
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
-    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+    layers: list[Any] = block.layer_specs or []  # ModuleSpecs, whose submodules Megatron leaves untyped
+    for layer in {id(spec): spec for spec in layers}.values():
         layer.module = ReplayTransformerLayer
         layer.submodules.mlp = _with_our_router(layer.submodules.mlp)
         _set_attention(layer.submodules.self_attention, config, fast)
@@ -43,7 +44,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     return block
 
 
-def _set_attention(attention: ModuleSpec, config: TransformerConfig, fast: bool) -> None:
+def _set_attention(attention: Any, config: Any, fast: bool) -> None:
     attention.submodules.core_attention = CoreAttention
     if config.multi_latent_attention:
         attention.module = MLASelfAttention
@@ -58,7 +59,7 @@ def _set_attention(attention: ModuleSpec, config: TransformerConfig, fast: bool)
 
 
 def _norms_over_all_heads(config: TransformerConfig) -> bool:
-    """OLMoE's provider has no field for it: its own attention module, which fits one rank alone, is what says so."""
+    """Whether norms run over all heads, as OLMoE's do. Its provider has no field that says so, so its class does."""
     if not hasattr(config, "provide"):
         return False
     from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider
@@ -67,7 +68,7 @@ def _norms_over_all_heads(config: TransformerConfig) -> bool:
 
 
 def _with_our_router(mlp: partial) -> partial:
-    """A dense MLP stays as it is."""
+    """The spec of an MLP, with our router and MoE layer unless it is dense."""
     if mlp.func is not MoELayer:
         return mlp
     mlp.keywords["submodules"].router = ReplayRouter

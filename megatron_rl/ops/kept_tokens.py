@@ -26,7 +26,7 @@ class KeptTokens:
             object.__setattr__(self, "tokens", each.repeat_interleave(self.borders.diff()))
 
     def remove_others(self, logits: torch.Tensor, rows: torch.Tensor, first_column: int) -> None:
-        """logits [m, V / tp] of tokens `rows`, the vocabulary's columns from first_column on: -inf outside the sets.
+        """Logits [m, V / tp] of tokens `rows`, the vocabulary's columns from first_column on: -inf outside the sets.
 
         All ids are looked at, those of other rows too: how many there are of some rows, a GPU would be waited for.
         """

@@ -219,7 +219,7 @@ def write_gradient(
     grad_entropy: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """out = the logits' gradient; out may be the logits.
+    """Out = the logits' gradient; out may be the logits.
 
     dz_j = g (1[j = target] - p_j) - g_H p_j (log p_j + H), j in the safe set; every rank holds what it needs.
     """

@@ -82,7 +82,7 @@ def gradient(
     temperature: float,
     out: torch.Tensor,
 ) -> None:
-    """out = (factor + slope d) e^d inside the safe set, 0 outside, at_target added at the target.
+    """Out = (factor + slope d) e^d inside the safe set, 0 outside, at_target added at the target.
 
     factors [3, T] holds factor, slope and at_target. `out` may be the logits.
     """

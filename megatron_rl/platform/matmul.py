@@ -26,7 +26,7 @@ def install() -> torch.library.Library | None:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] @ b [K, N]. Weight gradients (a transposed) and all that is small or not fp32 stay with torch's choice."""
+    """A [M, K] @ b [K, N]. Weight gradients (a transposed) and all that is small or not fp32 stay with torch's choice."""
     if a.dtype is b.dtype is torch.float32 and b.numel() >= LARGE and a.stride(1) == 1 and a.shape[1] == b.shape[0]:
         if a.shape[0] > FEW_ROWS:
             return _linear(a, b.t())
@@ -36,5 +36,5 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [M, K], weight [N, K] -> x weight^T [M, N] by oneDNN."""
+    """X [M, K], weight [N, K] -> x weight^T [M, N] by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from megatron_rl.config import Config
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""torch's own; the second is the newer name."""
+"""Variables that torch reads; the second is the newer name."""
 EXPANDABLE = "expandable_segments:True"
 
 
 def allocator_settings(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment of a trainer process: segments that grow, so that micro-batches of different lengths
-    leave no gaps; nothing where the user has set something.
+    """Variables to add to a trainer process's environment; none where the user has set something.
+
+    They ask for segments that grow, so that micro-batches of different lengths leave no gaps.
 
     Not with sync.transport = tensor: torch refuses to share such memory with another process (2.14: "Cannot share an
     expandable_segments allocation", unless TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 and the kernel lets the engine take the
@@ -25,7 +26,7 @@ def allocator_settings(config: Config, environment: Mapping[str, str]) -> dict[s
 
 
 def shares_expandable_memory(config: Config, environment: Mapping[str, str]) -> bool:
-    """Whether the user's settings make the weights' bucket something that no other process can map."""
+    """Whether the user's settings put the weights' bucket into memory that no other process can map."""
     given = ",".join(environment.get(name, "") for name in ALLOCATOR_VARIABLES)
     allowed = environment.get("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC") == "1"
     return config.sync.transport == "tensor" and EXPANDABLE in given and not allowed

@@ -1,4 +1,4 @@
-"""Tensors side by side in one flat buffer: what travels in one piece."""
+"""Buckets: tensors side by side in one flat buffer that travels in one piece."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Entry:
 
 @dataclass
 class Bucket:
-    """Flat uint8 buffer and what lies in it, without gaps and with every tensor aligned to its elements."""
+    """A flat uint8 buffer and the tensors in it, without gaps and each aligned to its elements."""
 
     buffer: Tensor
     entries: list[Entry] = field(default_factory=list)
 
     @property
     def used(self) -> int:
-        """Bytes."""
+        """Bytes that are filled."""
         return self.entries[-1].end if self.entries else 0
 
     @property
     def data(self) -> Tensor:
-        """[used] uint8."""
+        """The filled part, [used] uint8."""
         return self.buffer[: self.used]
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,8 +56,8 @@ def fill_buckets(
 ) -> Iterator[tuple[Bucket, bool]]:
     """Yield (bucket, is it the last), of at most `capacity` bytes each unless a single group is larger.
 
-    groups: lists of (name, tensor) that must travel together. dtype_of: the dtype to cast a tensor to. buffer_of: a
-    buffer of at least so many bytes that nobody reads any more. seen: is told every tensor as it lies in its bucket.
+    groups: lists of (name, tensor) that must travel together. dtype_of: the dtype to cast a tensor to. buffer_of: gives a
+    buffer of at least this many bytes that nobody reads any more. seen: called with every tensor as it lies in its bucket.
     """
     bucket = None
     for group in groups:

@@ -1,4 +1,4 @@
-"""What the engine's checksums must be after a push, from the Hugging Face tensors that were pushed.
+"""The checksums that the engine must have after a push, from the Hugging Face tensors that were pushed.
 
 The engine hashes what it serves, after its loader, fusing and sharding; the trainer hashes what it meant to send.
 See `megatron_rl_plugin.fingerprint` for the hash and why that of a fused tensor is a sum over its parts.
@@ -43,22 +43,22 @@ class EngineParameter:
 
 
 class WeightsDigest:
-    """A name for a set of weights, the same under every parallel layout and precision that a rollout dtype forgets."""
+    """A name for a set of weights, the same for every parallel layout, and for weights that round to the same dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """dtype: the engine's."""
+        """Start a digest of weights in the engine's dtype."""
         self._dtype = dtype
         self._values: dict[str, Tensor] = {}
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass Hugging Face tensors on and look at each. Predictors that are zero are as good as none."""
+        """Pass Hugging Face tensors on and take each into the digest. Predictors that are zero count as none."""
         for name, tensor in named_tensors:
             seen = tensor if name.endswith(PREDICTOR_WEIGHT) else tensor.to(self._dtype)
             self._values[name] = fingerprint_tensor(seen)
             yield name, tensor
 
     def __str__(self) -> str:
-        """Empty where nothing was watched."""
+        """The digest in hexadecimal; empty if nothing was watched."""
         values = dict(zip(self._values, to_integers(list(self._values.values())), strict=True))
         nonzero = sorted((name, value) for name, value in values.items() if value)  # zero where all elements are
         return hashlib.sha256(repr(nonzero).encode()).hexdigest()[:16] if nonzero else ""
@@ -95,8 +95,11 @@ class ExpectedChecksums:
     """
 
     def __init__(self, engine: list[dict[str, EngineParameter]], slot_of: Callable[[str], Slot | None]) -> None:
-        """engine: one dict (name -> parameter) per tensor-parallel rank, as it was reported at the connection.
-        slot_of: where a tensor lies in it (`layout.locate`)."""
+        """Expect nothing yet.
+
+        engine: one dict (name -> parameter) per tensor-parallel rank, as it was reported at the connection. slot_of: a
+        tensor's place in it (`layout.locate`).
+        """
         self._engine = engine[0]
         self._ranks = len(engine)
         self._slot_of = slot_of
@@ -104,8 +107,10 @@ class ExpectedChecksums:
         self._on_device: list[_Piece] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """tensor: full, in the engine's dtype, as it goes onto the wire. Nothing waits for its device."""
+        """Expect a full tensor in the engine's dtype, as it goes onto the wire. Nothing waits for its device."""
         slot = self._slot_of(name)
+        if slot is None:
+            raise KeyError(name)  # `WeightSync` refuses it before
         parameter = self._engine[slot.parameter]
         tensor = tensor.transpose(-1, -2) if slot.transposed else tensor
         if slot.all_experts:
@@ -157,8 +162,10 @@ class ExpectedChecksums:
         return found
 
     def _shards(self, name: str) -> list[set[int]]:
-        """The fingerprints that the engine's ranks must hold of a parameter, one per distinct shard, for every way to cut
-        it that shapes leave open."""
+        """Fingerprints that the engine's ranks must hold of a parameter, for every way to cut it that shapes leave open.
+
+        There is one for each distinct shard.
+        """
         pieces = sorted(self._pieces[name], key=lambda piece: (piece.slot.expert, piece.slot.part))
         parameter = self._engine[name]
         if not parameter.has_experts:
@@ -176,7 +183,7 @@ class ExpectedChecksums:
 
 
 def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[set[int]]:
-    """Fingerprints of the shards of stacked pieces; a rank holds local_rows of their rows, or a cut of the columns."""
+    """Fingerprints of the shards of stacked pieces, of which a rank holds local_rows rows, or a cut of the columns."""
     if pieces[0].by_columns:
         cuts = range(len(pieces[0].hashes))
         return [{_stack([(piece.rows, [piece.hashes[cut]]) for piece in pieces]) for cut in cuts}]
@@ -202,7 +209,7 @@ def _shards_of_parts(pieces: list[_Piece], local_rows: int, ranks: int) -> list[
 
 
 def _held(pieces: list[_Piece], cuts: list[int], rank: int) -> list[tuple[int, list[int]]]:
-    """The blocks of every piece that one rank of max(cuts) holds; where a piece has fewer cuts, neighbours share one."""
+    """The blocks of every piece that one rank of max(cuts) holds; neighbors share a block of a piece with fewer cuts."""
     held = []
     for piece, cut in zip(pieces, cuts, strict=True):
         blocks, part = len(piece.hashes) // cut, rank * cut // max(cuts)
@@ -221,11 +228,11 @@ def _stack(blocks: list[tuple[int, list[int]]]) -> int:
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of `as_matrix` of a tensor of that shape."""
+    """Shape of `as_matrix` of a tensor with this shape."""
     *rows, columns = shape if len(shape) > 1 else (*shape, 1)
     return math.prod(rows), columns
 
 
 def _summary(names: list[str]) -> str:
-    """The names, those of all experts as one."""
+    """The names, with all experts as one."""
     return ", ".join(dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import override
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +18,7 @@ from megatron_rl.sync.transport import Transport
 
 
 class DiskTransport(Transport):
-    """`/update_weights_from_disk`. A push is a folder of its own that gets its final name when complete."""
+    """Sends by `/update_weights_from_disk`. A push is a folder of its own that gets its final name when complete."""
 
     def __init__(self, engines: Engines, tensor_parallel: int, folder: Path):
         super().__init__(engines, tensor_parallel)
@@ -28,9 +29,11 @@ class DiskTransport(Transport):
     def _partial(self) -> Path:
         return self.folder / f"push-{self._pushes}.partial"
 
+    @override
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    @override
     def begin(self) -> None:
         self._pushes += 1
         self._files = 0
@@ -40,10 +43,12 @@ class DiskTransport(Transport):
         except OSError as error:
             raise WeightSyncError(f"weight sync: cannot write '{self._partial}': {error.strerror}") from None
 
+    @override
     def send(self, bucket: Bucket, version: str | None) -> None:
         self._files += 1
         write_safetensors(self._partial / f"model-{self._files:05d}.safetensors", bucket)
 
+    @override
     def finish(self, version: str) -> None:
         complete = self._partial.with_suffix("")
         shutil.rmtree(complete, ignore_errors=True)
@@ -61,6 +66,7 @@ class DiskTransport(Transport):
         finally:
             shutil.rmtree(complete, ignore_errors=True)
 
+    @override
     def abort(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
 

@@ -7,10 +7,12 @@ import socket
 import threading
 import uuid
 from datetime import timedelta
+from typing import Any, override
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]: documented there
 
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import Engines, WeightSyncError
@@ -29,24 +31,25 @@ class DistributedTransport(Transport):
         self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         self.timeout = timedelta(seconds=engines.timeout_s)
         self._name = ""
-        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
-        self._store: dist.TCPStore | None = None
-        # Of its own: the broadcast is waited for without waiting for the next bucket's kernels.
+        self._group: Any = None  # a backend, of which torch declares no broadcast
+        self._store: TCPStore | None = None
+        # A stream of its own: the broadcast is waited for without waiting for the next bucket's kernels.
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
+    @override
     def connect(self) -> None:
         self.close()
         name = f"weights-{uuid.uuid4().hex[:8]}"
         host = _own_address(self.engines.addresses[0])
         size = 1 + self.tensor_parallel * len(self.engines.addresses)
-        self._store = dist.TCPStore(host, 0, size, is_master=True, timeout=self.timeout, wait_for_workers=False)
+        self._store = store = TCPStore(host, 0, size, is_master=True, timeout=self.timeout, wait_for_workers=False)
         # The servers join while this side does: both block until all are there.
         calls = self.engines.start(
             "/init_weights_update_group",
             [
                 {
                     "master_address": host,
-                    "master_port": self._store.port,
+                    "master_port": store.port,
                     "rank_offset": 1 + self.tensor_parallel * index,
                     "world_size": size,
                     "group_name": name,
@@ -57,7 +60,7 @@ class DistributedTransport(Transport):
         )
         joined: list = []
         # In a thread of its own: a server that refuses ends the wait at once, and not after the store's timeout.
-        thread = threading.Thread(target=lambda: joined.append(self._join(name, size)), daemon=True)
+        thread = threading.Thread(target=lambda: joined.append(self._join(store, name, size)), daemon=True)
         thread.start()
         self.engines.wait(calls)
         thread.join(self.engines.timeout_s)
@@ -65,10 +68,9 @@ class DistributedTransport(Transport):
             raise WeightSyncError(f"weight sync: no {self.backend} group with {', '.join(self.engines.addresses)}")
         self._name, self._group = name, joined[0]
 
-    def _join(self, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-        """This side of SGLang's init_custom_process_group: the same nest of prefixes in the store."""
-        store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store))
-        store = dist.PrefixStore(f"{self.device.type}/", store)
+    def _join(self, tcp: TCPStore, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+        """Join the group as SGLang's init_custom_process_group does: the same nest of prefixes in the store."""
+        store = PrefixStore(f"{self.device.type}/", PrefixStore(f"{name}/", PrefixStore(name, tcp)))
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, 0, size, timeout=self.timeout)
         options = dist.ProcessGroupNCCL.Options()
@@ -76,6 +78,7 @@ class DistributedTransport(Transport):
         with torch.cuda.device(self.device):
             return dist.ProcessGroupNCCL(store, 0, size, options)
 
+    @override
     def send(self, bucket: Bucket, version: str | None) -> None:
         # The request comes first and stays open during the broadcast: a server that refuses never joins the broadcast,
         # and its answer is what ends this side's wait.
@@ -98,10 +101,12 @@ class DistributedTransport(Transport):
         if self._stream is not None:
             self._stream.synchronize()  # NCCL's wait holds up the stream alone, not this thread
 
+    @override
     def abort(self) -> None:
         self.close()
         super().abort()
 
+    @override
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:

@@ -31,16 +31,16 @@ class Engines:
         self._told: list[Future] = []
 
     def start(self, path: str, bodies: dict | list[dict] | None = None) -> list[Future]:
-        """Begin a POST to every server: one body for all, or one each. What was told before reaches them before."""
+        """Begin a POST to every server: one body for all, or one each. Earlier calls of `tell` reach them first."""
         concurrent.futures.wait(self._told, _SHORT_S)
-        bodies = bodies if isinstance(bodies, list) else [bodies] * len(self.addresses)
+        each = bodies if isinstance(bodies, list) else [bodies] * len(self.addresses)
         return [
             self._threads.submit(self._request, "POST", address, path, body, self.timeout_s)
-            for address, body in zip(self.addresses, bodies, strict=True)
+            for address, body in zip(self.addresses, each, strict=True)
         ]
 
     def wait(self, calls: list[Future]) -> list[dict]:
-        """Their replies. Raises WeightSyncError as soon as one has failed, without waiting for the others."""
+        """Wait for the replies. Errors: WeightSyncError as soon as one call has failed, without waiting for the others."""
         done, pending = concurrent.futures.wait(calls, self.timeout_s, concurrent.futures.FIRST_EXCEPTION)
         for call in done:
             call.result()
@@ -57,24 +57,24 @@ class Engines:
         return self.wait([self._threads.submit(self._request, "GET", a, path, None, _SHORT_S) for a in self.addresses])
 
     def attempt(self, path: str, body: dict | None = None) -> None:
-        """POST to every server to clean up: whatever they answer within 10 s is fine."""
+        """POST to every server to clean up; any answer within 10 s will do."""
         self.tell(path, body)
         with contextlib.suppress(WeightSyncError):
             self.wait(self._told)
 
     def tell(self, path: str, body: dict | None = None) -> None:
-        """As `attempt`, without waiting: the next call, or close, does."""
+        """POST to every server to clean up, without waiting: the next call, or close, waits."""
         concurrent.futures.wait(self._told, _SHORT_S)
         self._told = [self._threads.submit(self._request, "POST", a, path, body, _SHORT_S) for a in self.addresses]
 
     def _request(self, method: str, address: str, path: str, body: dict | None, timeout_s: float) -> dict:
         where = f"weight sync: {address}{path}"
-        body = None if method == "GET" else json.dumps(body or {})
+        data = None if method == "GET" else json.dumps(body or {})
         limits = urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s)
         try:
             # Less work on the processor than httpx, of which a push of a small model would notice the difference.
             reply = self._http.request(
-                method, address + path, body=body, headers={"Content-Type": "application/json"}, timeout=limits
+                method, address + path, body=data, headers={"Content-Type": "application/json"}, timeout=limits
             )
         except urllib3.exceptions.NewConnectionError as error:  # a subclass of a timeout
             raise WeightSyncError(f"{where}: {_reason(error)} (is the server still running?)") from None
@@ -92,6 +92,7 @@ class Engines:
         return content
 
     def close(self) -> None:
+        """Give up the connections, after what was told has arrived."""
         concurrent.futures.wait(self._told, _SHORT_S)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.clear()

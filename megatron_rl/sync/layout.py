@@ -1,4 +1,4 @@
-"""Where a Hugging Face tensor lies in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.
+"""Places of Hugging Face tensors in SGLang's own parameters: q, k, v in qkv_proj, experts in w13_weight, w2_weight.
 
 SGLang fuses by rows: the parts of a parameter are stacked in the order of their positions. The rules go by names of
 modules, which all supported families share (Llama, Qwen3, Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3, gpt-oss). The scales
@@ -32,9 +32,9 @@ _EXPERT = {
 }
 _ALL_EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PREDICTOR_WEIGHT = ".predictor.weight"
-"""How the names of route predictors end (`megatron_rl_models`)."""
+"""The end of the names of route predictors (`megatron_rl_models`)."""
 _ONE_CALL = "fused_qkv_a_proj_with_mqa"
-"""SGLang fuses this one inside a single load_weights call and forgets a half that comes alone."""
+"""The parameter that SGLang fuses inside a single load_weights call; it forgets a half that comes alone."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Slot:
     part: int = 0
     """Order among the parts of one expert (or of a parameter without experts)."""
     parts: int = 1
-    """How many parts make an expert; told for parameters with experts alone."""
+    """How many parts make an expert; set for parameters with experts alone."""
     all_experts: bool = False
-    """The tensor holds every expert: [E, ...]."""
+    """Whether the tensor holds every expert: [E, ...]."""
     transposed: bool = False
-    """The engine stores the last two dimensions in the other order (gpt-oss)."""
+    """Whether the engine stores the last two dimensions in the other order (gpt-oss)."""
 
 
 def locate(name: str, parameters: dict[str, tuple[int, ...]]) -> Slot | None:

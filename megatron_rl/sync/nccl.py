@@ -1,4 +1,4 @@
-"""What NCCL must be told alike on both sides of a group of trainer and engine, before either starts it."""
+"""Settings of NCCL that trainer and engine must share, before either starts the group of both."""
 
 ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}
 """Defaults; whoever has set one already keeps it, and sets it for external servers too. SGLang 0.5.23 sets this one for

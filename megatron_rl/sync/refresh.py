@@ -1,6 +1,6 @@
-"""When the rollout engine gets new weights: after every step, or when the policy has left the one that it samples from.
+"""When the rollout engine gets new weights: after every step, or when the policy has moved away from the engine's.
 
-VP2O's on-policy behaviour budget (arXiv:2606.08032, Section 3.3, Eq. 11), for any algorithm.
+VP2O's on-policy behavior budget (arXiv:2606.08032, Section 3.3, Eq. 11), for any algorithm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class Drift:
-    """Of the policy as it is from the one that sampled."""
+    """Distance of the current policy from the one that sampled."""
 
     kl: float
     """Mean KL(engine || policy), nats per token: k3 of the sampled tokens, which the engine drew."""
@@ -26,8 +26,11 @@ class Drift:
 
 
 def drift_sums(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
-    """[5] fp64 sums over tokens of log r = policy - engine: their number, those that the policy has not pruned, k3 of these,
-    r^alpha, r^(2 alpha). Of a pruned token the ratio is 0, and its KL infinite however new the weights are."""
+    """Sums [5] fp64 over tokens, from log r = log policy - log engine.
+
+    Number of tokens, number that the policy has not pruned, k3 of these, r^alpha, r^(2 alpha). A pruned token has ratio 0,
+    and an infinite KL however new the weights are.
+    """
     log_ratios = log_ratios.double()
     kept = log_ratios != -torch.inf
     weights = torch.exp(alpha * log_ratios.clamp(max=MAX_LOG_RATIO))
@@ -38,13 +41,13 @@ def drift_sums(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def drift_of(sums: torch.Tensor) -> Drift:
-    """None of no token: no drift."""
+    """The drift from the sums of `drift_sums`; without tokens there is none."""
     tokens, kept, kl, weight, squared = sums.tolist()
     return Drift(kl / max(kept, 1.0), weight**2 / (tokens * squared) if squared else 0.0) if tokens else Drift(0.0, 1.0)
 
 
 def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) -> Drift | None:
-    """Of the policy as it is after a step, over some of the sequences that the step was of; None where nothing asks for it.
+    """Measure the drift after a step, over some of the step's sequences; None where `when: always` needs none.
 
     samples: this data-parallel rank's. One forward pass over about `config.tokens` tokens of each rank. Every process calls
     it, and has the same answer.
@@ -56,13 +59,13 @@ def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) ->
     found = trainer.compute_log_probs(batches)
     mine = torch.zeros(5, dtype=torch.float64)
     for batch, log_probs in zip(batches, found, strict=True) if trainer.reports else ():
-        ratios = (log_probs - batch["rollout_log_probs"]).cpu()
+        ratios = (cast("torch.Tensor", log_probs) - batch["rollout_log_probs"]).cpu()  # a rank that reports has both
         mine += drift_sums(ratios[batch.mask.cpu()], config.alpha)
     return drift_of(torch.stack(trainer.ranks.gather(mine)).sum(0))
 
 
 def refresh_metrics(drift: Drift | None, age: int, refreshed: bool) -> dict[str, float]:
-    """Of the log, where the engine is not refreshed after every step anyway."""
+    """Metrics of the drift and the refresh; none where the engine is refreshed after every step."""
     if drift is None:
         return {}
     return {
@@ -79,11 +82,14 @@ class RefreshSchedule:
     def __init__(self, config: RefreshConfig) -> None:
         self.config = config
         self.refreshing = False
-        """Whether the drift went beyond its limit, and has not come back below the lower one since."""
+        """Whether the drift went beyond its limit and has not yet come back below the lower one."""
 
     def due(self, drift: Drift | None, *, age: int, confined: bool) -> bool:
-        """age: steps since the last refresh. confined: the trust region, which is around the engine's weights, refused or
-        shortened an update of this step; at its border it would leave nothing of the next ones."""
+        """Whether to refresh now.
+
+        age: steps since the last refresh. confined: whether the trust region, which is around the engine's weights, refused
+        or shortened an update of this step; at its border it would leave nothing of the next ones.
+        """
         config = self.config
         if drift is None:
             return True

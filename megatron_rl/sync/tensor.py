@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
+from typing import Any, cast, override
 
 from torch import Tensor
 from torch.multiprocessing import reductions
@@ -22,13 +23,15 @@ DEVICE_ARGUMENT = 6
 
 
 class TensorTransport(Transport):
-    """`/update_weights_from_tensor` with a flattened bucket."""
+    """Sends flattened buckets by `/update_weights_from_tensor`."""
 
+    @override
     def allocate(self, nbytes: int) -> Tensor:
         if self.device.type == "cuda":
             return super().allocate(nbytes)
         return memory.allocate(nbytes)
 
+    @override
     def send(self, bucket: Bucket, version: str | None) -> None:
         dump = self._dump_cuda if bucket.buffer.is_cuda else self._dump_cpu
         self.engines.call(
@@ -47,7 +50,8 @@ class TensorTransport(Transport):
 
     def _dump_cpu(self, bucket: Bucket, rank: int) -> str:
         entries = [entry | {"dtype": str(entry["dtype"]).removeprefix("torch.")} for entry in _metadata(bucket)]
-        arguments = (bucket.buffer.shared.path, bucket.used, entries)
+        path = cast("Any", bucket.buffer).shared.path  # `memory.allocate` put it there
+        arguments = (path, bucket.used, entries)
         return base64.b64encode(memory.dump_call("map_bucket", arguments)).decode()
 
     def _dump_cuda(self, bucket: Bucket, rank: int) -> str:
@@ -57,7 +61,7 @@ class TensorTransport(Transport):
 
 
 class _OpenedAt:
-    """Pickles as a CUDA tensor that another process maps into one of its own devices, not into that of its number here."""
+    """Pickles as a CUDA tensor that another process maps into a given device of its own, not the one of its number here."""
 
     def __init__(self, tensor: Tensor, device: int) -> None:
         self._tensor, self._device = tensor, device
@@ -68,7 +72,7 @@ class _OpenedAt:
 
 
 def _metadata(bucket: Bucket) -> list[dict]:
-    """SGLang's FlattenedTensorMetadata, field by field; its unpickler admits no more than plain objects."""
+    """The fields of SGLang's FlattenedTensorMetadata; its unpickler admits plain objects alone."""
     return [
         {
             "name": entry.name,

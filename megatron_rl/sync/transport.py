@@ -1,4 +1,4 @@
-"""What a way of carrying buckets to the engines must do; `distributed`, `tensor` and `disk` are the three that do."""
+"""The interface of the three ways to carry buckets to the engines: `distributed`, `tensor` and `disk`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_rl.sync.engines import Engines
 
 
 class Transport(ABC):
-    """Lives on the sending rank alone. Order of calls: connect, then for every push begin, send..., finish.
+    """A way to carry buckets, on the sending rank alone. Order of calls: connect, then for every push begin, send..., finish.
 
     connect, begin and send run in a thread beside the one that allocates and fills the buckets.
     """
 
     def __init__(self, engines: Engines, tensor_parallel: int):
-        """tensor_parallel: tensor-parallel ranks of each server."""
+        """Prepare for servers of `tensor_parallel` ranks each; nothing is reached yet."""
         self.engines = engines
         self.tensor_parallel = tensor_parallel
         gpu = torch.cuda.is_available()
@@ -28,7 +28,7 @@ class Transport(ABC):
         """Set up what outlives a push."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8 in which buckets can be sent."""
+        """A buffer [nbytes] uint8 in which buckets can be sent."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def begin(self) -> None:
@@ -37,7 +37,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket, version: str | None) -> None:
-        """Have all engines load a bucket, and return when they have: its buffer is filled again then.
+        """Have all engines load a bucket. Returns when they have, as its buffer is filled again then.
 
         bucket: complete, no kernel still writes to it. version: given with the last bucket of a push.
         """

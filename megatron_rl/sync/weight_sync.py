@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,12 @@ from megatron_rl.sync.transport import Transport
 T = TypeVar("T")
 
 SERVER_PYTHONPATH = Path(__file__).parent / "pythonpath"
-"""Goes on PYTHONPATH of every SGLang server, external ones included: the checksum plugin."""
+"""The checksum plugin, for PYTHONPATH of every SGLang server, external ones included."""
 
 
 @dataclass(frozen=True)
 class SyncStats:
-    """What a push took."""
+    """Size and duration of a push."""
 
     bytes: int
     seconds: float
@@ -65,10 +65,11 @@ class WeightSync:
         group: dist.ProcessGroup | None = None,
         stay_paused: bool = False,
     ):
-        """folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all).
-        stay_paused: after a push somebody else tells the servers to go on.
+        """Prepare; nothing is reached yet.
 
-        fp8: matrices go out in block FP8 with their scales; without a GPU rounded to it, to an engine that serves bf16.
+        folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all). stay_paused:
+        after a push somebody else tells the servers to go on. With rollout_dtype fp8 matrices go out in block FP8 with their
+        scales; without a GPU they are rounded to FP8, for an engine that serves bf16.
         """
         if config.transport == "disk" and folder is None:
             raise UserError("config: sync.transport = disk needs a folder that trainer and servers share")
@@ -82,7 +83,7 @@ class WeightSync:
             self._as_served = partial(fp8.quantized, simulate=simulate)
             self.rollout_dtype = self.rollout_dtype if simulate else torch.float8_e4m3fn
         self.version: str | None = None
-        """Last version that was pushed and verified."""
+        """The last version that was pushed and verified."""
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self._is_sender = self._ranks == 1 or dist.get_rank(group) == 0
         self._engines: Engines | None = None
@@ -95,7 +96,7 @@ class WeightSync:
     # --- every rank -------------------------------------------------------------------------------------------------
 
     def connect(self, addresses: list[str] | None = None) -> None:
-        """Reach the servers; cheap where the connection still holds, and made anew where a server was restarted.
+        """Reach the servers: cheap if the connection still holds, and done anew if a server was restarted.
 
         `push` does this by itself. addresses: where the servers are now, if they have moved.
         """
@@ -162,25 +163,27 @@ class WeightSync:
         elif self.config.transport == "tensor":
             self._transport = TensorTransport(self._engines, ranks)
         else:
-            self._transport = DiskTransport(self._engines, ranks, self.folder)
+            self._transport = DiskTransport(self._engines, ranks, _there(self.folder))
         self._transport.connect()
 
     def _reconnect(self) -> None:
-        """Where the connection no longer holds. Errors: WeightSyncError for a server that came back as another one."""
+        """Connect again if the connection no longer holds. Errors: WeightSyncError for a server that is another one now."""
         if self._still_served():
             return
         if _layout(self._checksums()[0]) != _layout(self._parameters):
             raise WeightSyncError(
                 f"weight sync: the server at {self.addresses[0]} was replaced by one of another model, dtype or parallelism"
             )
-        self._transport.connect()
+        _there(self._transport).connect()
 
     def _still_served(self) -> bool:
         """Whether the servers have what was pushed last: one that was restarted has another version."""
         if self.version is None:
             return True
         try:
-            return all(reply.get("weight_version") == self.version for reply in self._engines.get("/model_info"))
+            return all(
+                reply.get("weight_version") == self.version for reply in _there(self._engines).get("/model_info")
+            )
         except WeightSyncError:
             return False
 
@@ -197,9 +200,9 @@ class WeightSync:
             )
 
     def _checksums(self) -> list[list[dict[str, EngineParameter]]]:
-        """Per server and tensor-parallel rank: parameter name -> fingerprint, dtype, local shape."""
-        servers = []
-        replies = self._engines.call("/weights_checker", {"action": "checksum", "selector": "target"})
+        """Fingerprint, dtype and local shape of each parameter, per server and tensor-parallel rank."""
+        servers: list[list[dict[str, EngineParameter]]] = []
+        replies = _there(self._engines).call("/weights_checker", {"action": "checksum", "selector": "target"})
         for address, reply in zip(self.addresses, replies, strict=True):
             ranks = [{k: parse(v) for k, v in rank["checksums"].items()} for rank in reply["ranks"]]
             if any(parameter is None for rank in ranks for parameter in rank.values()):
@@ -207,10 +210,10 @@ class WeightSync:
                     f"weight sync: {address} runs without the checksum plugin:"
                     f" start it with {SERVER_PYTHONPATH} on its PYTHONPATH"
                 )
-            servers.append(ranks)
+            servers.append(cast("list[dict[str, EngineParameter]]", ranks))
         if any(_layout(ranks) != _layout(servers[0]) for ranks in servers):
-            servers = ", ".join(self.addresses)
-            raise WeightSyncError(f"weight sync: the servers {servers} differ in model, dtype or parallelism")
+            names = ", ".join(self.addresses)
+            raise WeightSyncError(f"weight sync: the servers {names} differ in model, dtype or parallelism")
         return servers
 
     def _push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
@@ -232,7 +235,7 @@ class WeightSync:
             raise
         self.version = version
         if not self._stay_paused:
-            self._engines.tell("/continue_generation", {})  # requests that come before it wait in the server
+            _there(self._engines).tell("/continue_generation", {})  # requests that come before it wait in the server
         else:  # the GPU is the engines' now
             self._buffers = [None, None]
             if torch.cuda.is_available():
@@ -240,35 +243,37 @@ class WeightSync:
         return SyncStats(seconds=time.perf_counter() - started, **stats)
 
     def _open(self) -> None:
-        pausing = self._engines.start("/pause_generation", {"mode": "retract"})  # a new server pauses for as long
+        engines = _there(self._engines)
+        pausing = engines.start("/pause_generation", {"mode": "retract"})  # a new server pauses for as long
         try:
             self._reconnect()
         finally:
-            self._engines.wait(pausing)
-        self._transport.begin()
+            engines.wait(pausing)
+        _there(self._transport).begin()
 
     def _stream(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> dict[str, int]:
         """Fill buckets here and send them in a thread, in order; after an error nothing more is sent."""
         expected = ExpectedChecksums(self._parameters, self._slot_of)
         sent = {"bytes": 0, "buckets": 0, "tensors": 0}
-        device = self._transport.device
-        prepare = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
-        sender = ThreadPoolExecutor(1, "weight-sync-send", *prepare)
+        transport = _there(self._transport)
+        prepare = partial(torch.cuda.set_device, transport.device) if transport.device.type == "cuda" else None
+        sender = ThreadPoolExecutor(1, "weight-sync-send", prepare)
         calls = [sender.submit(self._open)]  # the first bucket is filled meanwhile
 
         def buffer_of(nbytes: int) -> Tensor:
-            """One of two in turn, when the engines are done with the bucket before the last, which lay in it."""
+            """One of two buffers in turn, when the engines are done with the bucket before the last, which lay in it."""
             turn = sent["buckets"] % 2
             if sent["buckets"]:
                 calls[sent["buckets"] - 1].result()
-            if self._buffers[turn] is None or self._buffers[turn].numel() < nbytes:
-                self._buffers[turn] = None  # freed before the larger one is made
-                self._buffers[turn] = self._transport.allocate(nbytes)
-            return self._buffers[turn]
+            kept = self._buffers[turn]
+            if kept is None or kept.numel() < nbytes:
+                kept = self._buffers[turn] = None  # freed before the larger one is made
+                kept = self._buffers[turn] = transport.allocate(nbytes)
+            return kept
 
         def send(previous: Future[None], bucket: Bucket, version: str | None) -> None:
             previous.result()
-            self._transport.send(bucket, version)
+            transport.send(bucket, version)
 
         try:
             for bucket, last in fill_buckets(
@@ -288,14 +293,14 @@ class WeightSync:
             sender.shutdown(cancel_futures=True)
         if not sent["buckets"]:
             raise WeightSyncError("weight sync: there is no tensor to push")
-        self._transport.finish(version)
+        transport.finish(version)
         self._expected = expected
         self._verify(version)
         return sent
 
     def _verify(self, version: str | None = None) -> None:
         for address, ranks in zip(self.addresses, self._checksums(), strict=True):
-            if wrong := self._expected.mismatches(ranks):
+            if wrong := _there(self._expected).mismatches(ranks):
                 raise WeightSyncError(
                     f"weight sync: checksums differ after the push of version {version or self.version} to {address}: "
                     + "; ".join(wrong)
@@ -310,6 +315,13 @@ class WeightSync:
                 f"weight sync: the served model has no place for '{name}' ({self.addresses[0]}){remedy}"
             )
         return self._parameters[0][slot.parameter].dtype
+
+
+def _there[T](part: T | None) -> T:
+    """A part of the connection. Errors: WeightSyncError where there is none."""
+    if part is None:
+        raise WeightSyncError("weight sync: not connected to the servers, or nothing was pushed yet")
+    return part
 
 
 def _layout(ranks: list[dict[str, EngineParameter]]) -> list[dict]:

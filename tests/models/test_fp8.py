@@ -46,7 +46,7 @@ def blocks_of(tensor: torch.Tensor, block: int):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(128, 256), (200, 300), (1, 1), (129, 127), (64, 640)])
-def test_quantised_blocks_are_the_nearest_e4m3(shape, dtype):
+def test_quantized_blocks_are_the_nearest_e4m3(shape, dtype):
     weight = (torch.randn(shape) * torch.logspace(-3, 1, shape[0])[:, None]).to(dtype)
     weight[-1, -1] = 0.5  # in the last, smaller block
     quantized, scale_inv = fp8.quantize_blocks(weight)
@@ -77,7 +77,7 @@ def test_zeros_and_the_tiniest_block():
     assert abs(restored[199, 129] - 3.0) < 1e-6 and restored.count_nonzero() == 1
 
 
-def test_which_tensors_are_quantised_in_every_family(tmp_path):
+def test_which_tensors_are_quantized_in_every_family(tmp_path):
     """All matrices of attention, MLPs and experts; router, embedding, head and norms never."""
     for family in FAMILIES:
         names = list(load_file(make_tiny_model(family, tmp_path / family, sizes=Sizes(layers=2)) / "model.safetensors"))
@@ -140,7 +140,7 @@ def test_convert_to_fp8(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3"])
 def test_fp8_is_read_back_as_plain_weights(family, tmp_path):
-    """What troubleshooting says of a folder that is quantised already."""
+    """What troubleshooting says of a folder that is quantized already."""
     source = make_tiny_model(family, tmp_path / "hf", sizes=WHOLE_BLOCKS, dtype=torch.float32)
     convert(source, tmp_path / "fp8", ALONE, quantize="fp8")
     convert(tmp_path / "fp8", tmp_path / "checkpoint", ALONE)
@@ -259,7 +259,7 @@ def test_other_refusals(tmp_path):
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"is quantised already \(mxfp4\); write plain weights first"):
+    with pytest.raises(UserError, match=r"is quantized already \(mxfp4\); write plain weights first"):
         convert(source, tmp_path / "out", ALONE, quantize="fp8")
 
 

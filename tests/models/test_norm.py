@@ -38,5 +38,5 @@ def test_the_weight_is_marked_for_sequence_parallelism(tensor):
 def test_other_norms_are_refused():
     with pytest.raises(UserError, match="'LayerNorm' is not supported"):
         RMSNorm(layer_config(normalization="LayerNorm"), 8)
-    with pytest.raises(UserError, match="zero-centred"):
+    with pytest.raises(UserError, match="zero-centered"):
         RMSNorm(layer_config(layernorm_zero_centered_gamma=True), 8)

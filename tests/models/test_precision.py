@@ -84,7 +84,7 @@ l40: train fp8_blockwise needs a GPU of compute capability 9.0 (Hopper), this on
 rtx 5090: train mxfp8 needs a GPU of compute capability 10.0 (Blackwell) and below 12.0, this one has 12.0; here fp8_blockwise can run
 h100 with CUDA 12.8: train fp8_blockwise needs torch with CUDA 12.9 or later (found: 12.8); here fp8_tensorwise can run
 a100: rollout fp8 needs a GPU of compute capability 8.9 (Ada), this one has 8.0; here bf16 can run
-cpu alone: rollout fp8 needs nvidia-modelopt, which quantises the weights; here bf16 can run
+cpu alone: rollout fp8 needs nvidia-modelopt, which quantizes the weights; here bf16 can run
 """.strip().splitlines()  # noqa: E501
 
 
@@ -121,7 +121,7 @@ def test_a_run_is_refused_before_anything_starts(tiny_model, monkeypatch):
     rollout = build_config({"model": model, "precision": {"rollout": "fp8"}})
     checks.preflight(rollout, "train")
     checks.preflight(rollout, "sft")
-    with pytest.raises(UserError, match="precision.rollout = fp8 quantises weights when they are pushed"):
+    with pytest.raises(UserError, match="precision.rollout = fp8 quantizes weights when they are pushed"):
         checks.preflight(rollout, "ask")
     monkeypatch.setattr(checks, "this_machine", lambda: MACHINES["cpu alone"])
     with pytest.raises(UserError, match="precision.rollout = fp8 needs nvidia-modelopt"):

@@ -70,8 +70,9 @@ def to_integers(fingerprints: list[Tensor]) -> list[int]:
 
 
 def fingerprint_tensor(tensor: Tensor) -> Tensor:
-    """[] int64 on the tensor's device, in two's complement:
-    sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
+    """Fingerprint of a tensor: [] int64 on its device, in two's complement.
+
+    It is sum_i ROW_BASE**i * sum_j key_j * word_ij modulo 2**64, over the bits of `as_matrix(tensor)`.
 
     Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with 32-bit characters
     along a row; a polynomial over the rows. A change of one word always changes it; several go unseen with odds of

@@ -9,10 +9,10 @@ WIRE_DTYPES = (torch.uint8, torch.int16)
 
 
 def compact(routes: Tensor, *_, **__) -> Tensor:
-    """[rows, layers, topk] int32 -> the same ids in one byte where all are below 256, else in two; a receiver tells it by the
-    number of bytes. What is no expert id (negative) stays as it is.
+    """Routes [rows, layers, topk] int32 with the same ids in one byte where all are below 256, else in two.
 
-    Called after SGLang has read a finished request's rows from its buffer; what follows sends the bytes of any tensor.
+    The number of bytes tells a receiver which. Routes with anything but expert ids (negative numbers) stay as they are.
+    SGLang calls it after it has read a finished request's rows from its buffer, and then sends the bytes of any tensor.
     """
     if not routes.numel():
         return routes

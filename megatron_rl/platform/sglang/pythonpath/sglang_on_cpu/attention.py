@@ -83,7 +83,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return groups
 
     def _attend(self, q, k, v, layer, forward_batch, save_kv_cache, sinks):
-        """q [T, H * D] -> [T, H * Dv]."""
+        """Q [T, H * D] -> [T, H * Dv]."""
         pool, heads, kv_heads = self.token_to_kv_pool, layer.tp_q_head_num, layer.tp_k_head_num
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)

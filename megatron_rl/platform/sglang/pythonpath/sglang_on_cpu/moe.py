@@ -32,7 +32,7 @@ def moe_forward(original: Callable, layer, x: torch.Tensor, topk_output, config)
 
 
 def _grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """x [T, n] sorted by expert, weight [E, m, n], counts [E] rows of each -> [T, m]."""
+    """X [T, n] sorted by expert, weight [E, m, n], counts [E] rows of each -> [T, m]."""
     out = x.new_empty(len(x), weight.shape[1])
     start = 0
     for expert, count in enumerate(counts):

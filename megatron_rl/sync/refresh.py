@@ -6,6 +6,7 @@ VP2O's on-policy behavior budget (arXiv:2606.08032, Section 3.3, Eq. 11), for an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 

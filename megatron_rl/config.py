@@ -579,8 +579,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def _parse_value(text: str, kind: Any) -> Any:
-    """A value of the command line. It is YAML, but where a text is wanted what YAML takes for something else stays one, such as
-    {prompt} or 7; a list of texts may be given as a,b.
+    """Read a value of the command line.
+
+    It is YAML, but where a text is wanted what YAML takes for something else stays one, such as {prompt} or 7; a list of
+    texts may be given as a,b.
     """
     try:
         parsed = parse_yaml(text)

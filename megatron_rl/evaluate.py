@@ -24,7 +24,8 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
 
     eval/score is the mean reward over all samples at the sampling temperature; eval/pass@n the chance that one of n is
     right (reward above 0.5); eval/maj@n the mean reward of each prompt's most frequent answer; eval/distinct@n how many
-    different right ones n have; eval/greedy the mean reward of one response without sampling. The responses are kept in the run's evals/ folder, one JSON line each.
+    different right ones n have; eval/greedy the mean reward of one response without sampling. The responses are kept in the
+    run's evals/ folder, one JSON line each.
     """
     prompts = run.eval_prompts
     if not prompts:

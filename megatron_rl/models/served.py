@@ -20,8 +20,10 @@ OF_THE_FOLDERS_DTYPE = ("GptOssForCausalLM",)
 
 
 def check_served(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
-    """Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them, or
-    with which it would die at the first request.
+    """Check that SGLang can serve a folder and take pushes to it.
+
+    Errors: UserError for a folder whose weights SGLang would hold in another form than the trainer pushes them, or with
+    which it would die at the first request.
     """
     path, rollout, name = config.model.path, config.precision.rollout, architecture(hf_config)
     on_gpu = torch.cuda.is_available()

@@ -79,6 +79,7 @@ class Predictors(UpdateHook):
         if self._learning and step.lr:
             tokens = sum(one.tokens(next(iter(self.weights))) for one in self._learning)
             self._failed = not self.learn(self._gradients, tokens, step.lr)
+        self._gradients, self._learning = {}, []  # which would keep the micro-batches
 
     def metrics(self) -> Metrics:
         return {"update/predictors_skipped": alike(float(self._failed), across="sum")}

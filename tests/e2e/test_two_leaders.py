@@ -41,6 +41,7 @@ def twice(tmp_path_factory, tiny_model) -> Path:
     return folder
 
 
+@pytest.mark.timeout(900)  # its fixture starts four trainers and two servers
 def test_the_same_command_twice_samples_the_same(twice):
     """Of the second step too, whose weights come from training on the first."""
     for step in range(STEPS):

@@ -6,17 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from megatron_rl.data.record import file_of, load_trajectories
 
 STEPS = 2
 
 
-def test_the_same_command_twice_samples_the_same(tmp_path, tiny_model):
-    """Of the second step too, whose weights come from training on the first."""
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory, tiny_model) -> Path:
+    """The folder of two runs of one command, first and second."""
+    folder = tmp_path_factory.mktemp("two-leaders")
     config = {
         "steps": STEPS,
-        "runs_dir": str(tmp_path),
+        "runs_dir": str(folder),
         "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers"))},
         "data": {"task": "number_sorting"},
         "batch": {"prompts_per_step": 6, "samples_per_prompt": 8, "updates_per_step": 1, "tokens_per_micro_batch": 256},
@@ -28,15 +33,21 @@ def test_the_same_command_twice_samples_the_same(tmp_path, tiny_model):
         "eval": {"prompts": 0},
         "logging": {"tensorboard": False},
     }
-    path = tmp_path / "config.yaml"
+    path = folder / "config.yaml"
     path.write_text(json.dumps(config))
     for name in ("first", "second"):
         command = [sys.executable, "-m", "megatron_rl.cli", "train", str(path), "--nproc", "2", "--name", name]
         subprocess.run(command, check=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return folder
+
+
+@pytest.mark.timeout(900)  # its fixture starts four trainers and two servers
+def test_the_same_command_twice_samples_the_same(twice):
+    """Of the second step too, whose weights come from training on the first."""
     for step in range(STEPS):
         responses = {}
         for name in ("first", "second"):
-            files = [file_of(tmp_path / name / "rollouts", step, rank) for rank in range(2)]
+            files = [file_of(twice / name / "rollouts", step, rank) for rank in range(2)]
             responses[name] = [t.tokens.tolist() for file in files for t in load_trajectories(file)]
         pairs = list(zip(responses["first"], responses["second"], strict=True))
         # Logits differ by 1e-6 between batches: of 1,152 tokens one in a thousand runs falls on a border.

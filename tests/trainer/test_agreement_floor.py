@@ -119,7 +119,12 @@ def routes(counts: dict[int, list[int]]) -> dict[str, float]:
         ),
         ({CLOSE: 0.31}, routes({1: [90, 10, 0]}), 100, "only 31% of the tokens have log-probs within a factor of two"),
         ({CLOSE: 0.99}, routes({1: [90, 10, 0]}), 100, None),
-        ({CLOSE: 0.99}, routes({1: [0, 0, 31], 2: [0, 0, 0]}), 100, None),  # too few tokens with a route; a layer of none
+        (
+            {CLOSE: 0.99},
+            routes({1: [0, 0, 31], 2: [0, 0, 0]}),
+            100,
+            None,
+        ),  # too few tokens with a route; a layer of none
         ({CLOSE: 0.0}, {}, 31, None),
         ({}, {}, 1000, None),  # demonstrations
     ],

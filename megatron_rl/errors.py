@@ -28,7 +28,7 @@ def together[T](work: Callable[[], T] | None, group: torch.distributed.ProcessGr
         problem = error
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         mine = problem if isinstance(problem, UserError | None) else UserError(f"another process failed: {problem!r}")
-        problems = [None] * dist.get_world_size(group)
+        problems: list[UserError | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(problems, mine, group=group)
         first = next((p for p in problems if p is not None), None)
         problem = first if isinstance(problem, UserError | None) else problem

@@ -57,7 +57,7 @@ class Clock:
     def times(self) -> dict[str, float]:
         """time/PART_s for each part, time/other_s for the rest, time/step_s for all."""
         total = time.perf_counter() - self._start
-        if self._profiler:
+        if self._profiler and self._trace:
             self._profiler.stop()
             self._trace.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self._trace))

@@ -238,7 +238,8 @@ def _write_together(out: Path, work: Callable[[], object] | None) -> None:
 
     def named() -> None:
         try:
-            work()
+            if work is not None:
+                work()
         except OSError as error:
             raise UserError(f"checkpoint {out}: {error.strerror or error}") from None
 

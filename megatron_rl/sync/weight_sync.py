@@ -141,7 +141,7 @@ class WeightSync:
         result = [together(work if self._is_sender else None, self.group)]
         if self._ranks > 1:
             dist.broadcast_object_list(result, group_src=0, group=self.group)
-        return result[0]
+        return cast("T", result[0])
 
     # --- rank 0 -----------------------------------------------------------------------------------------------------
 

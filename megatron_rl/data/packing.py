@@ -27,7 +27,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Layout:
-    """What the parallel layout and the model's routers ask of a packed micro-batch."""
+    """Demands of the parallel layout and the model's routers on a packed micro-batch."""
 
     tensor: int = 1
     context: int = 1
@@ -35,24 +35,24 @@ class Layout:
     pad_token: int = 0
     tensor_rank: int = 0
     routes: RouteShape | None = None
-    """None: a dense model."""
+    """Shape of the routes; None for a dense model."""
     cached_tokens: int = 0
     """Tokens of each response whose router features are kept."""
     multiple: int = 1
-    """The tokens of a rank's products come in multiples of this (FP8)."""
+    """Number whose multiples the tokens of a rank's products come in (FP8)."""
     vocabulary: int | None = None
-    """Of the model: ids of tokens are below it. None: not checked."""
+    """Size of the model's vocabulary, above all ids of tokens. None: not checked."""
     all_reduce: AllReduce | None = None
-    """Over the context-parallel ranks; None where there is one."""
+    """Sum over the context-parallel ranks; None where there is one."""
 
     @property
     def sequence_multiple(self) -> int:
-        """Megatron's zigzag cuts each sequence into 2 x context chunks."""
+        """Number that divides a sequence's length: Megatron's zigzag cuts it into 2 x context chunks."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """Sequence parallelism cuts this rank's tokens into `tensor` equal parts."""
+        """Number that divides all tokens: sequence parallelism cuts this rank's into `tensor` equal parts."""
         return math.lcm(self.sequence_multiple, self.tensor * self.context * self.multiple)
 
 
@@ -73,10 +73,10 @@ class Batch:
     label_rows: torch.Tensor
     """[n] int64: those inside; as rows, because a GPU would be waited for to find them"""
     fields: dict[str, torch.Tensor]
-    """[T] values of each label by name of `data.sequence.FIELDS`. What a pass over the batch computes is added by whoever asked
-    for it, on the pipeline stage that has it."""
+    """[T] values of each label by name of `data.sequence.FIELDS`. Whoever asks for a pass over the batch adds its results, on
+    the pipeline stage that has them."""
     segments: Segments
-    """Which of the S sequences a token belongs to"""
+    """The sequence, of the S, that a token belongs to."""
     cu_seqlens: torch.Tensor
     """[S' + 1] int32: borders of the sequences over *all* context-parallel ranks, padding counted with its sequence"""
     layout: PackedLayout
@@ -87,22 +87,23 @@ class Batch:
     samples: list[int]
     """Index of each of the S sequences in the list that was packed"""
     kept: KeptTokens | None = None
-    """Of the T tokens, where the sampler truncates its vocabulary."""
+    """Kept ids of the T tokens, where the sampler truncates its vocabulary."""
     routes: RouteTable | None = None
-    """Of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
+    """Routes of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
     without_route: int = 0
     """Tokens on this context-parallel rank whose experts the engine did not tell."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """[T] values of a field."""
+        """Values [T] of a field."""
         return self.fields[name]
 
     @property
     def mask(self) -> torch.Tensor:
-        """[T] bool: labels that count in the loss."""
+        """Labels that count in the loss, [T] bool."""
         return self.fields["loss_mask"]
 
     def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
         movable = (RouteTable, KeptTokens, PackedLayout, Segments)
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
         moved |= {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
@@ -169,7 +170,8 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
 
     local = np.concatenate([_zigzag(a, b, layout) for a, b in pairwise(borders)])
     pick = lambda array: torch.from_numpy(np.ascontiguousarray(array[local]))  # noqa: E731
-    routes = None if layout.routes is None else _engine_routes(samples, indices, borders, layout.routes)
+    shape = layout.routes
+    routes = None if shape is None else _engine_routes(samples, indices, borders, shape)
     return Batch(
         tokens=pick(tokens)[None],
         position_ids=pick(position_ids)[None],
@@ -184,8 +186,10 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         samples=list(indices),
         kept=_kept_tokens([samples[i] for i in indices], borders, local),
         routes=None
-        if routes is None
-        else _route_table([samples[i] for i in indices], routes, borders, fields["loss_mask"], local, layout),
+        if routes is None or shape is None
+        else _route_table(
+            [samples[i] for i in indices], routes, borders, fields["loss_mask"], local, layout, shape.moe_layers
+        ),
         without_route=0 if routes is None else int((_missing(routes) & (sequence_ids >= 0))[local].sum()),
     )
 
@@ -203,7 +207,7 @@ def _check_tokens(sample: Sequence, vocabulary: int | None) -> None:
 
 
 def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray) -> KeptTokens | None:
-    """Of this context-parallel rank's tokens; None where no sampler truncated."""
+    """Kept ids of this context-parallel rank's tokens; None where no sampler truncated."""
     if all(sample.kept is None for sample in samples):
         return None
     sets = [np.zeros(0, np.int32)] * int(borders[-1])
@@ -216,7 +220,7 @@ def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray
 
 
 def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndarray, shape: RouteShape) -> np.ndarray:
-    """[total, moe_layers, topk], with sentinels for padding and for sequences without routes."""
+    """Routes [total, moe_layers, topk], with sentinels for padding and for sequences without routes."""
     routes = shape.empty(int(borders[-1]))
     for i, start in zip(indices, borders, strict=False):
         if samples[i].routes is not None:
@@ -225,7 +229,7 @@ def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndar
 
 
 def _missing(routes: np.ndarray) -> np.ndarray:
-    """[tokens] bool"""
+    """Tokens without a route, [tokens] bool."""
     return ~has_route(torch.from_numpy(routes[:, 0])).numpy()
 
 
@@ -236,8 +240,9 @@ def _route_table(
     mask: np.ndarray,
     local: np.ndarray,
     layout: Layout,
+    moe_layers: tuple[int, ...],
 ) -> RouteTable:
-    """What the routers of this process remember: of the tokens that sequence parallelism leaves it."""
+    """The memory of this process's routers, for the tokens that sequence parallelism leaves it."""
     own = np.split(local, layout.tensor)[layout.tensor_rank]
     cached = np.full(len(mask), -1)  # where a token's features lie among all that the engine has sent
     from_engine = [s.features for s in samples if s.features is not None]
@@ -259,11 +264,11 @@ def _route_table(
         logits = torch.cat([f.logits for f in from_engine])[chosen]
         hidden = torch.cat([f.hidden for f in from_engine])[chosen] if hidden_too else None
         features = {
-            layer: Features(hidden[:, column] if hidden_too else None, logits[:, column], None)
-            for column, layer in enumerate(layout.routes.moe_layers)
+            layer: Features(hidden[:, column] if hidden is not None else None, logits[:, column], None)
+            for column, layer in enumerate(moe_layers)
         }
     return RouteTable(
-        moe_layers=layout.routes.moe_layers,
+        moe_layers=moe_layers,
         counted=torch.from_numpy(mask[own]),
         cached=torch.from_numpy(rows),
         counted_rows=torch.from_numpy(np.flatnonzero(mask[own])),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -24,13 +24,13 @@ LEVELS = ("token", "sequence", "geometric")
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What becomes of a token's ratio r. Errors: ValueError for an unknown choice, a missing bound or bounds that cross."""
+    """The treatment of a token's ratio r. Errors: ValueError for an unknown choice, a missing bound or bounds that cross."""
 
     mode: Literal["none", "truncate", "mask", "clip"] = "none"
     """none: weight 1; truncate: min(r, high); mask: r where low <= r <= high, else 0; clip: r clamped to [low, high]. In
     mask and clip one of the bounds may be absent."""
     level: Level = "token"
-    """Of which r: the token's; its sequence's product (over the mask); that product's geometric mean."""
+    """The ratio r: the token's; its sequence's product (over the mask); that product's geometric mean."""
     low: float | None = None
     high: float | None = None
     veto: float | None = None
@@ -97,7 +97,7 @@ def token_weights(
 ) -> TokenWeights:
     """Weights of packed tokens: log_ratios [T] = train - rollout log-probs, below +inf; mask [T] bool."""
     token = torch.where(mask, log_ratios.double(), 0.0)
-    sums = None
+    sums: list[torch.Tensor] = []
     if not correction.per_token:
         parts = [token, mask.double(), torch.zeros_like(token), torch.zeros_like(token)]
         if correction.veto:
@@ -121,7 +121,7 @@ def token_weights(
     rejected = out
     if correction.reject != "none":
         found = at(correction.reject_level, divergence(token, correction.reject), 3)
-        rejected = mask & (found > correction.reject_above)
+        rejected = mask & (found > cast("float", correction.reject_above))  # `Correction` has checked that it is given
     # A ratio of 0 is no small one: the trainer cannot have sampled it, so that no bound lifts it.
     used = mask & ~vetoed & ~rejected & (token > -torch.inf) & (log_ratio > -torch.inf)
     weights, log_ratios = torch.where(used, weight, 0.0), torch.where(mask, log_ratio, 0.0)
@@ -140,6 +140,8 @@ def _bounded(ratio: torch.Tensor, correction: Correction) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
+    """Weights of a padded batch."""
+
     weights: torch.Tensor
     """[B, T], detached; zero where the mask is out and in rows that were dropped."""
     keep: torch.Tensor
@@ -163,7 +165,7 @@ def effective_sample_size(log_ratios: torch.Tensor, *, alpha: float = 1.0) -> to
 
 
 def _log_ratios(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Train - rollout where the mask is in, 0 elsewhere; fp64. train may be -inf: a token it has pruned."""
+    """Differences train - rollout where the mask is in, 0 elsewhere; fp64. train may be -inf: a token it has pruned."""
     difference = torch.where(mask, train.double() - rollout.double(), 0.0)
     wrong = difference.isnan() | (difference == torch.inf)
     if wrong.any():

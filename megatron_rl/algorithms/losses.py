@@ -20,12 +20,12 @@ from megatron_rl.algorithms.segments import Segments
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss sees; all [T]."""
+    """Inputs of a policy loss; all [T]."""
 
     log_probs: Tensor
-    """Of the current policy, differentiable."""
+    """Log-probs of the current policy, differentiable."""
     old_log_probs: Tensor
-    """Of the policy that the ratio starts from, without gradient."""
+    """Log-probs of the policy that the ratio starts from, without gradient."""
     advantages: Tensor
     mask: Tensor
     """bool: tokens that count."""
@@ -36,12 +36,12 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a policy loss gives; both [T]."""
+    """Results of a policy loss; both [T]."""
 
     terms: Tensor
-    """Differentiable."""
+    """Terms of the loss, differentiable."""
     clipped: Tensor
-    """bool: the clip was in effect."""
+    """bool: whether the clip was in effect."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class PolicyLoss:
 
     terms: Callable[[LossInputs], LossTerms]
     per_token: bool = True
-    """A term depends on one token's log-prob alone, so that the head may compute its gradient in chunks."""
+    """Whether a term depends on one token's log-prob alone, so that the head may compute its gradient in chunks."""
     has_ratio: bool = True
-    """It depends on the old log-probs."""
+    """Whether the loss depends on the old log-probs."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         return self.terms(inputs)
@@ -60,6 +60,8 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class SurrogateLoss:
+    """A clipped loss and how much of it was clipped."""
+
     loss: Tensor
     """Scalar, differentiable."""
     clip_fraction: Tensor

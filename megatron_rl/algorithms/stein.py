@@ -25,7 +25,7 @@ from torch import Tensor
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold the other slices of D_in."""
 TOLERANCE = 1e-10
-"""Of the squared residual, relative: where conjugate gradients stop."""
+"""Relative squared residual at which conjugate gradients stop."""
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -36,8 +36,9 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def coactivation_counts(topk: Tensor, num_experts: int, counted: Tensor) -> Tensor:
-    """`[N, N]` fp32: tokens on which two experts are both active; on the diagonal those of one. topk `[T, k]` ids, counted
-    `[T]` bool. Without a step that would wait for a GPU.
+    """Number of tokens on which two experts are both active, `[N, N]` fp32; on the diagonal those of one expert.
+
+    topk `[T, k]` ids, counted `[T]` bool. No step waits for a GPU.
     """
     active = torch.zeros(len(topk), num_experts, device=topk.device)
     active.scatter_(1, topk.long(), counted.float()[:, None].expand(topk.shape))
@@ -56,8 +57,10 @@ def coactivation(topk: Tensor, num_experts: int) -> Tensor:
 
 
 def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = None) -> Tensor:
-    """M^att `[N, N]` bool: an active expert, and the `neighbors` - 1 others that are most often active with it; or all
-    others with O_ij >= `above`. A row without activity is empty, and experts that never meet are no neighbors.
+    """M^att `[N, N]` bool: an active expert, and the `neighbors` - 1 others that are most often active with it.
+
+    With `above`: all others with O_ij >= `above`. A row without activity is empty, and experts that never meet are no
+    neighbors.
     """
     others = _others(coactivation) & (coactivation > 0)
     itself = torch.diag(coactivation.diagonal() > 0)
@@ -68,8 +71,9 @@ def attraction_mask(coactivation: Tensor, neighbors: int, above: float | None = 
 def repulsion_mask(
     coactivation: Tensor, inactive_neighbors: int, below: float | None = None, *, attract: Tensor | None = None
 ) -> Tensor:
-    """M^rep `[N, N]` bool: the `inactive_neighbors` experts that are most rarely active together with an active one; or all
-    with O_ij <= `below`. Those of the mask `attract` are not among them. A row without activity is empty.
+    """M^rep `[N, N]` bool: the `inactive_neighbors` experts that are most rarely active together with an active one.
+
+    With `below`: all with O_ij <= `below`. Experts in the mask `attract` are left out. A row without activity is empty.
     """
     others = _others(coactivation) & (coactivation.diagonal() > 0)[:, None]
     others = others if attract is None else others & ~attract
@@ -81,8 +85,9 @@ def _others(matrix: Tensor) -> Tensor:
 
 
 def _first(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
-    """The `count` smallest scores of each row among those allowed. Equal scores go round from the row's own place on, so that
-    not all experts choose the first ones.
+    """The `count` smallest scores of each row among those allowed.
+
+    Equal scores go round from the row's own place on, so that not all experts choose the first ones.
     """
     size = len(scores)
     order = (torch.arange(size, device=scores.device)[:, None] + torch.arange(size, device=scores.device)) % size
@@ -92,7 +97,7 @@ def _first(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
 
 
 def neighbor_weights(mask: Tensor) -> Tensor:
-    """Alpha or beta of Eq. 9: `[N, N]` mask -> mask / max(1, its row's sum), fp32 (fp64 stays)."""
+    """The alpha or beta of Eq. 9 from a mask `[N, N]`: mask / max(1, its row's sum), fp32 (fp64 stays)."""
     mask = mask if mask.dtype == torch.float64 else mask.float()
     return mask / mask.sum(-1, keepdim=True).clamp(min=1)
 
@@ -167,8 +172,10 @@ def kernel_gradient(
 
 
 def _conjugate_gradients(apply: Callable[[Tensor], Tensor], right: Tensor, iterations: int, smallest: Tensor) -> Tensor:
-    """Solve apply(x) = right row by row, `[n, D]`. A row stops at its tolerance, or where the operator's curvature is not above
-    its `smallest` eigenvalue `[n, 1]`: there p is not yet the top vector, and what was found so far is what can be said.
+    """Solve apply(x) = right row by row, `[n, D]`.
+
+    A row stops at its tolerance, or where the operator's curvature is not above its `smallest` eigenvalue `[n, 1]`: there p
+    is not yet the top vector, and the row keeps what was found so far.
     """
     x, residual = torch.zeros_like(right), right
     direction = residual

@@ -34,8 +34,9 @@ def partition(sizes: list[int], count: int) -> list[list[int]]:
 
 
 def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[int]]]:
-    """[updates][ranks] indices of a step's sequences: each update has its share of them in their order, whatever the
-    number of ranks, and every rank about as many tokens of it.
+    """Indices [updates][ranks] of a step's sequences.
+
+    Each update has its share of them in their order, whatever the number of ranks, and every rank about as many tokens of it.
     """
     shares = [share_of(len(sizes), update, updates) for update in range(updates)]
     return [
@@ -44,9 +45,9 @@ def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[i
 
 
 def redistribute(samples: list[Sequence], updates: int, ranks: Ranks) -> list[list[Sequence]]:
-    """[updates] lists of what this data-parallel rank trains on. samples: on a leader what it has sampled, in the
-    order of ranks those of the whole step; elsewhere they are not looked at. Every process calls it.
+    """Lists [updates] of the sequences that this data-parallel rank trains on. Every process calls it.
 
+    samples: a leader's own; those of all leaders, in the order of ranks, are the whole step's. Other processes' are ignored.
     Sequences go straight from leader to leader, and from there to the other processes of the copy.
     """
     mine = samples if ranks.is_leader else []

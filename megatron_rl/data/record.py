@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -48,7 +50,7 @@ def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
     arrays["rows"] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **cast("dict[str, Any]", arrays))
     os.replace(temporary, path)
 
 
@@ -64,7 +66,7 @@ def load_trajectories(path: Path) -> list[Trajectory]:
         raise UserError(f"rollout.load: {path} is damaged ({type(error).__name__}: {error})") from None
 
 
-def _trajectory(arrays, index: int, row: dict) -> Trajectory:
+def _trajectory(arrays: Mapping[str, np.ndarray], index: int, row: dict) -> Trajectory:
     kept = None
     if row.get("kept") is not None:
         # np.split makes one part of no borders, where a response without tokens has none.

@@ -20,7 +20,7 @@ class Field:
 
     dtype: type[np.generic]
     default: float = 0
-    """Where a sequence does not have the field, and of packed tokens that are no labels."""
+    """Value where a sequence does not have the field, and for packed tokens that are no labels."""
 
 
 FIELDS = {
@@ -30,12 +30,12 @@ FIELDS = {
     "old_log_probs": Field(np.float32),  # of the policy before the updates of its rollout batch
     "reference_log_probs": Field(np.float32),  # of the frozen reference
 }
-"""All that can be said of a label."""
+"""The fields of a label."""
 
 
 @dataclass
 class RouterFeatures:
-    """What the engine's routers saw when they predicted c of the response's tokens; predictors learn from it."""
+    """Data of the engine's routers for c tokens of the response that they predicted; predictors learn from it."""
 
     positions: Tensor
     """[c] int32, ascending: response token i was predicted from the features of the input token before it."""
@@ -45,7 +45,7 @@ class RouterFeatures:
     """[c, moe_layers, experts] fp32: router logits z without the prediction."""
 
     def since(self, start: int) -> RouterFeatures:
-        """Those of response tokens from `start` on."""
+        """Features of response tokens from `start` on."""
         keep = self.positions >= start
         return RouterFeatures(self.positions[keep], self.hidden[keep], self.logits[keep])
 
@@ -64,7 +64,7 @@ class Sequence:
     routes: np.ndarray | None = None
     """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
     features: RouterFeatures | None = None
-    """Where the engine exports them."""
+    """Features of the engine's routers, where it exports them."""
 
     @classmethod
     def demonstration(cls, prompt: list[int], response: list[int]) -> Self:
@@ -73,17 +73,18 @@ class Sequence:
         return cls(tokens=tokens, prompt_length=len(prompt), fields={"loss_mask": np.ones(len(response), bool)})
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """[n - prompt_length] values of a field; its default where the sequence does not have it."""
+        """Values [n - prompt_length] of a field; its default where the sequence does not have it."""
         found = self.fields.get(name)
         declared = FIELDS[name]
         return np.full(self.response_length, declared.default, declared.dtype) if found is None else found
 
     def __setitem__(self, name: str, values: np.ndarray | float) -> None:
-        """Values of a field, or one for all labels. Errors: KeyError for a name that is not declared."""
+        """Set values of a field, or one for all labels. Errors: KeyError for a name that is not declared."""
         self.fields[name] = np.broadcast_to(np.asarray(values, FIELDS[name].dtype), (self.response_length,)).copy()
 
     @property
     def response_length(self) -> int:
+        """Number of labels."""
         return len(self.tokens) - self.prompt_length
 
     @property

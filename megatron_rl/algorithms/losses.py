@@ -55,6 +55,7 @@ class PolicyLoss:
     """Whether the loss depends on the old log-probs."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Give the terms of the packed tokens."""
         return self.terms(inputs)
 
 

@@ -103,8 +103,14 @@ def compare(name: str, source: str, reference: dict, result: dict) -> None:
     # Pr2 weights its experts by the prediction where it records, and by the router where it replays.
     assert result["identical"] == (source != "pr2"), f"{where}: replayed log-probs are not those of the recording"
     assert result["log_probs"].keys() == reference["log_probs"].keys()
-    worst = max(abs(result["log_probs"][key] - value) for key, value in reference["log_probs"].items())
-    assert worst < 3e-5, f"{where}: log-probs differ by {worst} from one process"  # a wrong slice: by 1e-3 and more
+    worst: dict[int, float] = {}
+    for (sample, position), value in reference["log_probs"].items():
+        apart = abs(result["log_probs"][sample, position] - value)
+        worst[sample] = max(worst.get(sample, 0.0), apart)
+    # A wrong slice moves all sequences by 1e-3 and more. Where routers choose, two experts that tie but for rounding may turn
+    # over, which moves the sequence of that token.
+    far = {sample: apart for sample, apart in worst.items() if apart >= 3e-5}
+    assert len(far) <= (source != "r3"), f"{where}: log-probs differ from one process's in sequences {far}"
     assert result["without_route"] == reference["without_route"]
     for ours, theirs in zip(result["sums"], reference["sums"], strict=True):
         assert ours.keys() == theirs.keys(), where

@@ -44,7 +44,7 @@ def plan_updates(sizes: list[int], updates: int, ranks: int) -> list[list[list[i
     ]
 
 
-def redistribute(samples: list[Sequence], updates: int, ranks: Ranks) -> list[list[Sequence]]:
+def redistribute[S: Sequence](samples: list[S], updates: int, ranks: Ranks) -> list[list[S]]:
     """Lists [updates] of the sequences that this data-parallel rank trains on. Every process calls it.
 
     samples: a leader's own; those of all leaders, in the order of ranks, are the whole step's. Other processes' are ignored.
@@ -54,7 +54,7 @@ def redistribute(samples: list[Sequence], updates: int, ranks: Ranks) -> list[li
     parts = ranks.gather_from_leaders([sample.inputs for sample in mine])
     first = sum(len(part) for part in parts[: ranks.data_rank])
     plan = plan_updates([size for part in parts for size in part], updates, ranks.data_size)
-    leaving: list[list[tuple[int, int, Sequence]]] = [[] for _ in range(ranks.data_size)]
+    leaving: list[list[tuple[int, int, S]]] = [[] for _ in range(ranks.data_size)]
     for update, by_rank in enumerate(plan):
         for rank, indices in enumerate(by_rank):
             own = [i for i in indices if first <= i < first + len(mine)]

@@ -83,7 +83,7 @@ def test_the_engine_routes_with_the_predictors_of_the_trainer(finished):
         assert line["routing/update_2/predictor_loss"] > 0 and "routing/update_1/predictor_loss" not in line
         assert {f"routing/layer_0{layer}/update_2/agreement" for layer in (0, 1)} <= line.keys()
     # The engine's bf16 features of a token against the trainer's fp32 ones; of another token they are apart by 1e-2.
-    apart = [f"{line['routing/update_1/drift']:.1e}" for line in steps]
+    apart = [f"{line['routing/update_1/kl_unpredicted']:.1e}" for line in steps]
     print(f"KL between the engine's routers and the trainer's, without prediction, by step: {', '.join(apart)}")
     assert 0 < steps[0]["routing/update_1/kl"] < 1e-4
     assert steps[0]["routing/engine_agreement"] > 0.98  # zero predictors: what bf16 turns over

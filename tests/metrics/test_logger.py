@@ -112,9 +112,12 @@ def test_inactive_ranks_write_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
 
-def test_tensorboard_gets_the_numbers(tmp_path):
+def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # Files of one second are read by their number in the process, as text: 10 would come before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     config = replace(CONFIG, logging=LoggingConfig(tensorboard=True, progress=False))
     with RunLogger(tmp_path, config) as logger:
         for step in (1, 2, 3):

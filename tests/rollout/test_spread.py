@@ -39,7 +39,8 @@ class Endpoint:
         if self.refuses:
             return web.Response(status=503, text="busy")
         prompts = [tuple(ids) for ids in body["input_ids"]]
-        if not body["sampling_params"]["max_new_tokens"]:
+        sampling = body["sampling_params"]  # of all prompts, or one for each
+        if isinstance(sampling, dict) and not sampling["max_new_tokens"]:
             self.prefixes += prompts
             return web.json_response([{"output_ids": []} for _ in prompts])
         self.sampled.append(prompts)

@@ -412,7 +412,8 @@ class CheckpointConfig:
     keep: Positive = 2
     """Newest complete checkpoints that stay."""
     keep_best: Count = 0
-    """Checkpoints of the best eval/score that stay beside them, of steps with both an evaluation and a checkpoint."""
+    """Checkpoints of the best eval/score (in SFT: the lowest eval/loss) that stay beside them, of steps with both an evaluation
+    and a checkpoint."""
     async_save: bool = False
     """Write in the background while training goes on, from a copy on the host of a rank's share of what its GPU holds."""
     timeout_s: PositiveFloat = 1800.0
@@ -423,7 +424,7 @@ class CheckpointConfig:
 
 @section
 class EvalConfig:
-    """Evaluation on held-out prompts."""
+    """Evaluation on held-out prompts; in SFT, the loss on their demonstrations (eval/loss)."""
 
     every: Count = 0
     """Steps between evaluations; 0 evaluates before the first step and after the last."""

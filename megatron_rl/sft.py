@@ -7,9 +7,10 @@ import random
 from megatron_rl.config import Config
 from megatron_rl.data.balance import plan_updates
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.environments.stream import held_out_demonstrations
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.hardware import hardware_metrics
-from megatron_rl.metrics.reduce import figures
+from megatron_rl.metrics.reduce import figures, mean, over_ranks
 from megatron_rl.trainer.objective import SFT
 
 
@@ -17,6 +18,14 @@ def sft(config: Config) -> None:
     """config.steps updates on batch.prompts_per_step demonstrations each; ends with a Hugging Face folder `hf/`."""
     with Run(config, kind="sft") as run:
         trainer = run.build()
+        held_out = [
+            Sequence.demonstration(prompt.tokens, response)
+            for prompt, response in held_out_demonstrations(
+                run.task, run.held_out, run.tokenizer, config.rollout.context_length
+            )
+        ]
+        if run.step == 0:
+            run.logger.log_eval(0, evaluate(run, held_out))
         clock = run.clock()
         while run.step < config.steps and not run.stop_requested():
             with clock("train"):
@@ -25,9 +34,11 @@ def sft(config: Config) -> None:
                 samples = [Sequence.demonstration(prompt.tokens, response) for prompt, response in pairs]
                 [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
                 mine = [samples[i] for i in shares[run.ranks.data_rank]]
-                batches = trainer.pack(mine)
-                update = trainer.update(batches, SFT())
+                update = trainer.update(trainer.pack(mine), SFT())
             run.step += 1
+            with clock("eval"):
+                if run.due(config.eval.every):
+                    run.logger.log_eval(run.step, evaluate(run, held_out))
             times = clock.times()
             sequences = [(len(s.tokens) - 1, len(s.tokens) - s.prompt_length) for s in mine]
             gpus = hardware_metrics(run, sequences, times, sum(len(s.tokens) for s in samples))
@@ -37,3 +48,20 @@ def sft(config: Config) -> None:
             with clock("checkpoint"):
                 run.checkpoint()
         run.save_hf()
+
+
+def evaluate(run: Run, demonstrations: list[Sequence]) -> dict[str, float]:
+    """eval/loss: mean negative log-likelihood (nats a token) of the responses of held-out demonstrations. Collective."""
+    if not demonstrations:
+        return {}
+    [shares] = plan_updates([s.inputs for s in demonstrations], updates=1, ranks=run.ranks.data_size)
+    batches = run.trainer.pack([demonstrations[i] for i in shares[run.ranks.data_rank]])
+    log_probs = run.trainer.compute_log_probs(batches)
+    measured = [
+        {"eval/loss": mean(-values.where(batch.mask, 0.0).sum(), batch.mask.sum())}
+        for batch, values in zip(batches, log_probs, strict=True)
+        if values is not None and run.trainer.reports
+    ]
+    scores = figures(over_ranks(run.ranks, measured))
+    run.scores[run.step] = -scores["eval/loss"]  # the best checkpoint is the one with the lowest
+    return scores | {"eval/prompts": float(len(demonstrations))}

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from megatron_rl.environments.task import Prompt, Task, encode_response
 from megatron_rl.errors import UserError
 
@@ -32,6 +34,27 @@ def fitting(prompts: Sequence[Prompt], tokenizer, context_length: int, max_new_t
             f" exceed rollout.context_length {context_length}; the longest has {longest} tokens"
         )
     return short
+
+
+def held_out_demonstrations(
+    task: Task, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, context_length: int
+) -> list[tuple[Prompt, list[int]]]:
+    """Held-out prompts, each with the tokens of its demonstration, the same at every call; the log counts too long ones.
+
+    Errors: UserError where there are some, and none fits.
+    """
+    encoded = [prompt.encode(tokenizer) for prompt in prompts]
+    pairs = [(p, encode_response(tokenizer, task.demonstration(p, random.Random(f"eval/{p.prompt_id}")))) for p in encoded]
+    fits = [(prompt, response) for prompt, response in pairs if len(prompt.tokens) + len(response) <= context_length]
+    if len(fits) < len(pairs):
+        problem = (
+            f"data: {len(pairs) - len(fits)} of {len(pairs)} held-out demonstrations exceed rollout.context_length"
+            f" {context_length}"
+        )
+        if not fits:
+            raise UserError(f"{problem}: raise it, or set eval.prompts to 0")
+        log.warning(f"{problem}, and are skipped")
+    return fits
 
 
 def _none_fits(count: int, what: str, context_length: int, max_new_tokens: int) -> UserError:

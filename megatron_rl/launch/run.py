@@ -72,7 +72,7 @@ class Run:
     Making it looks at all that the user may have got wrong; `build` makes the trainer, which takes long. Between the two an
     engine starts its servers.
 
-    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, eval_prompts, trainer, logger, step, current_clock.
+    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, held_out, eval_prompts, trainer, logger, step, current_clock.
     """
 
     trainer: Trainer
@@ -89,8 +89,8 @@ class Run:
         self.stream = PromptStream(self.task, self.tokenizer, *lengths, seed=config.data.seed)
         if kind != "sft":
             self.stream.check_room()
-        held_out = [] if kind == "sft" else self.task.prompts("eval")[: config.eval.prompts]
-        self.eval_prompts = fitting(held_out, self.tokenizer, *lengths)
+        self.held_out = self.task.prompts("eval")[: config.eval.prompts]
+        self.eval_prompts = [] if kind == "sft" else fitting(self.held_out, self.tokenizer, *lengths)
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"
         self._lock: TextIO | None = None
@@ -100,7 +100,7 @@ class Run:
         self._found = found[-1] if found else None
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
-        """eval/score by step, as far as the run was evaluated."""
+        """eval/score by step, as far as the run was evaluated; of SFT -eval/loss."""
         self.current_clock = Clock()
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
@@ -240,7 +240,9 @@ class Run:
         if not self.config.checkpoint.keep_best or not best:
             return []
         if self.step in self.scores:
-            self.logger.say(f"best checkpoint: step {best[-1]}, eval/score {self.scores[best[-1]]:.4g}")
+            score = self.scores[best[-1]]
+            of = f"eval/loss {-score:.4g}" if self.kind == "sft" else f"eval/score {score:.4g}"
+            self.logger.say(f"best checkpoint: step {best[-1]}, {of}")
         return best
 
     def finish_save(self) -> None:

@@ -310,6 +310,7 @@ def _summary(values: Mapping[str, float | None]) -> list[str]:
     shown = (
         ("reward/mean", "reward {:.3f}"),
         ("eval/score", "eval {:.3f}"),
+        ("eval/loss", "eval loss {:.4f}"),
         ("loss/policy", "loss {:.4f}"),
         ("mismatch/kl", "mismatch KL {:.1e}"),
         ("entropy", "entropy {:.2f}"),

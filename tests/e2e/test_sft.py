@@ -1,0 +1,72 @@
+"""SFT's evaluation: the loss on held-out demonstrations, over two processes, against Transformers in fp64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_rl.config import load_config
+from megatron_rl.environments import build_task
+from megatron_rl.environments.stream import held_out_demonstrations
+from megatron_rl.metrics.logger import read_json_lines
+
+STEPS = 3
+
+
+def loss_in_fp64(folder, pairs) -> float:
+    """Mean negative log-likelihood of the responses' tokens, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    total, count = 0.0, 0
+    for prompt, response in pairs:
+        tokens = torch.tensor([[*prompt.tokens, *response]])
+        with torch.no_grad():
+            log_probs = model(tokens).logits[0].log_softmax(-1)
+        for place, token in enumerate(response, len(prompt.tokens) - 1):
+            total -= float(log_probs[place, token])
+        count += len(response)
+    return total / count
+
+
+def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, tiny_model):
+    model = tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers")
+    path = tmp_path / "config.yaml"
+    config = {
+        "name": "sft",
+        "steps": STEPS,
+        "runs_dir": str(tmp_path),
+        "model": {"path": str(model)},
+        "data": {"task": "number_sorting", "options": {"corrupt": 0.5}},
+        "batch": {"prompts_per_step": 8, "tokens_per_micro_batch": 128},
+        "optimizer": {"lr": 1e-2},
+        "precision": {"train": "fp32", "rollout": "fp32"},
+        "rollout": {"max_new_tokens": 8, "context_length": 28},
+        "eval": {"every": 2, "prompts": 41},
+        "checkpoint": {"every": 1, "keep": 1, "keep_best": 1},
+        "logging": {"progress": False, "tensorboard": False},
+    }
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "megatron_rl.cli", "sft", str(path), "--nproc", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line["step"]: line for line in read_json_lines(tmp_path / "sft" / "metrics.jsonl")}
+    assert [step for step, line in lines.items() if line.get("eval/loss") is not None] == [0, 2, STEPS]
+
+    task = build_task(load_config(path).data, demonstrations=True)
+    prompts = task.prompts("eval")[: config["eval"]["prompts"]]
+    length = config["rollout"]["context_length"]
+    pairs = held_out_demonstrations(task, prompts, AutoTokenizer.from_pretrained(model), length)
+    assert 1 < len(pairs) and all(len(prompt.tokens) + len(response) <= length for prompt, response in pairs)
+    assert lines[0]["eval/prompts"] == len(pairs)
+    # fp32 against fp64: eps times a few hundred additions a logit, of a loss of a few nats.
+    for step, folder in ((0, model), (STEPS, tmp_path / "sft" / "hf")):
+        assert abs(lines[step]["eval/loss"] - loss_in_fp64(folder, pairs)) < 1e-4
+    assert lines[STEPS]["eval/loss"] < lines[0]["eval/loss"]
+
+    best = min((2, STEPS), key=lambda step: lines[step]["eval/loss"])
+    found = {file.name for file in (tmp_path / "sft" / "checkpoints").iterdir()}
+    assert {f"step_{best:06d}", f"step_{STEPS:06d}"} == found
+    assert f"best checkpoint: step {best}, eval/loss" in done.stdout

@@ -44,7 +44,9 @@ def held_out_demonstrations(
     Errors: UserError where there are some, and none fits.
     """
     encoded = [prompt.encode(tokenizer) for prompt in prompts]
-    pairs = [(p, encode_response(tokenizer, task.demonstration(p, random.Random(f"eval/{p.prompt_id}")))) for p in encoded]
+    pairs = [
+        (p, encode_response(tokenizer, task.demonstration(p, random.Random(f"eval/{p.prompt_id}")))) for p in encoded
+    ]
     fits = [(prompt, response) for prompt, response in pairs if len(prompt.tokens) + len(response) <= context_length]
     if len(fits) < len(pairs):
         problem = (

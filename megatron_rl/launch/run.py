@@ -72,7 +72,8 @@ class Run:
     Making it looks at all that the user may have got wrong; `build` makes the trainer, which takes long. Between the two an
     engine starts its servers.
 
-    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, held_out, eval_prompts, trainer, logger, step, current_clock.
+    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, held_out, eval_prompts, trainer, logger, step,
+    current_clock.
     """
 
     trainer: Trainer

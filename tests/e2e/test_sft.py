@@ -59,7 +59,7 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
     prompts = task.prompts("eval")[: config["eval"]["prompts"]]
     length = config["rollout"]["context_length"]
     pairs = held_out_demonstrations(task, prompts, AutoTokenizer.from_pretrained(model), length)
-    assert 1 < len(pairs) and all(len(prompt.tokens) + len(response) <= length for prompt, response in pairs)
+    assert len(pairs) > 1 and all(len(prompt.tokens) + len(response) <= length for prompt, response in pairs)
     assert lines[0]["eval/prompts"] == len(pairs)
     # fp32 against fp64: eps times a few hundred additions a logit, of a loss of a few nats.
     for step, folder in ((0, model), (STEPS, tmp_path / "sft" / "hf")):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "eval"]
 
@@ -32,7 +35,7 @@ class Prompt:
     tokens: list[int] = field(default_factory=list)
     """Filled by `encode`."""
 
-    def encode(self, tokenizer) -> Prompt:
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         """A copy with tokens, special tokens included as the tokenizer wants them in front of a response."""
         if self.messages is None:
             return replace(self, tokens=list(tokenizer.encode(self.text)))
@@ -45,15 +48,14 @@ class Prompt:
         return replace(self, tokens=list(tokenizer.encode(text, add_special_tokens=False)))
 
 
-def encode_response(tokenizer, text: str) -> list[int]:
+def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokens of a demonstration after its prompt, closed by the end-of-sequence token where the tokenizer has one."""
     tokens = list(tokenizer.encode(text, add_special_tokens=False))
     return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
 
 
 class Task:
-    """Base of all tasks, made from (data, demonstrations). A subclass gives `prompts` and `score`; `demonstration` where SFT
-    is wanted."""
+    """Base of all tasks. A subclass gives `prompts` and `score`; `demonstration` where SFT is wanted."""
 
     name: str = ""
     parts: tuple[str, ...] = ("correct",)
@@ -71,7 +73,7 @@ class Task:
         self.name = self.name or data.task
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Prompts of a split (not tokenised); train and eval share no text. May be lazy."""
+        """Prompts of a split (not tokenized); train and eval share no text. May be lazy."""
         raise NotImplementedError
 
     def score(
@@ -101,23 +103,21 @@ class Task:
         """End the task's worker processes."""
 
 
+def check_options(data: DataConfig, known: Iterable[str]) -> None:
+    """Errors: UserError for a key of data.options that the task does not know."""
+    for name in data.options:
+        if name not in known:
+            raise UserError(f"config: unknown key 'data.options.{name}' of task '{data.task}'{nearest(name, known)}")
+
+
 def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
-    """part -> weight for all parts of the task. Errors: UserError for a part that the task does not have."""
+    """Map part -> weight for all parts of the task. Errors: UserError for a part that the task does not have."""
     for part in rewards:
         if part not in task.parts:
             raise UserError(
                 f"config: data.rewards has '{part}', which task '{task.name}' does not give{nearest(part, task.parts)}"
             )
     return {part: float(rewards.get(part, part in task.main_parts)) for part in task.parts}
-
-
-def score(
-    task: Task, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-) -> list[dict[str, float]]:
-    """Reward parts of each response; in parallel worker processes where the verifier is slow. truncated: see `Task.score`."""
-    if len(prompts) != len(texts):
-        raise ValueError(f"{len(prompts)} prompts for {len(texts)} responses")
-    return task.score(prompts, texts, truncated)
 
 
 def combine(parts: dict[str, float], weights: dict[str, float]) -> float:

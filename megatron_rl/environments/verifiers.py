@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def extract_answer(text: str, *, multiline: bool = False) -> str:
-    """The answer in a response: the last <answer> tag, `\\boxed{}` or 'The answer is ...', else the last line.
+    r"""The answer in a response: the last <answer> tag, `\boxed{}` or 'The answer is ...', else the last line.
 
     multiline: without a marker the whole text is the answer (for answers that are grids).
     """
@@ -51,7 +51,7 @@ def extract_answer(text: str, *, multiline: bool = False) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last complete `\\boxed{...}`, or None."""
+    r"""Content of the last complete `\boxed{...}`, or None."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -84,7 +84,7 @@ def zigzag(text: str, question: str) -> dict[str, float]:
     question: `<6 15 3 12:` to begin upwards, `>6 15 3 12:` to begin downwards.
     """
     found = read_numbers(text)
-    right = found is not None and sorted(found) == sorted(read_numbers(question[1:-1]))
+    right = found is not None and sorted(found) == sorted(read_numbers(question[1:-1]) or [])
     upwards = question[0] == "<"
     turns = all((a < b) == (upwards == (i % 2 == 0)) and a != b for i, (a, b) in enumerate(pairwise(found or [])))
     return {"correct": float(right and turns), "answered": float(found is not None)}
@@ -125,7 +125,7 @@ def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = Fal
     return {"correct": float(correct), "answered": float(bool(found))}
 
 
-def _given_number(text: str, gold: Literal, prompt: str, parse) -> list:
+def _given_number(text: str, gold: Literal, prompt: str, parse: Callable[..., list]) -> list:
     """The final answer, parsed, where a number is expected."""
     for stated in statements(clean(text)):
         if number := stated_number(stated):
@@ -136,7 +136,7 @@ def _given_number(text: str, gold: Literal, prompt: str, parse) -> list:
     return []
 
 
-def _given(text: str, gold: str, prompt: str, parse) -> list:
+def _given(text: str, gold: str, prompt: str, parse: Callable[..., list]) -> list:
     """The final answer, parsed, where an expression is expected: what is stated last."""
     for stated in statements(clean(text)):
         content = stated.text.strip().removesuffix(".").strip("*` ")
@@ -150,31 +150,31 @@ def _given(text: str, gold: str, prompt: str, parse) -> list:
     return []
 
 
-def _parse(text: str, parse) -> list:
+def _parse(text: str, parse: Callable[..., list]) -> list:
     """math-verify wants LaTeX between dollars."""
     in_tex = "$" in text or "\\boxed" in text or "\\(" in text
     return parse(text if in_tex else f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
 
 
 @dataclass(frozen=True)
-class Builtin:
-    """A verifier of ours: function(response, answer, ...) -> parts."""
+class Verifier:
+    """A function(response, answer, ...) -> parts, and how it is called."""
 
-    function: Callable[..., dict[str, float]]
+    function: Callable[..., Any]
     parts: tuple[str, ...] = ("correct", "answered")
     pooled: tuple[str, ...] | None = None
-    """Modules that its worker processes import first; None: it is quick on any text and runs in this process."""
+    """Modules that its worker processes import first; None: it is quick on any text, and needs no worker."""
     extract: Callable[[str], str] = lambda text: extract_answer(text.rpartition("####")[2])
     """The answer inside a response, for maj@n and distinct@n."""
 
 
 VERIFIERS = {
-    "exact": Builtin(exact, parts=("correct",)),
-    "math": Builtin(compare_math, pooled=("math_verify",), extract=math_answer),
-    "number_list": Builtin(number_list),
+    "exact": Verifier(exact, parts=("correct",)),
+    "math": Verifier(compare_math, pooled=("math_verify",), extract=math_answer),
+    "number_list": Verifier(number_list),
 }
 _EXTRAS = ("prompt", "truncated")
-"""What a verifier is given besides response and answer, where it has a parameter of that name."""
+"""Arguments that a verifier gets besides response and answer, where it has a parameter of that name."""
 
 
 class PooledCalls:
@@ -189,8 +189,10 @@ class PooledCalls:
     def score(
         self, prompts: Sequence[Prompt], calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None
     ) -> list[dict[str, float]]:
-        """Parts of each call; prompts[i] names call i in the log. Errors: UserError for results that are no parts, and where
-        the workers cannot work."""
+        """Parts of each call; prompts[i] names call i in the log.
+
+        Errors: UserError for results that are no parts, and where the workers cannot work.
+        """
         return [
             self._failed(prompt, result) if isinstance(result, Failure) else self._checked(prompt, result)
             for prompt, result in zip(prompts, self.pool.map(calls, keywords), strict=True)
@@ -226,40 +228,29 @@ class PooledCalls:
         return dict.fromkeys(self.parts, 0.0)
 
     def close(self) -> None:
+        """End the workers."""
         self.pool.close()
 
 
 class RowVerifier:
-    """The verifier that data.verifier names, for prompts with an answer: built in, or the user's function
+    """The verifier that data.verifier names, for prompts with an answer.
 
-        def score(response: str, answer, ...) -> float | dict[str, float]
-
-    with `prompt` (its text) and `truncated` where it has parameters of these names. The user's has the parts that
-    data.rewards names, or `correct` alone, and runs in worker processes with a hard limit for each call.
+    The user's own is a function score(response, answer, ...) -> number or numbers by name, with `prompt` (its text) and
+    `truncated` where it has parameters of these names. It has the parts that data.rewards names, or `correct` alone, and runs
+    in worker processes with a hard limit for each call.
     """
 
     def __init__(self, name: str, weighted: Sequence[str], *, timeout_s: float):
         """weighted: the parts that data.rewards names. Errors: UserError where there is no such function."""
-        builtin = VERIFIERS.get(name)
-        self._function = builtin.function if builtin else resolve("verifier", name, VERIFIERS, "data.verifier")
+        found = resolve("verifier", name, VERIFIERS, "data.verifier")
+        if not isinstance(found, Verifier):
+            found = Verifier(found, tuple(weighted) or ("correct",), pooled=())
+        self.parts, self.extract, self._function = found.parts, found.extract, found.function
         self._extras = _extras(self._function, name)
-        self.extract = (builtin or VERIFIERS["exact"]).extract
-        self.parts = builtin.parts if builtin else tuple(weighted) or ("correct",)
-        self._pooled: PooledCalls | None = None
-        if builtin is None or builtin.pooled is not None:
-            target = f"{__name__}:{builtin.function.__name__}" if builtin else name
-            imports = builtin.pooled if builtin else ()
-            self._pooled = PooledCalls(target, self.parts, timeout_s=timeout_s, imports=imports)
-
-    @property
-    def timeouts(self) -> int:
-        """Responses that took longer than the limit so far."""
-        return self._pooled.timeouts if self._pooled else 0
-
-    @property
-    def errors(self) -> int:
-        """Responses whose scoring raised or ended its process so far."""
-        return self._pooled.errors if self._pooled else 0
+        self.pooled: PooledCalls | None = None
+        if found.pooled is not None:
+            target = f"{__name__}:{found.function.__name__}" if name in VERIFIERS else name
+            self.pooled = PooledCalls(target, self.parts, timeout_s=timeout_s, imports=found.pooled)
 
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
@@ -269,13 +260,14 @@ class RowVerifier:
         calls = [(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
         extras = [{"prompt": p.text, "truncated": bool(c)} for p, c in zip(prompts, cut, strict=True)]
         keywords = [{name: extra[name] for name in self._extras} for extra in extras]
-        if self._pooled:
-            return self._pooled.score(prompts, calls, keywords)
+        if self.pooled:
+            return self.pooled.score(prompts, calls, keywords)
         return [self._function(*call, **more) for call, more in zip(calls, keywords, strict=True)]
 
     def close(self) -> None:
-        if self._pooled:
-            self._pooled.close()
+        """End the workers, where there are some."""
+        if self.pooled:
+            self.pooled.close()
 
 
 def _extras(function: Callable, name: str) -> list[str]:

@@ -44,14 +44,15 @@ class Prompt:
                 f"data: prompt {self.prompt_id} is a conversation, but the model's tokenizer has no chat template;"
                 " set data.chat: false (and data.template), or give the tokenizer a chat_template"
             )
-        text = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+        text = str(tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False))
         return replace(self, tokens=list(tokenizer.encode(text, add_special_tokens=False)))
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokens of a demonstration after its prompt, closed by the end-of-sequence token where the tokenizer has one."""
+    end: Any = tokenizer.eos_token_id
     tokens = list(tokenizer.encode(text, add_special_tokens=False))
-    return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
+    return tokens if end is None else [*tokens, end]
 
 
 class Task:

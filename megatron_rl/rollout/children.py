@@ -70,9 +70,9 @@ def visible_names(indices: Sequence[int]) -> list[str]:
 
 
 class ChildServers:
-    """All of them, children of this process, each with a port and a log of its own. What is done to several is done at once.
+    """All servers that are children of this process, each with a port and a log of its own; there may be none.
 
-    `servers` are in the order of their GPUs.
+    `servers` are in the order of their GPUs. What is done to several is done at once.
     """
 
     def __init__(
@@ -92,14 +92,13 @@ class ChildServers:
             for index, gpus in enumerate(places)
         ]
 
-    def __enter__(self) -> ChildServers:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
+    def close(self) -> None:
+        """End all."""
         self._each(lambda server: server.__exit__())
 
     @property
     def addresses(self) -> list[str]:
+        """http://host:port of each."""
         return [server.address for server in self.servers]
 
     def start(self) -> None:
@@ -111,18 +110,19 @@ class ChildServers:
             self.sleep()
 
     def wait_ready(self) -> None:
+        """Wait until all answer."""
         self._each(RolloutServer.wait_ready)
 
     def lost(self) -> bool:
-        """Whether none is alive."""
-        return not any(server.alive() for server in self.servers)
+        """Whether there were some, and none is alive."""
+        return bool(self.servers) and not any(server.alive() for server in self.servers)
 
     def dead(self, patience_s: float = 0.0) -> list[RolloutServer]:
         """Those that have ended; while there is none, those that do so within the time."""
         deadline = time.monotonic() + patience_s
         while True:
             found = [server for server in self.servers if not server.alive()]
-            if found or time.monotonic() >= deadline:
+            if found or not self.servers or time.monotonic() >= deadline:
                 return found
             time.sleep(0.05)
 

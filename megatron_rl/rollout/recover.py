@@ -14,8 +14,8 @@ RESTARTS = 3
 class Recovery:
     """Restarts of the servers that this run has started. All processes have one and call it together."""
 
-    def __init__(self, servers: ChildServers | None, ranks: Ranks) -> None:
-        """servers: on rank 0 its children; None elsewhere, and where others run the servers."""
+    def __init__(self, servers: ChildServers, ranks: Ranks) -> None:
+        """servers: this process's children, which rank 0 alone may have."""
         self._servers, self._ranks = servers, ranks
         self.restarts = 0
         """Since the start of the run."""
@@ -24,10 +24,9 @@ class Recovery:
 
     def revive(self, patience_s: float = 0.0) -> bool:
         """Restart the servers that are dead, or one that dies within the time. Returns whether there was one."""
-        dead = self._servers.dead(patience_s) if self._servers else []
-        if not (count := self._ranks.maximum(len(dead))):
+        if not (count := self._ranks.maximum(len(self._servers.dead(patience_s)))):
             return False
         self.make_room()
-        self._ranks.main_does(lambda: self._servers.restart())
+        self._ranks.main_does(self._servers.restart)
         self.restarts += count
         return True

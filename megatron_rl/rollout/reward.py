@@ -1,4 +1,4 @@
-"""What each response is worth to the task."""
+"""The rewards of responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def give_rewards(
     task: Task, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], trajectories: list[Trajectory]
 ) -> list[Trajectory]:
     """The trajectories with text, reward parts and reward. prompts: those that their group ids count."""
-    texts = tokenizer.batch_decode([t.tokens[t.prompt_length :] for t in trajectories], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        [t.tokens[t.prompt_length :].tolist() for t in trajectories], skip_special_tokens=True
+    )
     asked = [prompts[t.group_id] for t in trajectories]
     truncated = [t.finish_reason == "length" for t in trajectories]
     for t, text, parts in zip(trajectories, texts, task.score(asked, texts, truncated), strict=True):

@@ -137,11 +137,11 @@ class FeatureLayout:
         """
         split = self.moe_layers * self.hidden * self.dtype.itemsize
         size = split + self.moe_layers * self.experts * 4
-        positions = [i for i, entry in enumerate(entries) if entry is not None]
+        present = {i: entry for i, entry in enumerate(entries) if entry is not None}
         hidden, logits = bytearray(), bytearray()
-        for i in positions:
+        for entry in present.values():
             try:
-                raw = base64.b64decode(entries[i], validate=True)
+                raw = base64.b64decode(entry, validate=True)
             except (binascii.Error, ValueError, TypeError) as error:
                 raise UserError(
                     f"router_features from SGLang are not base64 ({error}): was the reply cut off?"
@@ -154,9 +154,9 @@ class FeatureLayout:
             hidden += raw[:split]
             logits += raw[split:]
         return RouterFeatures(
-            torch.tensor(positions, dtype=torch.int32),
-            _tensor(hidden, self.dtype, (len(positions), self.moe_layers, self.hidden)),
-            _tensor(logits, torch.float32, (len(positions), self.moe_layers, self.experts)),
+            torch.tensor(list(present), dtype=torch.int32),
+            _tensor(hidden, self.dtype, (len(present), self.moe_layers, self.hidden)),
+            _tensor(logits, torch.float32, (len(present), self.moe_layers, self.experts)),
         )
 
     def check(self, features: RouterFeatures, tokens: int) -> None:
@@ -186,8 +186,10 @@ def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: Ro
 
 
 def sampled_by(trajectory: Trajectory, version: str) -> bool:
-    """Whether the last response token is known to come from weights `version`: with it the whole table does (see the top
-    of this file). A response without tokens says nothing about its version."""
+    """Whether the last response token is known to come from weights `version`: with it the whole table does.
+
+    The top of this file says why. A response without tokens says nothing about its version.
+    """
     last = trajectory.weight_spans[-1] if trajectory.weight_spans else None
     return last is not None and last.end > last.start and last.version == version
 

@@ -129,7 +129,7 @@ class RolloutServer:
     """One SGLang server on 127.0.0.1, child of this process.
 
     `with RolloutServer(...) as server:` starts it and waits until it answers; leaving the block ends its whole process
-    tree, as does the end of this process, in whatever way. `address` stays the same over `restart()`.
+    tree, as does the end of this process, in whatever way. `address` stays the same when it is stopped and started again.
     """
 
     def __init__(
@@ -153,17 +153,16 @@ class RolloutServer:
         sleeps: bool = False,
         keeps_weights: bool = False,
     ):
-        """model: Hugging Face folder; dtype: bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one
-        bf16); routes: capture the experts of every token; pythonpath:
-        folders with plugins of SGLang (entry point group `sglang.srt.plugins`); predictor: a route predictor in every
-        router, zero until it is pushed; feature_stride: s > 0 sends the router features of every s-th response token
-        along, in all replies (`FeatureLayout`); pruning: requests may prune the vocabulary's tail (`SamplingSupport`), for
-        which pythonpath must hold the plugin; kept_sets: they may ask for the tokens that a truncation keeps;
-        seeded_sets: and have seeds;
-        fp32_lm_head: logits in fp32; devices: GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process
-        sees; sleeps: it can be told to `sleep`; keeps_weights: its weights are in host memory meanwhile, and not lost.
+        """Errors: UserError for a feature_stride without predictor.
 
-        Errors: UserError for a feature_stride without predictor.
+        model: Hugging Face folder; dtype: bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one bf16);
+        routes: capture the experts of every token; pythonpath: folders with plugins of SGLang (entry point group
+        `sglang.srt.plugins`); predictor: a route predictor in every router, zero until it is pushed; feature_stride: s > 0
+        sends the router features of every s-th response token along, in all replies (`FeatureLayout`); pruning: requests may
+        prune the vocabulary's tail (`SamplingSupport`), for which pythonpath must hold the plugin; kept_sets: they may ask
+        for the tokens that a truncation keeps; seeded_sets: and have seeds; fp32_lm_head: logits in fp32; devices: GPUs as
+        CUDA_VISIBLE_DEVICES names them, by default all that this process sees; sleeps: it can be told to `sleep`;
+        keeps_weights: its weights are in host memory meanwhile, and not lost.
         """
         if feature_stride and not predictor:
             raise UserError(
@@ -227,7 +226,7 @@ class RolloutServer:
             raise
         return self
 
-    def __exit__(self, *_exception) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.stop()
         self._reserved.close()
 
@@ -275,7 +274,7 @@ class RolloutServer:
         overrides: dict[str, object] = {}
         if self.dtype == "fp8" and machine.gpu is not None:
             overrides["quantization_config"] = quantization_config()
-            # The folder holds no scales. SGLang would quantise its weights itself, but not in blocks, and differently.
+            # The folder holds no scales. SGLang would quantize its weights itself, but not in blocks, and differently.
             command += ["--load-format", "dummy"]
         if self.feature_stride:
             overrides["router_feature_stride"] = self.feature_stride
@@ -358,6 +357,7 @@ class RolloutServer:
         )
 
     def ready(self) -> bool:
+        """Whether it answers."""
         try:
             with urllib.request.urlopen(f"{self.address}/ready", timeout=5) as reply:
                 return reply.status == 200
@@ -365,6 +365,7 @@ class RolloutServer:
             return False
 
     def alive(self) -> bool:
+        """Whether its process runs."""
         return self._process is not None and self._process.poll() is None
 
     def dead(self, patience_s: float = 0.0) -> bool:
@@ -382,19 +383,20 @@ class RolloutServer:
         The prefix cache goes with the cache, weights that are not kept are lost. One that is dead, or dies of it, has given
         up everything. Errors: UserError when it refuses, or takes longer than a start may.
         """
-        if tags := set(tags or MEMORY) - self.asleep:
+        if given := set(tags or MEMORY) - self.asleep:
             # Nothing may run while the cache is away, and SGLang gives it up only when nothing does.
-            self._control(("/pause_generation", {"mode": "retract"}), ("/release_memory_occupation", {"tags": [*tags]}))
-            self.asleep |= tags
+            release = "/release_memory_occupation", {"tags": [*given]}
+            self._control(("/pause_generation", {"mode": "retract"}), release)
+            self.asleep |= given
 
     def wake(self, *tags: str) -> None:
         """Take memory back (all that was given up, or these tags of it); with the last of it, waiting requests go on."""
-        tags = self.asleep & set(tags or MEMORY)
-        calls = [("/resume_memory_occupation", {"tags": [*tags]})] if tags else []
-        if not self.asleep - tags:
+        taken = self.asleep & set(tags or MEMORY)
+        calls: list[tuple[str, dict]] = [("/resume_memory_occupation", {"tags": [*taken]})] if taken else []
+        if not self.asleep - taken:
             calls.append(("/continue_generation", {}))
         self._control(*calls, must_live=True)
-        self.asleep -= tags
+        self.asleep -= taken
 
     def _control(self, *calls: tuple[str, dict], must_live: bool = False) -> None:
         """POSTs in turn. Errors: UserError for a refusal; for one that is dead only where it must live."""
@@ -412,7 +414,7 @@ class RolloutServer:
 
     def stop(self) -> None:
         """End the whole process tree: SIGTERM, then SIGKILL. Returns when it is gone; harmless when called again."""
-        if self._process is None:
+        if self._process is None or self._process.stdin is None:
             return
         self._process.stdin.close()
         try:
@@ -421,9 +423,3 @@ class RolloutServer:
             self._process.kill()  # the supervisor hangs: its server dies with it
             self._process.wait(20)
         self._process = None
-
-    def restart(self) -> None:
-        """Stop what is left of the server, start it again at the same address, with the weights of the model folder."""
-        self.stop()
-        self.start()
-        self.wait_ready()

@@ -21,7 +21,7 @@ class Turns:
 
     def __init__(
         self,
-        servers: ChildServers | None,
+        servers: ChildServers,
         ranks: Ranks,
         *,
         shared: bool,
@@ -31,20 +31,22 @@ class Turns:
         self._servers, self._ranks, self._clock = servers, ranks, clock
         self.shared = self.asleep = shared
         """asleep: the servers have left the GPUs to the trainer."""
-        self.trainer: Trainer | None = None
+        self.trainer: Trainer
         """Known from the first push on."""
 
     def to_trainer(self) -> None:
         """Servers give up their memory, and all of the trainer is there again."""
         if self.shared and not self.asleep:
             with self._clock("sleep"):
-                self._ranks.main_does(lambda: self._servers.sleep())
+                self._ranks.main_does(self._servers.sleep)
                 self.asleep = True
                 self.trainer.wake()
 
     def to_servers(self, *tags: str) -> None:
-        """Servers take back the memory with these tags; with their weights alone, the trainer's weights are there too, else
-        nothing of it."""
+        """Servers take back the memory with these tags; with `weights` alone, the trainer's weights are there too.
+
+        Else nothing of the trainer is there.
+        """
         if not self.shared:
             return
         with self.clock("wake"):

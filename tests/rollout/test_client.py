@@ -267,8 +267,7 @@ def test_missing_routes_name_the_flag():
 
 async def generate(client: SGLangClient):
     async with client:
-        assert not await client.ready()
-        return await client.generate([[1, 2, 3]], {"max_new_tokens": 1})
+        return await client.call([[1, 2, 3]], {"max_new_tokens": 1})
 
 
 @pytest.fixture
@@ -281,7 +280,7 @@ def test_an_unreachable_address_is_named(nobodys_address):
     client = SGLangClient([nobodys_address], retries=1, timeout_s=5)
     with pytest.raises(EngineLost, match=f"2 attempts failed.*{nobodys_address}"):
         asyncio.run(generate(client))
-    assert client.stats.retries == 1
+    assert client.retried == 1
 
 
 def test_a_server_that_never_answers_times_out():
@@ -295,7 +294,7 @@ def test_a_dead_child_is_not_asked_again(nobodys_address):
     client = SGLangClient([nobodys_address], retries=50, lost=lambda: True)
     with pytest.raises(EngineLost, match="died"):
         asyncio.run(generate(client))
-    assert client.stats.retries == 0
+    assert client.retried == 0
 
 
 def test_no_address_is_an_error():

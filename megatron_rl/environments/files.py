@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, override
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.task import Prompt, Split, Task, check_options, is_held_out
+from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, is_held_out
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest, resolve
@@ -209,9 +209,7 @@ class RowTask(Task):
         return self.verify.extract(text)
 
     @override
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-    ) -> list[dict[str, float]]:
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         return self.verify.score(prompts, texts, truncated)
 
     @override

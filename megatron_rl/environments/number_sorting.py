@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.procedural import HELD_OUT_SIZE, ProceduralPrompts
-from megatron_rl.environments.task import Prompt, Split, Task, check_options
+from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options
 from megatron_rl.environments.verifiers import number_list, read_numbers
 from megatron_rl.errors import UserError
 
@@ -74,9 +74,7 @@ class NumberSorting(Task):
         return Prompt(f"{self.name}:{self.seed}:{number}", f"{sign}{' '.join(map(str, numbers))}:", answer)
 
     @override
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-    ) -> list[dict[str, float]]:
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         return [self._verify(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
 
     @override

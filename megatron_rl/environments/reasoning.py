@@ -13,7 +13,7 @@ from typing import Any, override
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.procedural import HELD_OUT_SIZE, ProceduralPrompts
-from megatron_rl.environments.task import Prompt, Split, Task, check_options
+from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options
 from megatron_rl.environments.verifiers import PooledCalls, extract_answer
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
@@ -86,9 +86,7 @@ class ReasoningGym(Task):
         return str(prompt.answer)
 
     @override
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-    ) -> list[dict[str, float]]:
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         if self._verifier is None:
             target = f"{__name__}:score"
             self._verifier = PooledCalls(target, self.parts, timeout_s=self.timeout_s, imports=["reasoning_gym"])

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "eval"]
+Parts = dict[str, float]
+"""Named parts of a reward."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,16 @@ class Task:
         """Prompts of a split (not tokenized); train and eval share no text. May be lazy."""
         raise NotImplementedError
 
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-    ) -> list[dict[str, float]]:
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         """Reward parts of texts[i] as a response to prompts[i]; never raises because of what a text says.
 
-        truncated[i]: the response was cut off at the longest that was allowed. None: none was.
+        truncated[i]: the response was cut off at the longest that was allowed. Empty: none was.
         """
         raise NotImplementedError
 
-    def rewards(self, prompt: Prompt, response_text: str, truncated: bool = False) -> dict[str, float]:
+    def rewards(self, prompt: Prompt, response_text: str) -> Parts:
         """Reward parts of one response."""
-        return self.score([prompt], [response_text], [truncated])[0]
+        return self.score([prompt], [response_text])[0]
 
     def extract(self, text: str) -> str:
         """The answer inside a response, in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
@@ -121,7 +121,7 @@ def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
     return {part: float(rewards.get(part, part in task.main_parts)) for part in task.parts}
 
 
-def combine(parts: dict[str, float], weights: dict[str, float]) -> float:
+def combine(parts: Parts, weights: dict[str, float]) -> float:
     """The reward: weighted sum of the parts."""
     return sum(weights[name] * value for name, value in parts.items())
 

@@ -23,7 +23,7 @@ from megatron_rl.environments.math_answer import (
     stated_number,
     statements,
 )
-from megatron_rl.environments.task import Prompt
+from megatron_rl.environments.task import Parts, Prompt
 from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
 from megatron_rl.registry import resolve
@@ -63,12 +63,12 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def exact(text: str, answer: Any) -> dict[str, float]:
+def exact(text: str, answer: Any) -> Parts:
     """1 if the extracted answer equals the expected one, apart from white space around them."""
     return {"correct": float(extract_answer(text) == str(answer).strip())}
 
 
-def number_list(text: str, answer: Sequence[float] | str) -> dict[str, float]:
+def number_list(text: str, answer: Sequence[float] | str) -> Parts:
     """1 if the response is the expected list of numbers, with nothing around it but separators.
 
     answer: the numbers, or a text like '3 6 12 15'.
@@ -78,7 +78,7 @@ def number_list(text: str, answer: Sequence[float] | str) -> dict[str, float]:
     return {"correct": float(found is not None and found == expected), "answered": float(found is not None)}
 
 
-def zigzag(text: str, question: str) -> dict[str, float]:
+def zigzag(text: str, question: str) -> Parts:
     """1 if the response has the question's numbers, all of them once, going up and down in turn.
 
     question: `<6 15 3 12:` to begin upwards, `>6 15 3 12:` to begin downwards.
@@ -103,7 +103,7 @@ def math_answer(text: str) -> str:
     return next((number.text for number in numbers), stated[0].text.strip() if stated else "")
 
 
-def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> dict[str, float]:
+def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> Parts:
     """1 if the final answer of a response is the expected one; math-verify compares the two.
 
     Where a number is expected, a literal has to be given: in a box, after a marker, or as the last of the last line. What
@@ -188,7 +188,7 @@ class PooledCalls:
 
     def score(
         self, prompts: Sequence[Prompt], calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None
-    ) -> list[dict[str, float]]:
+    ) -> list[Parts]:
         """Parts of each call; prompts[i] names call i in the log.
 
         Errors: UserError for results that are no parts, and where the workers cannot work.
@@ -198,7 +198,7 @@ class PooledCalls:
             for prompt, result in zip(prompts, self.pool.map(calls, keywords), strict=True)
         ]
 
-    def _checked(self, prompt: Prompt, result: Any) -> dict[str, float]:
+    def _checked(self, prompt: Prompt, result: Any) -> Parts:
         given = result if isinstance(result, dict) else {"correct": result}
         try:
             parts = {name: float(value) for name, value in given.items()}
@@ -215,16 +215,11 @@ class PooledCalls:
             return self._failed(prompt, Failure(f"its score is {result!r:.80}"))
         return parts
 
-    def _failed(self, prompt: Prompt, failure: Failure) -> dict[str, float]:
+    def _failed(self, prompt: Prompt, failure: Failure) -> Parts:
         self.timeouts += failure.timed_out
         self.errors += not failure.timed_out
-        log.warning(
-            "verifier: a response to %s scored 0: %s (%d over the time limit, %d failed so far)",
-            prompt.prompt_id,
-            failure.reason,
-            self.timeouts,
-            self.errors,
-        )
+        counts = f"{self.timeouts} over the time limit, {self.errors} failed so far"
+        log.warning(f"verifier: a response to {prompt.prompt_id} scored 0: {failure.reason} ({counts})")
         return dict.fromkeys(self.parts, 0.0)
 
     def close(self) -> None:
@@ -252,9 +247,7 @@ class RowVerifier:
             target = f"{__name__}:{found.function.__name__}" if name in VERIFIERS else name
             self.pooled = PooledCalls(target, self.parts, timeout_s=timeout_s, imports=found.pooled)
 
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-    ) -> list[dict[str, float]]:
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         """Parts of texts[i] as a response to prompts[i]."""
         cut = truncated or [False] * len(texts)
         calls = [(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]

@@ -24,10 +24,9 @@ from megatron_rl.rollout.children import ChildServers, place_here
 from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import PROGRAMS
 from megatron_rl.rollout.external import check_servers
-from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
-from megatron_rl.rollout.recover import Recovery
+from megatron_rl.rollout.recover import Recovery, generate
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport

@@ -194,16 +194,14 @@ def sampled_by(trajectory: Trajectory, version: str) -> bool:
     return last is not None and last.end > last.start and last.version == version
 
 
-def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> int:
+def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> None:
     """Forget the routes of a trajectory, and its features, unless they are of the trainer's weights (`fresh`).
 
-    Of a fresh one, forgets the features that earlier weights have seen. Returns the number of rows dropped.
+    Of a fresh one, forgets the features that earlier weights have seen.
     """
     if trajectory.routes is None:
-        return 0
+        return
     if not fresh:
-        dropped, trajectory.routes, trajectory.features = len(trajectory.routes), None, None
-        return dropped
-    if trajectory.features is not None:
+        trajectory.routes = trajectory.features = None
+    elif trajectory.features is not None:
         trajectory.features = trajectory.features.since(trajectory.weight_spans[-1].start)
-    return 0

@@ -84,7 +84,7 @@ def reserve_port(host: str = "127.0.0.1") -> socket.socket:
     return reserved
 
 
-def tail(path: Path, lines: int, since: int = 0) -> list[str]:
+def tail(path: Path, lines: int, since: int) -> list[str]:
     """Last non-empty lines of a log, of those after the first `since` bytes."""
     try:
         with open(path, errors="replace") as log:

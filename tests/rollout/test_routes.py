@@ -243,8 +243,8 @@ def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, ref
         assert taken[before].amax((1, 2)).median() < 1e-4 and taken[~before].amax((1, 2)).median() > 1e-2
 
         table = t.routes.copy()
-        assert drop_stale_routes(t, fresh=sampled_by(t, "new")) == 0 and (t.routes == table).all()
+        drop_stale_routes(t, fresh=sampled_by(t, "new"))
+        assert (t.routes == table).all()
         assert len(t.features.positions) and t.features.positions.min() >= new.start, "features of the old weights stay"
-        assert (
-            drop_stale_routes(t, fresh=sampled_by(t, "old")) == len(table) and t.routes is None and t.features is None
-        )
+        drop_stale_routes(t, fresh=sampled_by(t, "old"))
+        assert t.routes is None and t.features is None

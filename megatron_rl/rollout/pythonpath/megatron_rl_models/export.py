@@ -23,8 +23,9 @@ MAX_REQUESTS = 1 << 16
 class FeatureExport:
     """Router inputs h and logits z (before prediction) under which response tokens 0, s, 2s, ... were predicted.
 
-    Only requests that want them have some. Response token i comes out of the input token at position prompt_length - 1 + i. Its entry is base64 of h of all MoE
-    layers [layers, hidden] in the model's dtype, where it is wanted, then z [layers, experts] in fp32, little-endian.
+    Only requests that want them have some. Response token i comes out of the input token at position prompt_length - 1 + i.
+    Its entry is base64 of h of all MoE layers [layers, hidden] in the model's dtype, where it is wanted, then z
+    [layers, experts] in fp32, little-endian.
     """
 
     def __init__(self, stride: int):

@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
 from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 
 def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
@@ -75,16 +75,14 @@ class ChildServers:
     `servers` are in the order of their GPUs. What is done to several is done at once.
     """
 
-    def __init__(
-        self, config: Config, places: Sequence[range], *, pythonpath: Sequence[str | Path], sleeps: bool
-    ) -> None:
+    def __init__(self, config: Config, places: Sequence[range], *, sleeps: bool) -> None:
         """sleeps: they share their GPUs with the trainer, and give them up when told to."""
         self.sleeps = sleeps
         alone = len(places) == 1
         self.servers = [
             RolloutServer.from_config(
                 config,
-                pythonpath=pythonpath,
+                pythonpath=[SERVER_PYTHONPATH],
                 log_path=config.run_dir / ("sglang.log" if alone else f"sglang-{index}.log"),
                 devices=visible_names(gpus),
                 sleeps=sleeps,

@@ -33,7 +33,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes, feature_stride
 from megatron_rl.rollout.turns import Turns
 from megatron_rl.sync.checksums import WeightsDigest
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -50,7 +50,7 @@ class Engine:
         self.config = run.config if self.trains else replace(run.config, routing=RoutingConfig())
         self._stack = ExitStack()
         self._program = resolve("rollout program", self.config.rollout.program, PROGRAMS, "rollout.program")
-        self._servers = ChildServers(self.config, [], pythonpath=[], sleeps=False)  # of rank 0 may get some
+        self._servers = ChildServers(self.config, [], sleeps=False)  # of rank 0 may get some
         rollout, model = self.config.rollout, run.hf_config.to_dict()
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
@@ -70,7 +70,7 @@ class Engine:
 
     def _start_servers(self) -> None:
         places = place_here(self.config, trains=self.trains)
-        self._servers = ChildServers(self.config, places, pythonpath=[SERVER_PYTHONPATH], sleeps=self._shares)
+        self._servers = ChildServers(self.config, places, sleeps=self._shares)
         self._stack.callback(self._servers.close)
         try:
             self._servers.start()
@@ -112,9 +112,8 @@ class Engine:
             stay_paused=self._shares,
         )
         self._stack.callback(sync.close)
-        self._recovery = Recovery(self._servers, ranks)
         self._turns = Turns(self._servers, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part))
-        self._recovery.make_room = self._turns.make_room
+        self._recovery = Recovery(self._servers, ranks, self._turns.make_room)
         self._pusher = Pusher(
             sync,
             self._turns,

@@ -17,19 +17,17 @@ RESTARTS = 3
 class Recovery:
     """Restarts of the servers that this run has started. All processes have one and call it together."""
 
-    def __init__(self, servers: ChildServers, ranks: Ranks) -> None:
-        """servers: this process's children, which rank 0 alone may have."""
-        self._servers, self._ranks = servers, ranks
+    def __init__(self, servers: ChildServers, ranks: Ranks, make_room: Callable[[], None]) -> None:
+        """servers: this process's children, which rank 0 alone may have; make_room: called everywhere before one starts."""
+        self._servers, self._ranks, self._make_room = servers, ranks, make_room
         self.restarts = 0
         """Since the start of the run."""
-        self.make_room: Callable[[], None] = lambda: None
-        """What has to happen on every process before a server starts."""
 
     def revive(self, patience_s: float = 0.0) -> bool:
         """Restart the servers that are dead, or one that dies within the time. Returns whether there was one."""
         if not (count := self._ranks.maximum(len(self._servers.dead(patience_s)))):
             return False
-        self.make_room()
+        self._make_room()
         self._ranks.main_does(self._servers.restart)
         self.restarts += count
         return True

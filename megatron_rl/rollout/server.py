@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from megatron_rl.config import Config, ServerConfig
@@ -125,56 +126,51 @@ def feature_stride(config: Config) -> int:
     return -(-config.rollout.max_new_tokens // routing.cached_tokens)
 
 
+@dataclass(eq=False)
 class RolloutServer:
     """One SGLang server on 127.0.0.1, child of this process.
 
     `with RolloutServer(...) as server:` starts it and waits until it answers; leaving the block ends its whole process
     tree, as does the end of this process, in whatever way. `address` stays the same when it is stopped and started again.
+    Errors: UserError for a feature_stride without predictor.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        config: ServerConfig,
-        *,
-        dtype: str = "bf16",
-        context_length: int = 4096,
-        routes: bool = False,
-        log_path: str | Path = "sglang.log",
-        seed: int = 0,
-        pythonpath: Sequence[str | Path] = (),
-        predictor: bool = False,
-        feature_stride: int = 0,
-        pruning: bool = False,
-        kept_sets: bool = False,
-        seeded_sets: bool = False,
-        fp32_lm_head: bool = False,
-        devices: Sequence[str] = (),
-        sleeps: bool = False,
-        keeps_weights: bool = False,
-    ):
-        """Errors: UserError for a feature_stride without predictor.
+    model: Path
+    """Hugging Face folder."""
+    config: ServerConfig
+    _: KW_ONLY
+    dtype: str = "bf16"
+    """bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one bf16)."""
+    context_length: int = 4096
+    routes: bool = False
+    """Capture the experts of every token."""
+    log_path: Path = Path("sglang.log")
+    seed: int = 0
+    pythonpath: Sequence[str | Path] = ()
+    """Folders with plugins of SGLang (entry point group `sglang.srt.plugins`)."""
+    predictor: bool = False
+    """A route predictor in every router, zero until it is pushed."""
+    feature_stride: int = 0
+    """s > 0 sends the router features of every s-th response token along, in all replies (`FeatureLayout`)."""
+    pruning: bool = False
+    """Requests may prune the vocabulary's tail (`SamplingSupport`), for which pythonpath must hold the plugin."""
+    kept_sets: bool = False
+    """Requests may ask for the tokens that a truncation keeps,"""
+    seeded_sets: bool = False
+    """and have seeds."""
+    fp32_lm_head: bool = False
+    devices: Sequence[str] = ()
+    """GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process sees."""
+    sleeps: bool = False
+    """It can be told to `sleep`."""
+    keeps_weights: bool = False
+    """While it sleeps its weights are in host memory, and not lost."""
 
-        model: Hugging Face folder; dtype: bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one bf16);
-        routes: capture the experts of every token; pythonpath: folders with plugins of SGLang (entry point group
-        `sglang.srt.plugins`); predictor: a route predictor in every router, zero until it is pushed; feature_stride: s > 0
-        sends the router features of every s-th response token along, in all replies (`FeatureLayout`); pruning: requests may
-        prune the vocabulary's tail (`SamplingSupport`), for which pythonpath must hold the plugin; kept_sets: they may ask
-        for the tokens that a truncation keeps; seeded_sets: and have seeds; fp32_lm_head: logits in fp32; devices: GPUs as
-        CUDA_VISIBLE_DEVICES names them, by default all that this process sees; sleeps: it can be told to `sleep`;
-        keeps_weights: its weights are in host memory meanwhile, and not lost.
-        """
-        if feature_stride and not predictor:
+    def __post_init__(self) -> None:
+        if self.feature_stride and not self.predictor:
             raise UserError(
                 "router features come from the served model with predictors: feature_stride needs predictor"
             )
-        self.model, self.config, self.dtype = Path(model), config, dtype
-        self.context_length, self.routes, self.seed = context_length, routes, seed
-        self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
-        self.predictor, self.feature_stride = predictor, feature_stride
-        self.pruning, self.kept_sets, self.seeded_sets = pruning, kept_sets, seeded_sets
-        self.fp32_lm_head = fp32_lm_head
-        self.devices, self.sleeps, self.keeps_weights = list(devices), sleeps, keeps_weights
         self.asleep: set[str] = set()
         """Tags of the memory that it has given up."""
         self._reserved = reserve_port()  # also between the two lives of a restarted server
@@ -190,14 +186,14 @@ class RolloutServer:
         config: Config,
         *,
         pythonpath: Sequence[str | Path],
-        log_path: str | Path = "sglang.log",
+        log_path: Path = Path("sglang.log"),
         devices: Sequence[str] = (),
         sleeps: bool = False,
     ) -> RolloutServer:
         """The server that a training run with this config wants."""
         keeps_sets = SamplingSupport.from_config(config.rollout.sampling, config.pruning).keeps_sets
         return cls(
-            config.model.path,
+            Path(config.model.path),
             config.rollout.server,
             dtype=config.precision.rollout,
             context_length=config.rollout.context_length,
@@ -309,7 +305,7 @@ class RolloutServer:
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        paths = self.pythonpath + [str(MODELS_PYTHONPATH)] * self.predictor
+        paths = [str(path) for path in self.pythonpath] + [str(MODELS_PYTHONPATH)] * self.predictor
         if self.predictor:
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS_PACKAGE
         paths += [p for p in [os.environ.get("PYTHONPATH")] if p]

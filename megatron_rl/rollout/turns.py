@@ -9,7 +9,7 @@ to_servers(...)   they take back their weights, are sent new    the trainer keep
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from megatron_rl.rollout.children import ChildServers
 from megatron_rl.trainer.parallel import Ranks
@@ -49,7 +49,7 @@ class Turns:
         """
         if not self.shared:
             return
-        with self.clock("wake"):
+        with self._clock("wake"):
             sending = tags == ("weights",)
             self.trainer.sleep(keep_weights=sending)
             self._ranks.barrier()  # every process has left its GPU
@@ -66,7 +66,3 @@ class Turns:
         if self.shared:
             self.trainer.sleep()
             self._ranks.barrier()
-
-    def clock(self, name: str) -> AbstractContextManager[None]:
-        """A part of the step's time of its own, where GPUs are shared."""
-        return self._clock(name) if self.shared else nullcontext()

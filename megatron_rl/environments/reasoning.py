@@ -19,6 +19,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
 
 DEFAULT_SIZE = 10_000
+_OURS = ("verifier_timeout_s", "size")
+"""Keys of data.options that are not the data set's."""
 _NONSENSE = ("no answer", "#")
 
 
@@ -31,22 +33,21 @@ class ReasoningGym(Task):
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
-        options = dict(data.options)
         self.dataset = data.task.partition(":")[2]
-        self.timeout_s = float(options.pop("verifier_timeout_s", 5.0))
-        self.size = int(options.pop("size", DEFAULT_SIZE))
-        self.options = json.dumps(options, sort_keys=True)
+        self.size = int(data.options.get("size", DEFAULT_SIZE))
+        own = {name: value for name, value in data.options.items() if name not in _OURS}
+        self.options = json.dumps(own, sort_keys=True)
         # entry i of a data set is usually drawn with seed + i
         self._first_seed = data.seed * 1_000_003 * self.size
         self._check()
-        self._verifier: PooledCalls | None = None
+        timeout_s = float(data.options.get("verifier_timeout_s", 5.0))
+        self._verifier = PooledCalls(f"{__name__}:score", self.parts, timeout_s=timeout_s, imports=["reasoning_gym"])
 
     def _check(self) -> None:
         configs = _registry()
         if self.dataset not in configs:
             raise UserError(f"config: data.task: reasoning-gym has no '{self.dataset}'{nearest(self.dataset, configs)}")
-        own = [field.name for field in dataclasses.fields(configs[self.dataset][1])]
-        check_options(self.data, {*own, "verifier_timeout_s", "size"})
+        check_options(self.data, [*_OURS, *(field.name for field in dataclasses.fields(configs[self.dataset][1]))])
         try:
             entries = [self._block(0)[i] for i in range(4)]
         except (AssertionError, ValueError, TypeError) as error:
@@ -87,9 +88,6 @@ class ReasoningGym(Task):
 
     @override
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        if self._verifier is None:
-            target = f"{__name__}:score"
-            self._verifier = PooledCalls(target, self.parts, timeout_s=self.timeout_s, imports=["reasoning_gym"])
         calls = []
         for prompt, text in zip(prompts, texts, strict=True):
             answer = extract_answer(text, multiline="\n" in str(prompt.answer).strip())
@@ -98,8 +96,7 @@ class ReasoningGym(Task):
 
     @override
     def close(self) -> None:
-        if self._verifier is not None:
-            self._verifier.close()
+        self._verifier.close()
 
 
 def _registry() -> dict[str, tuple[type, type]]:

@@ -171,6 +171,7 @@ class RolloutServer:
             raise UserError(
                 "router features come from the served model with predictors: feature_stride needs predictor"
             )
+        self.model, self.log_path = Path(self.model), Path(self.log_path)  # a text does as well
         self.asleep: set[str] = set()
         """Tags of the memory that it has given up."""
         self._reserved = reserve_port()  # also between the two lives of a restarted server

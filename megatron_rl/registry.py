@@ -1,4 +1,4 @@
-"""What a config names: something built in, or the user's own by `module:name` or `path/to/file.py:name`."""
+"""Names of a config: something built in, or the user's own by `module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_name(kind: str, name: str, builtin: Mapping[str, Any], key: str) -> No
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """'; did you mean ...?' for a misspelt name, or all names where none is near."""
+    """'; did you mean ...?' for a misspelled name, or all names where none is near."""
     names = [str(n) for n in names]
     close = get_close_matches(name, names, 1, 0.4)
     return f"; did you mean '{close[0]}'?" if close else f"; there is: {', '.join(sorted(names)) or 'nothing'}"

@@ -48,7 +48,7 @@ def check_data(data: DataConfig) -> None:
 def build_task(data: DataConfig, *, demonstrations: bool = False) -> Task:
     """The task that `data` describes, with its weights resolved. demonstrations: for SFT.
 
-    Errors: UserError for a misspelt name, missing data, or a verifier or reward part that does not fit.
+    Errors: UserError for a misspelled name, missing data, or a verifier or reward part that does not fit.
     """
     check_data(data)
     make = resolve("task", _kind(data), TASKS, "data.task")

@@ -22,7 +22,7 @@ _LITERAL = re.compile(
 )
 _OPERATOR = re.compile(r"[-+*/^xX]|\*\*|\\(?:times|cdot|div|pm|over)")
 _BETWEEN = re.compile(r"\\(?:left|right|[,;!()\[\]])|[\s()\[\]{}$]")
-"""What may stand beside an operator."""
+"""Signs that may stand beside an operator."""
 _OPENED = re.compile(
     r"(?:(?:sqrt|√|\^|_|\\[dt]?frac|log|ln|sin|cos|tan|exp|binom)\s*(?:\[\d*\])?[\s{(\[]*"
     r"|(?:[)}\]]|(?<![A-Za-z])[b-z])\s*(?:[-+*/^]|\\times|\\cdot)\s*[({\[]*)$"
@@ -51,12 +51,12 @@ class Literal(NamedTuple):
     start: int
     end: int
     text: str
-    """As math-verify reads it: no thousands separators, `1e6` as a power of ten."""
+    """The form that math-verify reads: no thousands separators, `1e6` as a power of ten."""
     fraction: bool
 
 
 class Statement(NamedTuple):
-    """Where a response may state its answer."""
+    """A place at which a response may state its answer."""
 
     start: int
     kind: str
@@ -102,7 +102,7 @@ def _literal(match: re.Match, start: int, sign: str) -> Literal:
 
 
 def statements(text: str) -> list[Statement]:
-    """Where the answer may be stated, the last first; without a box or marker the last line."""
+    """The places at which the answer may be stated, the last first; without a box or marker the last line."""
     found = [Statement(start, "boxed", content) for start, content in _boxes(text)]
     for match in _MARKED.finditer(text):
         found += [Statement(match.start(), kind, text) for kind, text in match.groupdict().items() if text is not None]

@@ -55,7 +55,7 @@ class ReasoningGym(Task):
         scores = [score(self.dataset, self.options, entry, text) for entry in entries for text in _NONSENSE]
         if all(parts["score"] == 1.0 for parts in scores):
             raise UserError(
-                f"config: data.task: the scorer of {self.name} pays 1.0 for any text, so nothing can be learnt"
+                f"config: data.task: the scorer of {self.name} pays 1.0 for any text, so nothing can be learned"
                 " from it; choose another data set"
             )
 

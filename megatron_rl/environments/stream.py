@@ -133,7 +133,7 @@ class PromptStream:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, for a checkpoint."""
+        """The place at which the stream stands, for a checkpoint."""
         return {
             "seed": self.seed,
             "size": len(self.prompts),

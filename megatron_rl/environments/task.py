@@ -1,4 +1,4 @@
-"""What a task is: prompts, the rewards of responses to them, and optionally demonstrations."""
+"""Tasks: prompts, the rewards of responses to them, and optionally demonstrations."""
 
 from __future__ import annotations
 

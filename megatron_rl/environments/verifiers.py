@@ -264,7 +264,7 @@ class RowVerifier:
 
 
 def _extras(function: Callable, name: str) -> list[str]:
-    """Which of `_EXTRAS` the function takes. Errors: UserError where it does not take (response, answer)."""
+    """Those of `_EXTRAS` that the function takes. Errors: UserError where it does not take (response, answer)."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C

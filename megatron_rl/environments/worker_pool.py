@@ -24,7 +24,7 @@ from megatron_rl.errors import UserError
 START_TIMEOUT_S = 120.0
 ATTEMPTS = 2
 OWN_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-"""Those with which a call ends its own process; any other one came from outside."""
+"""Signals with which a call ends its own process; any other one came from outside."""
 
 pebble.CONSTS.term_timeout = 0  # workers heed no SIGTERM, so that SIGKILL follows at once
 

@@ -51,7 +51,7 @@ def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
 
 
 def place_here(config: Config, *, trains: bool) -> list[range]:
-    """As `place`, for this process's environment (torchrun's) and machine."""
+    """Call `place` with the figures of this process's environment (torchrun's) and machine."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world > local:
@@ -64,7 +64,7 @@ def place_here(config: Config, *, trains: bool) -> list[range]:
 
 
 def visible_names(indices: Sequence[int]) -> list[str]:
-    """What CUDA calls these GPUs of this process, for the CUDA_VISIBLE_DEVICES of another."""
+    """CUDA's names of these GPUs of this process, for the CUDA_VISIBLE_DEVICES of another."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [names.split(",")[i].strip() if names else str(i) for i in indices]
 
@@ -116,7 +116,7 @@ class ChildServers:
         return bool(self.servers) and not any(server.alive() for server in self.servers)
 
     def dead(self, patience_s: float = 0.0) -> list[RolloutServer]:
-        """Those that have ended; while there is none, those that do so within the time."""
+        """Servers that have ended; while there is none, those that end within the time."""
         deadline = time.monotonic() + patience_s
         while True:
             found = [server for server in self.servers if not server.alive()]

@@ -25,7 +25,7 @@ LONGEST_PAUSE_S = 30.0
 DECODERS = 4
 """Threads that decode replies, so that the event loop goes on with the others: routes of a response are many megabytes."""
 ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
-"""What the id of a request starts with that wants router features, or of these the logits alone (`ASKS` of the served model's
+"""Beginnings of the id of a request that wants router features, or of these the logits alone (`ASKS` of the served model's
 export.py): SGLang has no field of a request's own that would reach a model."""
 
 

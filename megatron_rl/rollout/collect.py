@@ -70,7 +70,7 @@ class Collection:
 
     @property
     def responses(self) -> int:
-        """Those that arrived."""
+        """Responses that arrived."""
         return len(self._replies)
 
     @property
@@ -79,7 +79,7 @@ class Collection:
         return self.responses == len(self._requests)
 
     def _calls(self, servers: int) -> list[Call]:
-        """What is unanswered by HTTP call: those of a call go to the same server, and each server gets one in turn."""
+        """HTTP calls for what is unanswered: a call goes to one server, and each server gets one in turn."""
         by_server: dict[int, list[int]] = defaultdict(list)
         for request in self._requests:
             if request not in self._replies:

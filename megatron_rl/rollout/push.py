@@ -35,9 +35,9 @@ class Pusher:
         self.version = 0
         """Step of the weights that the servers have."""
         self.digest = ""
-        """Of what was pushed last, where digests are taken."""
+        """Digest of what was pushed last, where digests are taken."""
         self.bytes = 0
-        """Of the last push."""
+        """Size of the last push."""
 
     def push(self, trainer: Trainer, version: int) -> None:
         """Send weights to all servers and compare checksums; a server that has died is restarted first."""

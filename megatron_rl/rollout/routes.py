@@ -31,7 +31,7 @@ this model would have zeros between them: an expert twice."""
 
 @dataclass(frozen=True)
 class RouteLayout:
-    """Which rows and columns the engine's table has for a model, read off its Hugging Face config."""
+    """Rows and columns of the engine's table for a model, read off its Hugging Face config."""
 
     layers: int
     """All layers: the engine's table has dense ones too."""
@@ -66,7 +66,7 @@ class RouteLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a reply, at most."""
+        """Most bytes of a reply for a token."""
         return self.layers * self.topk * 4 * 4 // 3
 
     def decode(self, encoded: str, tokens: int) -> np.ndarray:
@@ -122,12 +122,12 @@ class FeatureLayout:
 
     @property
     def logits_alone(self) -> FeatureLayout:
-        """What is enough to compare routers, where no predictor learns."""
+        """The same without hidden states: enough to compare routers, where no predictor learns."""
         return replace(self, hidden=0)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a reply, of a token whose features it has."""
+        """Bytes of a reply for a token whose features it has."""
         return self.moe_layers * (self.hidden * self.dtype.itemsize + self.experts * 4) * 4 // 3
 
     def decode(self, entries: Sequence[str | None]) -> RouterFeatures:

@@ -41,7 +41,7 @@ def descendants() -> list[int]:
 
 
 def survivors() -> list[int]:
-    """As descendants, twice: a process whose parent ends during a scan can be missing from that scan."""
+    """Scan for descendants, twice: a process whose parent ends during a scan can be missing from that scan."""
     return descendants() or descendants()
 
 

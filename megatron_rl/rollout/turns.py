@@ -1,4 +1,4 @@
-"""Whose turn it is on GPUs that servers and trainer share (rollout.colocate); elsewhere nothing of this happens.
+"""Turns on GPUs that servers and trainer share (rollout.colocate); elsewhere nothing of this happens.
 
 generate          the servers answer                            the trainer sleeps
 to_trainer        they give up cache and weights                then the trainer wakes, scores and updates

@@ -61,7 +61,7 @@ def choices(
         found.append(Choice("--attention-backend", "triton", "the others compute in 16 bits", TAKES_FP32))
     if seeded_sets:
         found.append(Choice("--sampling-backend", "pytorch", "flashinfer's samplers take no seeds", ("pytorch",)))
-    # A model that is quantized in its folder is served and never pushed to: there SGLang may choose while nobody asks for routes.
+    # A folder of quantized weights is served and never pushed to: there SGLang may choose while nobody asks for routes.
     if dtype == "fp8" or (has_experts(model) and (routes or not model.get("quantization_config"))):
         reason = "others capture no routes, or hold the experts in another order than they are pushed in"
         found.append(Choice("--moe-runner-backend", "triton", reason, AS_PUSHED[:1]))

@@ -53,7 +53,8 @@ def main() -> None:
         sampling = support.request() | {"max_new_tokens": args.new_tokens, "ignore_eos": True}
         async with SGLangClient([server.address], lost=lambda: not server.alive()) as client:
             start = time.perf_counter()
-            await client.generate(prompts, sampling, samples=args.samples, options=support.options())
+            every = [prompt for prompt in prompts for _ in range(args.samples)]
+            await client.call(every, sampling, prefixes=prompts, options=support.options())
             return time.perf_counter() - start
 
     rounds = []

@@ -370,6 +370,8 @@ class RolloutConfig:
     """Keep every step's trajectories under the run's rollouts/ folder."""
     load: str | None = None
     """A rollouts/ folder to train from instead of asking an engine; evaluation has to be off."""
+    program: str = "single_turn"
+    """How responses are asked for: single_turn, or your own class, module:name (CONTRIBUTING.md says which)."""
 
 
 @section

@@ -1,4 +1,4 @@
-"""What a config names: something built in, or the user's own by `module:name` or `path/to/file.py:name`."""
+"""Names of a config: something built in, or the user's own by `module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def resolve[T](kind: str, name: str, builtin: Mapping[str, T], key: str) -> T | 
 
 
 def check_name(kind: str, name: str, builtin: Mapping[str, Any], key: str) -> None:
-    """Errors: UserError for a name that is not built in, and whose file or module there is not. Imports no module."""
+    """Errors: UserError for a name that is not built in, and has no file or module. Imports nothing."""
     if name in builtin:
         return
     source, colon, attribute = name.rpartition(":")
+    hint = nearest(name, builtin) if builtin else ""
     if not (colon and source and attribute.isidentifier()):
-        hint = nearest(name, builtin) if builtin else ""
         raise UserError(
             f"config: {key}: there is no {kind} '{name}'{hint} (one of your own: module:name, or path/to/file.py:name)"
         )
@@ -50,12 +50,11 @@ def check_name(kind: str, name: str, builtin: Mapping[str, Any], key: str) -> No
         if not Path(source).is_file():
             raise UserError(f"config: {key}: {name}: there is no file {source}")
     elif not _find(source):
-        hint = nearest(name, builtin) if builtin else ""
         raise UserError(f"config: {key}: {name}: there is no module '{source}'{hint} (a file: path/to/file.py:name)")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """'; did you mean ...?' for a misspelt name, or all names where none is near."""
+    """'; did you mean ...?' for a misspelled name, or all names where none is near."""
     names = [str(n) for n in names]
     close = get_close_matches(name, names, 1, 0.4)
     return f"; did you mean '{close[0]}'?" if close else f"; there is: {', '.join(sorted(names)) or 'nothing'}"
@@ -79,6 +78,7 @@ def _import(source: str, where: str) -> ModuleType:
         name = str(Path(source).resolve())
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, name)
+            assert spec and spec.loader  # a name in .py has both
             sys.modules[name] = importlib.util.module_from_spec(spec)
             try:
                 spec.loader.exec_module(sys.modules[name])

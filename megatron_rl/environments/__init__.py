@@ -2,6 +2,6 @@
 
 from megatron_rl.environments.build import build_task
 from megatron_rl.environments.stream import PromptStream, fitting
-from megatron_rl.environments.task import Prompt, Task, combine, encode_response, score
+from megatron_rl.environments.task import Prompt, Task, combine, encode_response
 
-__all__ = ["Prompt", "PromptStream", "Task", "build_task", "combine", "encode_response", "fitting", "score"]
+__all__ = ["Prompt", "PromptStream", "Task", "build_task", "combine", "encode_response", "fitting"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.files import FileTask, HubTask
@@ -24,7 +25,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 def check_data(data: DataConfig) -> None:
-    """What can be told of the section before anything is imported or read.
+    """Check what can be told of the section before anything is imported or read.
 
     Errors: UserError for a template without a prompt, and for a task, a verifier or a `prepare` that is not there.
     """
@@ -47,27 +48,26 @@ def check_data(data: DataConfig) -> None:
 def build_task(data: DataConfig, *, demonstrations: bool = False) -> Task:
     """The task that `data` describes, with its weights resolved. demonstrations: for SFT.
 
-    Errors: UserError for a misspelt name, missing data, or a verifier or reward part that does not fit.
+    Errors: UserError for a misspelled name, missing data, or a verifier or reward part that does not fit.
     """
     check_data(data)
     make = resolve("task", _kind(data), TASKS, "data.task")
-    try:
-        task = make(data, demonstrations)
-    except TypeError as error:
-        if make in TASKS.values() or error.__traceback__.tb_next is not None:
-            raise
-        raise UserError(f"config: data.task: {data.task} cannot be made from (data, demonstrations): {error}") from None
+    _check_takes(make, f"{data.task} cannot be made from (data, demonstrations)", data, demonstrations)
+    task = make(data, demonstrations)
     if not isinstance(task, Task):
         given = type(task).__name__
         raise UserError(f"config: data.task: {data.task} gives {given}, not a megatron_rl.environments.Task")
-    try:
-        inspect.signature(task.score).bind([], [], None)
-    except TypeError as error:
-        raise UserError(
-            f"config: data.task: {data.task}.score does not take (prompts, texts, truncated): {error}"
-        ) from None
+    _check_takes(task.score, f"{data.task}.score does not take (prompts, texts, truncated)", [], [], None)
     task.weights = resolve_weights(task, data.rewards)
     return task
+
+
+def _check_takes(function: Callable, problem: str, *arguments: object) -> None:
+    """Errors: UserError saying `problem`, where the function cannot be called with the arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise UserError(f"config: data.task: {problem}: {error}") from None
 
 
 def _kind(data: DataConfig) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.task import Prompt, Split, Task, is_held_out
+from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, is_held_out
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest, resolve
@@ -70,7 +70,7 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
     try:
         if (Path(path) / "dataset_info.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(path)
-            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            rows: Any = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             rows = datasets.load_dataset(path, subset, split=split)
     except Exception as error:  # the library raises many kinds, from its own to those of HTTP clients
@@ -92,28 +92,29 @@ class RowTask(Task):
         super().__init__(data, demonstrations)
         if not data.path:
             raise UserError(f"config: data.task: {data.task} needs data.path")
-        for option in data.options:
-            if option not in self.known_options:
-                hint = nearest(option, self.known_options)
-                raise UserError(f"config: unknown key 'data.options.{option}' of task '{data.task}'{hint}")
+        self.path = data.path
+        check_options(data, self.known_options)
         self.prepare = resolve("function", data.prepare, {}, "data.prepare") if data.prepare else None
         timeout_s = float(data.options.get("verifier_timeout_s", VERIFIER_TIMEOUT_S))
         self.verify = RowVerifier(data.verifier or "exact", tuple(data.rewards), timeout_s=timeout_s)
         self.parts = self.verify.parts
         self.main_parts = ("correct",)
         self.skipped = 0
-        self._split = self._load(self._read)
+        self._split = self._load()
 
-    def _read(self, split: Split) -> Iterator[Row] | None:
-        """Rows of a split; None where held-out prompts have no source of their own."""
+    def _training_rows(self) -> Iterator[Row]:
         raise NotImplementedError
 
-    def _load(self, read: Callable[[Split], Iterator[Row] | None]) -> dict[str, list[Prompt]]:
-        train = self._parse(read("train"), f"data.path: {self.data.path}")
-        held_out = read("eval")
+    def _held_out_rows(self) -> Iterator[Row] | None:
+        """None where held-out prompts have no source of their own."""
+        raise NotImplementedError
+
+    def _load(self) -> dict[str, list[Prompt]]:
+        train = self._parse(self._training_rows(), f"data.path: {self.path}")
+        held_out = self._held_out_rows()
         if held_out is None:
             return _split_by_hash(train)
-        evaluation = self._parse(held_out, f"data.eval_path: {self.data.eval_path or self.data.path}")
+        evaluation = self._parse(held_out, f"data.eval_path: {self.data.eval_path or self.path}")
         texts = {prompt.text for prompt in evaluation}
         fresh = [prompt for prompt in train if prompt.text not in texts]
         if len(fresh) < len(train):
@@ -125,17 +126,18 @@ class RowTask(Task):
         prompts, columns, skipped, where = [], set(), 0, ""
         missing = dict.fromkeys(self._needed(), 0)
         for where, row, problem in rows:
-            if row is not None and self.prepare is not None and (row := self._prepared(row, where)) is None:
-                continue
             if row is not None:
+                row = self._prepared(row, where)
+                if row is None:
+                    continue
                 columns |= row.keys()
                 absent = [key for key in missing if _get(row, key) is _MISSING]
                 for key in absent:
                     missing[key] += 1
                 problem = f"no '{absent[0]}'" if absent else self._empty(row)
-            if not problem:
-                prompts.append(self._prompt(where, row))
-                continue
+                if not problem:
+                    prompts.append(self._prompt(where, row))
+                    continue
             skipped += 1
             if skipped <= _SHOWN:
                 log.warning("data: %s skipped: %s", where, problem)
@@ -154,7 +156,9 @@ class RowTask(Task):
         return prompts
 
     def _prepared(self, row: dict[str, Any], where: str) -> dict[str, Any] | None:
-        """What data.prepare makes of a row; None where it leaves it out."""
+        """The row as data.prepare gives it back; None where it leaves it out."""
+        if self.prepare is None:
+            return row
         try:
             prepared = self.prepare(row)
         except Exception as error:  # of the user's function
@@ -168,7 +172,7 @@ class RowTask(Task):
         return [self.data.prompt_key, self.data.response_key if self.demonstrations else self.data.answer_key]
 
     def _empty(self, row: dict[str, Any]) -> str:
-        """What is wrong with a row that has all columns, or ''."""
+        """The problem of a row that has all columns, or ''."""
         for key in self._needed():
             value = _get(row, key)
             if value is None or (isinstance(value, str | list) and not len(value)):
@@ -196,15 +200,19 @@ class RowTask(Task):
             messages=messages,
         )
 
+    @override
     def prompts(self, split: Split) -> list[Prompt]:
         return self._split[split]
 
+    @override
     def extract(self, text: str) -> str:
         return self.verify.extract(text)
 
-    def score(self, prompts, texts, truncated=None):
+    @override
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         return self.verify.score(prompts, texts, truncated)
 
+    @override
     def close(self) -> None:
         self.verify.close()
 
@@ -212,9 +220,10 @@ class RowTask(Task):
 class FileTask(RowTask):
     """Rows of data.path, a .jsonl or .parquet file; held-out ones of data.eval_path."""
 
-    def _read(self, split: Split) -> Iterator[Row] | None:
-        if split == "train":
-            return read_file(self.data.path)
+    def _training_rows(self) -> Iterator[Row]:
+        return read_file(self.path)
+
+    def _held_out_rows(self) -> Iterator[Row] | None:
         return read_file(self.data.eval_path, "data.eval_path") if self.data.eval_path else None
 
 
@@ -223,14 +232,16 @@ class HubTask(RowTask):
 
     known_options = ("verifier_timeout_s", "subset", "split", "eval_split")
 
-    def _read(self, split: Split) -> Iterator[Row] | None:
-        data, subset = self.data, self.data.options.get("subset")
-        if split == "train":
-            return read_hub(data.path, "data.path", subset, data.options.get("split", "train"))
-        if data.eval_path or "eval_split" in data.options:
-            key = "data.eval_path" if data.eval_path else "data.path"
-            return read_hub(data.eval_path or data.path, key, subset, data.options.get("eval_split", "test"))
-        return None
+    def _training_rows(self) -> Iterator[Row]:
+        options = self.data.options
+        return read_hub(self.path, "data.path", options.get("subset"), options.get("split", "train"))
+
+    def _held_out_rows(self) -> Iterator[Row] | None:
+        path, options = self.data.eval_path, self.data.options
+        if not path and "eval_split" not in options:
+            return None
+        key = "data.eval_path" if path else "data.path"
+        return read_hub(path or self.path, key, options.get("subset"), options.get("eval_split", "test"))
 
 
 def _get(row: dict[str, Any], key: str) -> Any:

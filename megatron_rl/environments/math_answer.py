@@ -22,7 +22,7 @@ _LITERAL = re.compile(
 )
 _OPERATOR = re.compile(r"[-+*/^xX]|\*\*|\\(?:times|cdot|div|pm|over)")
 _BETWEEN = re.compile(r"\\(?:left|right|[,;!()\[\]])|[\s()\[\]{}$]")
-"""What may stand beside an operator."""
+"""Signs that may stand beside an operator."""
 _OPENED = re.compile(
     r"(?:(?:sqrt|√|\^|_|\\[dt]?frac|log|ln|sin|cos|tan|exp|binom)\s*(?:\[\d*\])?[\s{(\[]*"
     r"|(?:[)}\]]|(?<![A-Za-z])[b-z])\s*(?:[-+*/^]|\\times|\\cdot)\s*[({\[]*)$"
@@ -51,12 +51,12 @@ class Literal(NamedTuple):
     start: int
     end: int
     text: str
-    """As math-verify reads it: no thousands separators, `1e6` as a power of ten."""
+    """The form that math-verify reads: no thousands separators, `1e6` as a power of ten."""
     fraction: bool
 
 
 class Statement(NamedTuple):
-    """Where a response may state its answer."""
+    """A place at which a response may state its answer."""
 
     start: int
     kind: str
@@ -102,10 +102,10 @@ def _literal(match: re.Match, start: int, sign: str) -> Literal:
 
 
 def statements(text: str) -> list[Statement]:
-    """Where the answer may be stated, the last first; without a box or marker the last line."""
+    """The places at which the answer may be stated, the last first; without a box or marker the last line."""
     found = [Statement(start, "boxed", content) for start, content in _boxes(text)]
     for match in _MARKED.finditer(text):
-        found.append(Statement(match.start(), match.lastgroup, match[match.lastgroup]))
+        found += [Statement(match.start(), kind, text) for kind, text in match.groupdict().items() if text is not None]
     found.sort(reverse=True)
     lines = text.strip().splitlines()
     return [*found, Statement(0, "line", lines[-1])] if lines else []
@@ -125,8 +125,10 @@ def _boxes(text: str) -> list[tuple[int, str]]:
 
 
 def stated_number(statement: Statement) -> Literal | None:
-    """The number that is the answer there: the first, or that behind the last equals sign of a calculation; of a last line
-    without a marker the last."""
+    """The number that is the answer there: the first, or of a last line without a marker the last.
+
+    Of a calculation it is the one behind the last equals sign.
+    """
     alone = literals(statement.text)
     if not alone:
         return None
@@ -164,8 +166,10 @@ def squeeze(text: str) -> str:
 
 
 def repeats(expression: str, prompt: str) -> bool:
-    """Whether an expression merely says again what the prompt asks for: it stands there, or it has an operator and no numbers
-    but the prompt's (0 and 1 aside)."""
+    """Whether an expression merely says again what the prompt asks for.
+
+    It stands there, or it has an operator and no numbers but the prompt's (0 and 1 aside).
+    """
     if not re.search(r"[-+*/^!]|\\(?:sqrt|binom)|√", squeeze(expression).lstrip("-+")):
         return False
     if squeeze(expression) in squeeze(prompt):

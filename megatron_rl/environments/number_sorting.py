@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.util
 import random
 import sys
 import types
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, override
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.procedural import HELD_OUT_SIZE, ProceduralPrompts
-from megatron_rl.environments.task import Prompt, Split, Task
+from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options
 from megatron_rl.environments.verifiers import number_list, read_numbers
 from megatron_rl.errors import UserError
-from megatron_rl.registry import nearest
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -33,7 +32,7 @@ class NumberSortingOptions:
     size: Annotated[int, Field(ge=1)] = 20_000
     """Different training prompts."""
     corrupt: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of demonstrations in which two neighbours are swapped: a warm start that RL can repair."""
+    """Share of demonstrations in which two neighbors are swapped: a warm start that RL can repair."""
 
     def __post_init__(self):
         if self.min_numbers > self.max_numbers or self.min_value >= self.max_value:
@@ -41,18 +40,28 @@ class NumberSortingOptions:
 
 
 class NumberSorting(Task):
+    """Numbers to be sorted."""
+
     name = "number_sorting"
     parts = ("correct", "answered")
     verifier = "number_list"
+    _verify = staticmethod(number_list)
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
-        self.options = _parse_options(data.options)
+        check_options(data, NumberSortingOptions.__dataclass_fields__)
+        try:
+            self.options = TypeAdapter(NumberSortingOptions).validate_python(data.options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or "*"
+            raise UserError(f"config: data.options.{key}: {first['msg']}") from None
         self.seed = data.seed
         # entry i of the generator is drawn with seed i: runs with different seeds take entries that are far apart
         self._first = self.seed * 1_000_003 * self.options.size
         self._dataset = _dataset(self.options)
 
+    @override
     def prompts(self, split: Split) -> ProceduralPrompts:
         return ProceduralPrompts(self._generate, split, self.options.size if split == "train" else HELD_OUT_SIZE)
 
@@ -64,13 +73,16 @@ class NumberSorting(Task):
         sign = "<" if metadata["direction"] == "ascending" else ">"
         return Prompt(f"{self.name}:{self.seed}:{number}", f"{sign}{' '.join(map(str, numbers))}:", answer)
 
-    def score(self, prompts, texts, truncated=None):
-        return [number_list(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
+    @override
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
+        return [self._verify(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
 
+    @override
     def extract(self, text: str) -> str:
         numbers = read_numbers(text)
         return text.strip() if numbers is None else " ".join(f"{n:g}" for n in numbers)
 
+    @override
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str:
         answer = self._right(prompt, rng)
         pairs = [i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]]
@@ -88,20 +100,7 @@ def _integer(text: str) -> int:
     return int(float(text))
 
 
-def _parse_options(options: dict[str, Any]) -> NumberSortingOptions:
-    names = [f.name for f in dataclasses.fields(NumberSortingOptions)]
-    for name in options:
-        if name not in names:
-            raise UserError(f"config: unknown key 'data.options.{name}'{nearest(name, names)}")
-    try:
-        return TypeAdapter(NumberSortingOptions).validate_python(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "*"
-        raise UserError(f"config: data.options.{key}: {first['msg']}") from None
-
-
-def _dataset(options: NumberSortingOptions):
+def _dataset(options: NumberSortingOptions) -> Sequence[dict]:
     """reasoning-gym's number_sorting generator."""
     with _without_package_imports("reasoning_gym", "reasoning_gym.algorithmic"):
         module = importlib.import_module("reasoning_gym.algorithmic.number_sorting")
@@ -119,7 +118,7 @@ def _dataset(options: NumberSortingOptions):
 
 
 @contextlib.contextmanager
-def _without_package_imports(*packages: str):
+def _without_package_imports(*packages: str) -> Iterator[None]:
     """Import a submodule without running its packages' __init__.
 
     reasoning_gym's own imports all 106 tasks with matplotlib and sympy, 3.6 s in every rank; this one needs 0.3 s. All
@@ -135,7 +134,7 @@ def _without_package_imports(*packages: str):
             if spec is None:
                 raise UserError(f"data.task number_sorting needs the package {root}: run tools/setup.sh")
             package = types.ModuleType(name)
-            package.__spec__, package.__path__ = spec, spec.submodule_search_locations
+            package.__spec__, package.__path__ = spec, spec.submodule_search_locations or []
             sys.modules[name] = package
         yield
     finally:

@@ -19,6 +19,7 @@ class NumberZigzag(NumberSorting):
 
     name = "number_zigzag"
     verifier = "zigzag"
+    _verify = staticmethod(zigzag)
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
@@ -35,9 +36,6 @@ class NumberZigzag(NumberSorting):
         numbers = rng.sample(self._values, rng.randint(self.options.min_numbers, self.options.max_numbers))
         text = f"{rng.choice('<>')}{' '.join(map(str, numbers))}:"
         return Prompt(f"{self.name}:{self.seed}:{number}", text, text)
-
-    def score(self, prompts, texts, truncated=None):
-        return [zigzag(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
 
     def _right(self, prompt: Prompt, rng: random.Random) -> list[int]:
         """The smaller half at the low places and the larger at the high ones, each in any order."""

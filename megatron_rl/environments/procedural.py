@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 from megatron_rl.environments.task import Prompt, Split, is_held_out
 from megatron_rl.errors import UserError
@@ -29,7 +30,7 @@ class ProceduralPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._size))]
         if not -self._size <= index < self._size:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.environments.task import Prompt, Task, encode_response
 from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +21,10 @@ SHOWN = 5
 """Prompts that are named in the log when they are skipped; there may be thousands."""
 
 
-def fitting(prompts: Sequence[Prompt], tokenizer, context_length: int, max_new_tokens: int) -> list[Prompt]:
-    """Tokenised held-out prompts that leave room for max_new_tokens; the others are counted in one line of the log.
+def fitting(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, context_length: int, max_new_tokens: int
+) -> list[Prompt]:
+    """Tokenized held-out prompts that leave room for max_new_tokens; the others are counted in one line of the log.
 
     Errors: UserError where there are some, and none fits.
     """
@@ -67,14 +72,16 @@ def _none_fits(count: int, what: str, context_length: int, max_new_tokens: int) 
 
 
 class PromptStream:
-    """Training prompts of a task, tokenised, without end.
+    """Training prompts of a task, tokenized, without end.
 
     Epoch e visits the prompts in an order that depends on (seed, e) alone. A prompt that leaves no room for
     max_new_tokens, or a demonstration that is too long, is skipped: counted in `skipped`, and the first few are logged.
     Errors: UserError where nothing of an epoch fits.
     """
 
-    def __init__(self, task: Task, tokenizer, context_length: int, max_new_tokens: int, seed: int):
+    def __init__(
+        self, task: Task, tokenizer: PreTrainedTokenizerBase, context_length: int, max_new_tokens: int, seed: int
+    ) -> None:
         self.task = task
         self.prompts = task.prompts("train")
         if not len(self.prompts):
@@ -151,6 +158,7 @@ class PromptStream:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
+        """The place at which the stream stands, for a checkpoint."""
         return {
             "seed": self.seed,
             "size": len(self.prompts),

@@ -1,18 +1,23 @@
-"""What a task is: prompts, the rewards of responses to them, and optionally demonstrations."""
+"""Tasks: prompts, the rewards of responses to them, and optionally demonstrations."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Split = Literal["train", "eval"]
+Parts = dict[str, float]
+"""Named parts of a reward."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Prompt:
     tokens: list[int] = field(default_factory=list)
     """Filled by `encode`."""
 
-    def encode(self, tokenizer) -> Prompt:
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         """A copy with tokens, special tokens included as the tokenizer wants them in front of a response."""
         if self.messages is None:
             return replace(self, tokens=list(tokenizer.encode(self.text)))
@@ -41,19 +46,19 @@ class Prompt:
                 f"data: prompt {self.prompt_id} is a conversation, but the model's tokenizer has no chat template;"
                 " set data.chat: false (and data.template), or give the tokenizer a chat_template"
             )
-        text = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+        text = str(tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False))
         return replace(self, tokens=list(tokenizer.encode(text, add_special_tokens=False)))
 
 
-def encode_response(tokenizer, text: str) -> list[int]:
+def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokens of a demonstration after its prompt, closed by the end-of-sequence token where the tokenizer has one."""
+    end: Any = tokenizer.eos_token_id
     tokens = list(tokenizer.encode(text, add_special_tokens=False))
-    return tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id]
+    return tokens if end is None else [*tokens, end]
 
 
 class Task:
-    """Base of all tasks, made from (data, demonstrations). A subclass gives `prompts` and `score`; `demonstration` where SFT
-    is wanted."""
+    """Base of all tasks. A subclass gives `prompts` and `score`; `demonstration` where SFT is wanted."""
 
     name: str = ""
     parts: tuple[str, ...] = ("correct",)
@@ -71,21 +76,19 @@ class Task:
         self.name = self.name or data.task
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Prompts of a split (not tokenised); train and eval share no text. May be lazy."""
+        """Prompts of a split (not tokenized); train and eval share no text. May be lazy."""
         raise NotImplementedError
 
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-    ) -> list[dict[str, float]]:
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         """Reward parts of texts[i] as a response to prompts[i]; never raises because of what a text says.
 
-        truncated[i]: the response was cut off at the longest that was allowed. None: none was.
+        truncated[i]: the response was cut off at the longest that was allowed. Empty: none was.
         """
         raise NotImplementedError
 
-    def rewards(self, prompt: Prompt, response_text: str, truncated: bool = False) -> dict[str, float]:
+    def rewards(self, prompt: Prompt, response_text: str) -> Parts:
         """Reward parts of one response."""
-        return self.score([prompt], [response_text], [truncated])[0]
+        return self.score([prompt], [response_text])[0]
 
     def extract(self, text: str) -> str:
         """The answer inside a response, in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
@@ -101,8 +104,15 @@ class Task:
         """End the task's worker processes."""
 
 
+def check_options(data: DataConfig, known: Iterable[str]) -> None:
+    """Errors: UserError for a key of data.options that the task does not know."""
+    for name in data.options:
+        if name not in known:
+            raise UserError(f"config: unknown key 'data.options.{name}' of task '{data.task}'{nearest(name, known)}")
+
+
 def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
-    """part -> weight for all parts of the task. Errors: UserError for a part that the task does not have."""
+    """Map part -> weight for all parts of the task. Errors: UserError for a part that the task does not have."""
     for part in rewards:
         if part not in task.parts:
             raise UserError(
@@ -111,16 +121,7 @@ def resolve_weights(task: Task, rewards: dict[str, float]) -> dict[str, float]:
     return {part: float(rewards.get(part, part in task.main_parts)) for part in task.parts}
 
 
-def score(
-    task: Task, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-) -> list[dict[str, float]]:
-    """Reward parts of each response; in parallel worker processes where the verifier is slow. truncated: see `Task.score`."""
-    if len(prompts) != len(texts):
-        raise ValueError(f"{len(prompts)} prompts for {len(texts)} responses")
-    return task.score(prompts, texts, truncated)
-
-
-def combine(parts: dict[str, float], weights: dict[str, float]) -> float:
+def combine(parts: Parts, weights: dict[str, float]) -> float:
     """The reward: weighted sum of the parts."""
     return sum(weights[name] * value for name, value in parts.items())
 

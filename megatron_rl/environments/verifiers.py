@@ -23,7 +23,7 @@ from megatron_rl.environments.math_answer import (
     stated_number,
     statements,
 )
-from megatron_rl.environments.task import Prompt
+from megatron_rl.environments.task import Parts, Prompt
 from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
 from megatron_rl.registry import resolve
@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def extract_answer(text: str, *, multiline: bool = False) -> str:
-    """The answer in a response: the last <answer> tag, `\\boxed{}` or 'The answer is ...', else the last line.
+    r"""The answer in a response: the last <answer> tag, `\boxed{}` or 'The answer is ...', else the last line.
 
     multiline: without a marker the whole text is the answer (for answers that are grids).
     """
@@ -51,7 +51,7 @@ def extract_answer(text: str, *, multiline: bool = False) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last complete `\\boxed{...}`, or None."""
+    r"""Content of the last complete `\boxed{...}`, or None."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -63,12 +63,12 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def exact(text: str, answer: Any) -> dict[str, float]:
+def exact(text: str, answer: Any) -> Parts:
     """1 if the extracted answer equals the expected one, apart from white space around them."""
     return {"correct": float(extract_answer(text) == str(answer).strip())}
 
 
-def number_list(text: str, answer: Sequence[float] | str) -> dict[str, float]:
+def number_list(text: str, answer: Sequence[float] | str) -> Parts:
     """1 if the response is the expected list of numbers, with nothing around it but separators.
 
     answer: the numbers, or a text like '3 6 12 15'.
@@ -78,13 +78,13 @@ def number_list(text: str, answer: Sequence[float] | str) -> dict[str, float]:
     return {"correct": float(found is not None and found == expected), "answered": float(found is not None)}
 
 
-def zigzag(text: str, question: str) -> dict[str, float]:
+def zigzag(text: str, question: str) -> Parts:
     """1 if the response has the question's numbers, all of them once, going up and down in turn.
 
     question: `<6 15 3 12:` to begin upwards, `>6 15 3 12:` to begin downwards.
     """
     found = read_numbers(text)
-    right = found is not None and sorted(found) == sorted(read_numbers(question[1:-1]))
+    right = found is not None and sorted(found) == sorted(read_numbers(question[1:-1]) or [])
     upwards = question[0] == "<"
     turns = all((a < b) == (upwards == (i % 2 == 0)) and a != b for i, (a, b) in enumerate(pairwise(found or [])))
     return {"correct": float(right and turns), "answered": float(found is not None)}
@@ -103,7 +103,7 @@ def math_answer(text: str) -> str:
     return next((number.text for number in numbers), stated[0].text.strip() if stated else "")
 
 
-def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> dict[str, float]:
+def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> Parts:
     """1 if the final answer of a response is the expected one; math-verify compares the two.
 
     Where a number is expected, a literal has to be given: in a box, after a marker, or as the last of the last line. What
@@ -125,7 +125,7 @@ def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = Fal
     return {"correct": float(correct), "answered": float(bool(found))}
 
 
-def _given_number(text: str, gold: Literal, prompt: str, parse) -> list:
+def _given_number(text: str, gold: Literal, prompt: str, parse: Callable[..., list]) -> list:
     """The final answer, parsed, where a number is expected."""
     for stated in statements(clean(text)):
         if number := stated_number(stated):
@@ -136,7 +136,7 @@ def _given_number(text: str, gold: Literal, prompt: str, parse) -> list:
     return []
 
 
-def _given(text: str, gold: str, prompt: str, parse) -> list:
+def _given(text: str, gold: str, prompt: str, parse: Callable[..., list]) -> list:
     """The final answer, parsed, where an expression is expected: what is stated last."""
     for stated in statements(clean(text)):
         content = stated.text.strip().removesuffix(".").strip("*` ")
@@ -150,31 +150,31 @@ def _given(text: str, gold: str, prompt: str, parse) -> list:
     return []
 
 
-def _parse(text: str, parse) -> list:
+def _parse(text: str, parse: Callable[..., list]) -> list:
     """math-verify wants LaTeX between dollars."""
     in_tex = "$" in text or "\\boxed" in text or "\\(" in text
     return parse(text if in_tex else f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
 
 
 @dataclass(frozen=True)
-class Builtin:
-    """A verifier of ours: function(response, answer, ...) -> parts."""
+class Verifier:
+    """A function(response, answer, ...) -> parts, and how it is called."""
 
-    function: Callable[..., dict[str, float]]
+    function: Callable[..., Any]
     parts: tuple[str, ...] = ("correct", "answered")
     pooled: tuple[str, ...] | None = None
-    """Modules that its worker processes import first; None: it is quick on any text and runs in this process."""
+    """Modules that its worker processes import first; None: it is quick on any text, and needs no worker."""
     extract: Callable[[str], str] = lambda text: extract_answer(text.rpartition("####")[2])
     """The answer inside a response, for maj@n and distinct@n."""
 
 
 VERIFIERS = {
-    "exact": Builtin(exact, parts=("correct",)),
-    "math": Builtin(compare_math, pooled=("math_verify",), extract=math_answer),
-    "number_list": Builtin(number_list),
+    "exact": Verifier(exact, parts=("correct",)),
+    "math": Verifier(compare_math, pooled=("math_verify",), extract=math_answer),
+    "number_list": Verifier(number_list),
 }
 _EXTRAS = ("prompt", "truncated")
-"""What a verifier is given besides response and answer, where it has a parameter of that name."""
+"""Arguments that a verifier gets besides response and answer, where it has a parameter of that name."""
 
 
 class PooledCalls:
@@ -188,15 +188,17 @@ class PooledCalls:
 
     def score(
         self, prompts: Sequence[Prompt], calls: Sequence[tuple], keywords: Sequence[dict[str, Any]] | None = None
-    ) -> list[dict[str, float]]:
-        """Parts of each call; prompts[i] names call i in the log. Errors: UserError for results that are no parts, and where
-        the workers cannot work."""
+    ) -> list[Parts]:
+        """Parts of each call; prompts[i] names call i in the log.
+
+        Errors: UserError for results that are no parts, and where the workers cannot work.
+        """
         return [
             self._failed(prompt, result) if isinstance(result, Failure) else self._checked(prompt, result)
             for prompt, result in zip(prompts, self.pool.map(calls, keywords), strict=True)
         ]
 
-    def _checked(self, prompt: Prompt, result: Any) -> dict[str, float]:
+    def _checked(self, prompt: Prompt, result: Any) -> Parts:
         given = result if isinstance(result, dict) else {"correct": result}
         try:
             parts = {name: float(value) for name, value in given.items()}
@@ -213,73 +215,56 @@ class PooledCalls:
             return self._failed(prompt, Failure(f"its score is {result!r:.80}"))
         return parts
 
-    def _failed(self, prompt: Prompt, failure: Failure) -> dict[str, float]:
+    def _failed(self, prompt: Prompt, failure: Failure) -> Parts:
         self.timeouts += failure.timed_out
         self.errors += not failure.timed_out
-        log.warning(
-            "verifier: a response to %s scored 0: %s (%d over the time limit, %d failed so far)",
-            prompt.prompt_id,
-            failure.reason,
-            self.timeouts,
-            self.errors,
-        )
+        counts = f"{self.timeouts} over the time limit, {self.errors} failed so far"
+        log.warning(f"verifier: a response to {prompt.prompt_id} scored 0: {failure.reason} ({counts})")
         return dict.fromkeys(self.parts, 0.0)
 
     def close(self) -> None:
+        """End the workers."""
         self.pool.close()
 
 
 class RowVerifier:
-    """The verifier that data.verifier names, for prompts with an answer: built in, or the user's function
+    """The verifier that data.verifier names, for prompts with an answer.
 
-        def score(response: str, answer, ...) -> float | dict[str, float]
-
-    with `prompt` (its text) and `truncated` where it has parameters of these names. The user's has the parts that
-    data.rewards names, or `correct` alone, and runs in worker processes with a hard limit for each call.
+    The user's own is a function score(response, answer, ...) -> number or numbers by name, with `prompt` (its text) and
+    `truncated` where it has parameters of these names. It has the parts that data.rewards names, or `correct` alone, and runs
+    in worker processes with a hard limit for each call.
     """
 
     def __init__(self, name: str, weighted: Sequence[str], *, timeout_s: float):
         """weighted: the parts that data.rewards names. Errors: UserError where there is no such function."""
-        builtin = VERIFIERS.get(name)
-        self._function = builtin.function if builtin else resolve("verifier", name, VERIFIERS, "data.verifier")
+        found = resolve("verifier", name, VERIFIERS, "data.verifier")
+        if not isinstance(found, Verifier):
+            found = Verifier(found, tuple(weighted) or ("correct",), pooled=())
+        self.parts, self.extract, self._function = found.parts, found.extract, found.function
         self._extras = _extras(self._function, name)
-        self.extract = (builtin or VERIFIERS["exact"]).extract
-        self.parts = builtin.parts if builtin else tuple(weighted) or ("correct",)
-        self._pooled: PooledCalls | None = None
-        if builtin is None or builtin.pooled is not None:
-            target = f"{__name__}:{builtin.function.__name__}" if builtin else name
-            imports = builtin.pooled if builtin else ()
-            self._pooled = PooledCalls(target, self.parts, timeout_s=timeout_s, imports=imports)
+        self.pooled: PooledCalls | None = None
+        if found.pooled is not None:
+            target = f"{__name__}:{found.function.__name__}" if name in VERIFIERS else name
+            self.pooled = PooledCalls(target, self.parts, timeout_s=timeout_s, imports=found.pooled)
 
-    @property
-    def timeouts(self) -> int:
-        """Responses that took longer than the limit so far."""
-        return self._pooled.timeouts if self._pooled else 0
-
-    @property
-    def errors(self) -> int:
-        """Responses whose scoring raised or ended its process so far."""
-        return self._pooled.errors if self._pooled else 0
-
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] | None = None
-    ) -> list[dict[str, float]]:
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         """Parts of texts[i] as a response to prompts[i]."""
         cut = truncated or [False] * len(texts)
         calls = [(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
         extras = [{"prompt": p.text, "truncated": bool(c)} for p, c in zip(prompts, cut, strict=True)]
         keywords = [{name: extra[name] for name in self._extras} for extra in extras]
-        if self._pooled:
-            return self._pooled.score(prompts, calls, keywords)
+        if self.pooled:
+            return self.pooled.score(prompts, calls, keywords)
         return [self._function(*call, **more) for call, more in zip(calls, keywords, strict=True)]
 
     def close(self) -> None:
-        if self._pooled:
-            self._pooled.close()
+        """End the workers, where there are some."""
+        if self.pooled:
+            self.pooled.close()
 
 
 def _extras(function: Callable, name: str) -> list[str]:
-    """Which of `_EXTRAS` the function takes. Errors: UserError where it does not take (response, answer)."""
+    """Those of `_EXTRAS` that the function takes. Errors: UserError where it does not take (response, answer)."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C

@@ -47,7 +47,7 @@ def start(parent: int, target: str, memory_mb: int, imports: Sequence[str]) -> N
 
 
 def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
-    """What the function gives, or a Failure where it raises."""
+    """The function's result, or a Failure where it raises."""
     try:
         return resolve("function", target, {}, "data.verifier")(*arguments, **keywords)
     except (Exception, SystemExit) as error:

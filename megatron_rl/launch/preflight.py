@@ -23,6 +23,7 @@ from megatron_rl.ops.sink_attention import flash_takes
 from megatron_rl.registry import resolve
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
+from megatron_rl.rollout.collect import PROGRAMS
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes
@@ -71,6 +72,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f"config: rollout.server.expert = {server.expert} does not divide rollout.server.tensor = {server.tensor};"
             f" take {math.gcd(server.tensor, server.expert)}"
         )
+    if kind != "sft":
+        resolve("rollout program", config.rollout.program, PROGRAMS, "rollout.program")
     if kind != "sft" and not config.rollout.addresses:
         _check_extra_args(config, hf_config)
     _check_servers(config, kind, world_size)

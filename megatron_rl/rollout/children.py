@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
 from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 
 def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
@@ -51,7 +51,7 @@ def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
 
 
 def place_here(config: Config, *, trains: bool) -> list[range]:
-    """As `place`, for this process's environment (torchrun's) and machine."""
+    """Call `place` with the figures of this process's environment (torchrun's) and machine."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world > local:
@@ -64,27 +64,25 @@ def place_here(config: Config, *, trains: bool) -> list[range]:
 
 
 def visible_names(indices: Sequence[int]) -> list[str]:
-    """What CUDA calls these GPUs of this process, for the CUDA_VISIBLE_DEVICES of another."""
+    """CUDA's names of these GPUs of this process, for the CUDA_VISIBLE_DEVICES of another."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [names.split(",")[i].strip() if names else str(i) for i in indices]
 
 
 class ChildServers:
-    """All of them, children of this process, each with a port and a log of its own. What is done to several is done at once.
+    """All servers that are children of this process, each with a port and a log of its own; there may be none.
 
-    `servers` are in the order of their GPUs.
+    `servers` are in the order of their GPUs. What is done to several is done at once.
     """
 
-    def __init__(
-        self, config: Config, places: Sequence[range], *, pythonpath: Sequence[str | Path], sleeps: bool
-    ) -> None:
+    def __init__(self, config: Config, places: Sequence[range], *, sleeps: bool) -> None:
         """sleeps: they share their GPUs with the trainer, and give them up when told to."""
         self.sleeps = sleeps
         alone = len(places) == 1
         self.servers = [
             RolloutServer.from_config(
                 config,
-                pythonpath=pythonpath,
+                pythonpath=[SERVER_PYTHONPATH],
                 log_path=config.run_dir / ("sglang.log" if alone else f"sglang-{index}.log"),
                 devices=visible_names(gpus),
                 sleeps=sleeps,
@@ -92,14 +90,13 @@ class ChildServers:
             for index, gpus in enumerate(places)
         ]
 
-    def __enter__(self) -> ChildServers:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
+    def close(self) -> None:
+        """End all."""
         self._each(lambda server: server.__exit__())
 
     @property
     def addresses(self) -> list[str]:
+        """http://host:port of each."""
         return [server.address for server in self.servers]
 
     def start(self) -> None:
@@ -111,18 +108,19 @@ class ChildServers:
             self.sleep()
 
     def wait_ready(self) -> None:
+        """Wait until all answer."""
         self._each(RolloutServer.wait_ready)
 
     def lost(self) -> bool:
-        """Whether none is alive."""
-        return not any(server.alive() for server in self.servers)
+        """Whether there were some, and none is alive."""
+        return bool(self.servers) and not any(server.alive() for server in self.servers)
 
     def dead(self, patience_s: float = 0.0) -> list[RolloutServer]:
-        """Those that have ended; while there is none, those that do so within the time."""
+        """Servers that have ended; while there is none, those that end within the time."""
         deadline = time.monotonic() + patience_s
         while True:
             found = [server for server in self.servers if not server.alive()]
-            if found or time.monotonic() >= deadline:
+            if found or not self.servers or time.monotonic() >= deadline:
                 return found
             time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""What SGLang must be told on a GPU, where it would choose kernels that know nothing of routes, pushes or fp32.
+"""Flags that SGLang must be given on a GPU, where it would choose kernels that know nothing of routes, pushes or fp32.
 
 As found in SGLang 0.5.23 (`sglang/srt/arg_groups`); tests/rollout/test_choices.py has its own resolution of these flags.
 """
@@ -61,7 +61,7 @@ def choices(
         found.append(Choice("--attention-backend", "triton", "the others compute in 16 bits", TAKES_FP32))
     if seeded_sets:
         found.append(Choice("--sampling-backend", "pytorch", "flashinfer's samplers take no seeds", ("pytorch",)))
-    # What is quantised in its folder is served and never pushed to: there SGLang may choose while nobody asks for routes.
+    # A folder of quantized weights is served and never pushed to: there SGLang may choose while nobody asks for routes.
     if dtype == "fp8" or (has_experts(model) and (routes or not model.get("quantization_config"))):
         reason = "others capture no routes, or hold the experts in another order than they are pushed in"
         found.append(Choice("--moe-runner-backend", "triton", reason, AS_PUSHED[:1]))
@@ -72,6 +72,7 @@ def choices(
 
 
 def has_experts(model: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a MoE model."""
     return any(model.get(name) for name in ("n_routed_experts", "num_local_experts", "num_experts"))
 
 
@@ -82,10 +83,9 @@ def check_extra_args(extra_args: Sequence[str], chosen: Sequence[Choice]) -> Non
         if key := _OWN_KEYS.get(flag):
             raise UserError(f"config: rollout.server.extra_args has {flag}, which is {key}; set that key instead")
     for choice in chosen:
-        attention = choice.flag == "--attention-backend"
-        same = (
-            (choice.flag, "--prefill-attention-backend", "--decode-attention-backend") if attention else (choice.flag,)
-        )
+        same = [choice.flag]
+        if choice.flag == "--attention-backend":
+            same += ["--prefill-attention-backend", "--decode-attention-backend"]
         for flag in same:
             if given.get(flag, choice.value) not in choice.valid:
                 raise UserError(
@@ -95,6 +95,7 @@ def check_extra_args(extra_args: Sequence[str], chosen: Sequence[Choice]) -> Non
 
 
 def speculates(extra_args: Sequence[str]) -> bool:
+    """Whether the flags ask for speculative decoding."""
     return any(flag.startswith("--speculative") for flag, _ in _pairs(extra_args))
 
 

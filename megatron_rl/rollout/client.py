@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -25,7 +25,7 @@ LONGEST_PAUSE_S = 30.0
 DECODERS = 4
 """Threads that decode replies, so that the event loop goes on with the others: routes of a response are many megabytes."""
 ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
-"""What the id of a request starts with that wants router features, or of these the logits alone (`ASKS` of the served model's
+"""Beginnings of the id of a request that wants router features, or of these the logits alone (`ASKS` of the served model's
 export.py): SGLang has no field of a request's own that would reach a model."""
 
 
@@ -98,12 +98,11 @@ def parse_reply(
     if len(log_probs) != len(tokens):
         raise UserError(f"reply of SGLang has {len(tokens)} tokens but {len(log_probs)} log-probs")
     fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": log_probs}
-    parsed = Reply(tokens, fields, reason["type"], spans, text=reply.get("text") or "")
-    if kept:
-        parsed.kept = sets
+    parsed = Reply(tokens, fields, reason["type"], spans, kept=sets, text=reply.get("text") or "")
+    if sets is not None:
         if len(sets) != len(tokens):
             raise UserError(f"reply of SGLang has {len(tokens)} tokens but {len(sets)} sets of tokens that it kept")
-        outside = [i for i, (token, ids) in enumerate(zip(tokens, parsed.kept, strict=True)) if token not in ids]
+        outside = [i for i, (token, ids) in enumerate(zip(tokens, sets, strict=True)) if token not in ids]
         if outside:
             raise UserError(
                 f"SGLang says that token {outside[0]} of a response is not among those it kept to sample from"
@@ -126,15 +125,6 @@ def parse_reply(
     return parsed
 
 
-@dataclass
-class ClientStats:
-    """Counts since the client was made."""
-
-    retries: int = 0
-    errors: list[str] = field(default_factory=list)
-    """What the retries were for, the newest last."""
-
-
 class SGLangClient:
     """`async with SGLangClient(addresses) as client:`; it may be entered again, also under another event loop."""
 
@@ -147,14 +137,13 @@ class SGLangClient:
         retries: int = 3,
         lost: Callable[[], bool] = lambda: False,
     ):
-        """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): True where a retry is pointless, as
-        the server is known to be dead."""
+        """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead."""
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
         self.addresses = [a.rstrip("/") if "://" in a else f"http://{a.rstrip('/')}" for a in addresses]
         self.concurrency, self.timeout_s, self.retries, self.lost = concurrency, timeout_s, retries, lost
-        self.stats = ClientStats()
-        self._session: aiohttp.ClientSession | None = None
+        self.retried = 0
+        """Retries since the client was made."""
 
     async def __aenter__(self) -> SGLangClient:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=min(10.0, self.timeout_s))
@@ -164,54 +153,9 @@ class SGLangClient:
         self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
         return self
 
-    async def __aexit__(self, *_exception) -> None:
+    async def __aexit__(self, *_exception: object) -> None:
         await self._session.close()
         self._pool.shutdown(cancel_futures=True)
-
-    async def ready(self) -> bool:
-        """Whether every server answers /ready (which, unlike /health, generates nothing)."""
-        for address in self.addresses:
-            try:
-                async with self._session.get(f"{address}/ready") as reply:
-                    if reply.status != 200:
-                        return False
-            except (aiohttp.ClientError, OSError):
-                return False
-        return True
-
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: dict[str, Any],
-        *,
-        samples: int = 1,
-        routes_start: Sequence[int] | None = None,
-        prompt_log_probs: bool = False,
-        **options: Any,
-    ) -> list[list[Reply]]:
-        """`samples` responses to each prompt, [prompts][samples], all from one server. options: others of `call`.
-
-        routes_start: for each prompt, how many rows of its routes are known already and stay away (0 to its length); SGLang
-        takes one number a call, so that each prompt gets a call of its own, and they go to different servers. Errors: those
-        of `call`.
-        """
-        shared = samples > 1 and not prompt_log_probs
-        options |= {"prompt_log_probs": prompt_log_probs}
-
-        def ask(some: Sequence[Sequence[int]], **more: Any):
-            every = [prompt for prompt in some for _ in range(samples)]
-            return self.call(every, sampling, prefixes=some if shared else (), **options, **more)
-
-        if routes_start is None:
-            calls = [ask(prompts)]
-        else:
-            starts = list(zip(prompts, routes_start, strict=True))
-            calls = [
-                ask([prompt], routes_start=start, number=i, total=len(starts))
-                for i, (prompt, start) in enumerate(starts)
-            ]
-        replies = [reply for found in await asyncio.gather(*calls) for reply in found]
-        return [replies[i : i + samples] for i in range(0, len(replies), samples)]
 
     async def call(
         self,
@@ -230,8 +174,8 @@ class SGLangClient:
         """A response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
 
         sampling: SGLang's sampling_params, of all or one for each prompt; options: other fields of its request. prefixes:
-        prompts that other calls to that server have too; each is computed once. Errors: EngineLost after all retries;
-        UserError for what no retry mends.
+        prompts that other calls to that server have too; each is computed once. routes_start: rows of the routes of each
+        prompt that are known already and stay away. Errors: EngineLost after all retries; UserError for what no retry mends.
         """
         body: dict[str, Any] = {
             "input_ids": [[int(token) for token in prompt] for prompt in prompts],
@@ -283,6 +227,7 @@ class SGLangClient:
         decode: Callable[[bytes], list[Reply]],
     ) -> list[Reply]:
         """The decoded answer of the first server in `order` that gives one."""
+        problem = ""
         for attempt in range(self.retries + 1):
             address = self.addresses[order[attempt % len(order)]]
             try:
@@ -296,15 +241,15 @@ class SGLangClient:
             if self.lost():
                 raise EngineLost(f"SGLang's server died ({problem})")
             if attempt < self.retries:
-                self.stats.retries += 1
-                self.stats.errors.append(problem)
+                self.retried += 1
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
 
     async def _compute(self, address: str, prefixes: Sequence[tuple[int, ...]]) -> None:
         """Have a server compute prompts that no call has had it compute; wait for those that others have it compute.
 
-        SGLang's own n > 1 shares prefixes too, but waits for one prompt after the other."""
+        SGLang's own n > 1 shares prefixes too, but waits for one prompt after the other.
+        """
         new = [p for p in prefixes if (address, p) not in self._prefixes]
         if new:
             body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}}

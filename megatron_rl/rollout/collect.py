@@ -1,18 +1,22 @@
-"""All prompts of a step, asked at once; trajectories in the order of the prompts, whatever happened in between."""
+"""All prompts of a step, asked at once; trajectories in the order of the prompts, whatever happened in between.
+
+A rollout program (`rollout.program`) is a class like `Collection`, or a subclass, with its fields, `run`, `complete`,
+`trajectories` and `retries`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import batched, groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments import Prompt
 from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient, server_order
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport, request_seed
@@ -22,22 +26,6 @@ TOKENS_PER_CALL = 4096
 ones get a call each, so that a failure costs little."""
 BYTES_PER_CALL = 1 << 24
 """Where routes and features go along, calls have at most about that many bytes of them."""
-
-
-class Prompt(Protocol):
-    """What a collection needs of a prompt."""
-
-    prompt_id: str
-    tokens: list[int]
-
-
-@dataclass
-class CollectStats:
-    responses: int = 0
-    tokens: int = 0
-    """Response tokens."""
-    retries: int = 0
-    seconds: float = 0.0
 
 
 class Call(NamedTuple):
@@ -51,8 +39,10 @@ class Call(NamedTuple):
 
 @dataclass
 class Collection:
-    """The trajectories of one step as they arrive. `run` asks for what is missing, so it may be called again after the
-    engine died: what was answered is kept."""
+    """The trajectories of one step as they arrive, one response to each request.
+
+    `run` asks for what is missing, so it may be called again after the engine died.
+    """
 
     prompts: Sequence[Prompt]
     support: SamplingSupport
@@ -70,25 +60,28 @@ class Collection:
     """With it every request has a seed of its own (`request_seed`), so that its draws do not depend on the others."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
-    stats: CollectStats = field(default_factory=CollectStats)
+    retries: int = 0
+    """HTTP calls that were made again."""
 
     def __post_init__(self) -> None:
         self._total = len(self.prompts) * self.samples_per_prompt
-        self.share = range(self._total) if self.share is None else self.share
+        self._requests = range(self._total) if self.share is None else self.share
         self._replies: dict[int, Reply] = {}
 
     @property
-    def wanted(self) -> int:
-        return len(self.share)
+    def responses(self) -> int:
+        """Responses that arrived."""
+        return len(self._replies)
 
     @property
     def complete(self) -> bool:
-        return len(self._replies) == self.wanted
+        """Whether all arrived."""
+        return self.responses == len(self._requests)
 
     def _calls(self, servers: int) -> list[Call]:
-        """What is unanswered by HTTP call: those of a call go to the same server, and each server gets one in turn."""
+        """HTTP calls for what is unanswered: a call goes to one server, and each server gets one in turn."""
         by_server: dict[int, list[int]] = defaultdict(list)
-        for request in self.share:
+        for request in self._requests:
             if request not in self._replies:
                 by_server[server_order(request, self._total, servers)[0]].append(request)
         calls = []
@@ -112,19 +105,15 @@ class Collection:
         return self.features.logits_alone
 
     def run(self, client: SGLangClient) -> None:
-        """Ask for all that is missing. Errors: EngineLost (what was answered is kept), UserError."""
-        start = time.perf_counter()
-        try:
-            asyncio.run(self._run(client))
-        finally:
-            self.stats.seconds += time.perf_counter() - start
+        """Ask for all that is missing. Errors: EngineLost (what was answered stays), UserError."""
+        asyncio.run(self._run(client))
 
     async def _run(self, client: SGLangClient) -> None:
-        before = client.stats.retries
+        before = client.retried
         async with client:
             tasks = [self._ask(client, call) for call in self._calls(len(client.addresses))]
             done = await asyncio.gather(*tasks, return_exceptions=True)
-        self.stats.retries += client.stats.retries - before
+        self.retries += client.retried - before
         problems = [problem for problem in done if isinstance(problem, BaseException)]
         # A lost engine can be mended, anything else cannot: it goes first.
         for problem in sorted(problems, key=lambda p: isinstance(p, EngineLost)):
@@ -149,14 +138,12 @@ class Collection:
             options=self.support.options(),
         )
         self._replies.update(zip(call.requests, replies, strict=True))
-        self.stats.responses += len(replies)
-        self.stats.tokens += sum(len(reply.tokens) for reply in replies)
         if self.on_progress:
-            self.on_progress(self.stats.responses, self.wanted)
+            self.on_progress(self.responses, len(self._requests))
 
     def trajectories(self) -> list[Trajectory]:
         """In the order of the requests; a prompt's place is their group id."""
-        found = [(self._prompt_of(r), self._replies[r]) for r in self.share]
+        found = [(self._prompt_of(r), self._replies[r]) for r in self._requests]
         return [
             Trajectory(
                 prompt_id=self.prompts[p].prompt_id,
@@ -174,3 +161,6 @@ class Collection:
             )
             for p, reply in found
         ]
+
+
+PROGRAMS = {"single_turn": Collection}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import RoutingConfig
 from megatron_rl.data.record import file_of, save_trajectories
@@ -18,21 +19,21 @@ from megatron_rl.launch.plan import share_of
 from megatron_rl.launch.run import Run
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.models.served import check_served
+from megatron_rl.registry import resolve
 from megatron_rl.rollout.children import ChildServers, place_here
 from megatron_rl.rollout.client import SGLangClient
-from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.collect import PROGRAMS
 from megatron_rl.rollout.external import check_servers
-from megatron_rl.rollout.generate import generate
 from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
-from megatron_rl.rollout.recover import Recovery
+from megatron_rl.rollout.recover import Recovery, generate
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes, feature_stride
 from megatron_rl.rollout.turns import Turns
 from megatron_rl.sync.checksums import WeightsDigest
-from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -48,7 +49,8 @@ class Engine:
         self.run, self.trains = run, run.kind == "train"
         self.config = run.config if self.trains else replace(run.config, routing=RoutingConfig())
         self._stack = ExitStack()
-        self._servers: ChildServers | None = None
+        self._program = resolve("rollout program", self.config.rollout.program, PROGRAMS, "rollout.program")
+        self._servers = ChildServers(self.config, [], sleeps=False)  # of rank 0 may get some
         rollout, model = self.config.rollout, run.hf_config.to_dict()
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
@@ -68,16 +70,16 @@ class Engine:
 
     def _start_servers(self) -> None:
         places = place_here(self.config, trains=self.trains)
-        self._servers = ChildServers(self.config, places, pythonpath=[SERVER_PYTHONPATH], sleeps=self._shares)
-        self._stack.push(self._servers)
+        self._servers = ChildServers(self.config, places, sleeps=self._shares)
+        self._stack.callback(self._servers.close)
         try:
             self._servers.start()
         except BaseException:
             self._stack.close()
             raise
 
-    def __exit__(self, kind: type | None, *rest: object) -> None:
-        self._stack.__exit__(kind, *rest)
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
 
     def join(self) -> None:
         """Wait until the servers answer; make client and weight sync. Every process calls it."""
@@ -86,7 +88,7 @@ class Engine:
             return
 
         def wait() -> list[str]:
-            if self._servers is None:
+            if not self._servers.servers:
                 check_servers(self.config, self.run.hf_config, pushes=self.trains)
                 return rollout.addresses
             if not self._shares:
@@ -99,7 +101,7 @@ class Engine:
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
             retries=rollout.retries,
-            lost=lambda: self._servers is not None and self._servers.lost(),
+            lost=self._servers.lost,
         )
         sync = WeightSync(
             self.config.sync,
@@ -110,16 +112,15 @@ class Engine:
             stay_paused=self._shares,
         )
         self._stack.callback(sync.close)
-        self._recovery = Recovery(self._servers, ranks)
         self._turns = Turns(self._servers, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part))
-        self._recovery.make_room = self._turns.make_room
+        self._recovery = Recovery(self._servers, ranks, self._turns.make_room)
         self._pusher = Pusher(
             sync,
             self._turns,
             self._recovery,
             dtype=self._dtype,
             digests=rollout.record and self._routes is not None,
-            kept=self.config.sync.refresh.when == "drift",
+            keeps_weights=self.config.sync.refresh.when == "drift",
         )
         self.run.before_saving = self.sleep  # all of the trainer has to be there
         self._stack.push(self._leave)
@@ -156,8 +157,10 @@ class Engine:
         self._pusher.wake()
 
     def collect(self, prompts: Sequence[Prompt], step: int) -> list[Trajectory]:
-        """Trajectories of training step `step` (0-based), with rewards: on each data-parallel leader those of its share of
-        the requests (`prompts` are the whole step's), elsewhere none. Every process calls it."""
+        """Trajectories of training step `step` (0-based), with rewards; every process calls it.
+
+        Each data-parallel leader gets those of its share of the requests (`prompts` are the whole step's), others none.
+        """
         rollout, ranks = self.config.rollout, self.run.ranks
         if rollout.load:
             file = file_of(Path(rollout.load), step, ranks.data_rank)
@@ -188,17 +191,16 @@ class Engine:
         seed: str,
         with_routes: bool = False,
     ) -> list[Trajectory]:
-        """`samples` responses to each of `prompts`, which are the same everywhere, with rewards: on each data-parallel leader
-        its share of them, elsewhere none. A group is a prompt's place in `prompts`; several leaders may share it.
+        """`samples` responses to each of `prompts`, which are the same everywhere, with rewards; every process calls it.
 
-        seed: says which draws these are, beside config.seed: the same one draws the same again. with_routes: also the
-        engine's routes and router features, where the config asks for them.
-        Every process calls it. When the child servers die, they are restarted with the current weights, and what was not
-        answered is asked again.
+        Each data-parallel leader gets its share of them, others none. A group is a prompt's place in `prompts`; several
+        leaders may share it. seed: says which draws these are, beside config.seed: the same one draws the same again.
+        with_routes: also the engine's routes and router features, where the config asks for them. When the child servers
+        die, they are restarted with the current weights, and what was not answered is asked again.
         """
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
-        collection = Collection(
+        collection = self._program(
             prompts=prompts,
             support=support,
             samples_per_prompt=samples,
@@ -213,7 +215,7 @@ class Engine:
             on_progress=self.run.logger.progress,
         )
         generate(collection, self._client, ranks, self._revive)
-        self._retries += sum(ranks.gather(collection.stats.retries))
+        self._retries += sum(ranks.gather(collection.retries))
         return give_rewards(self.run.task, self.run.tokenizer, prompts, collection.trajectories())
 
     def _revive(self) -> bool:

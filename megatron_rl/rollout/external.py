@@ -24,8 +24,7 @@ PHASES = ("prefill", "decode")
 
 
 def check_servers(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
-    """Errors: UserError, one line, for the first of rollout.addresses that does not answer or cannot do what the config
-    asks of it."""
+    """Errors: UserError, one line, for the first of rollout.addresses that cannot do what the config asks of it."""
     for address in config.rollout.addresses:
         info, model = (_get(address, path) for path in ("server_info", "model_info"))
         if found := problems(info, model, config, hf_config, pushes=pushes):
@@ -37,7 +36,7 @@ def check_servers(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) 
 def problems(
     info: Mapping[str, Any], model: Mapping[str, Any], config: Config, hf_config: PreTrainedConfig, *, pushes: bool
 ) -> list[str]:
-    """What is wrong with a server, as predicates of a sentence, each with the flag to mend it.
+    """The problems of a server, as predicates of a sentence, each with the flag to mend it.
 
     info, model: what SGLang's /server_info (arguments as they were resolved) and /model_info answer. pushes: weights go
     there; else it answers with those that it has.
@@ -102,8 +101,8 @@ def problems(
             f"runs with --moe-runner-backend {runner}, which captures no routes or holds experts otherwise than they are"
             " pushed: triton does both",
         )
-        attention = {info.get(f"{phase}_attention_backend") or info.get("attention_backend") for phase in PHASES}
-        attention.discard(None)
+        found_backends = (info.get(f"{phase}_attention_backend") or info.get("attention_backend") for phase in PHASES)
+        attention = {str(backend) for backend in found_backends if backend is not None}
         refuse(
             precision.rollout == "fp32" and not attention <= set(TAKES_FP32),
             f"runs with --attention-backend {' and '.join(sorted(attention))}, which does not compute in fp32: triton does",

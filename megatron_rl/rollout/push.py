@@ -17,20 +17,27 @@ class Pusher:
     """Weights of one trainer, on servers that keep or lose them when they sleep. All processes call it together."""
 
     def __init__(
-        self, sync: WeightSync, turns: Turns, recovery: Recovery, *, dtype: torch.dtype, digests: bool, kept: bool
+        self,
+        sync: WeightSync,
+        turns: Turns,
+        recovery: Recovery,
+        *,
+        dtype: torch.dtype,
+        digests: bool,
+        keeps_weights: bool,
     ) -> None:
-        """dtype: of the engine's weights; digests: take one of each push; kept: a server that sleeps keeps its weights."""
+        """dtype: of the engine's weights; digests: take one of each push; keeps_weights: a server that sleeps does."""
         self._sync, self._turns, self._recovery = sync, turns, recovery
-        self._dtype, self._digests, self._kept = dtype, digests, kept
+        self._dtype, self._digests, self._keeps_weights = dtype, digests, keeps_weights
         self._trainer: Trainer | None = None
         self.now = 0
         """Step of the trainer's weights: the next push is of them."""
         self.version = 0
         """Step of the weights that the servers have."""
         self.digest = ""
-        """Of what was pushed last, where digests are taken."""
+        """Digest of what was pushed last, where digests are taken."""
         self.bytes = 0
-        """Of the last push."""
+        """Size of the last push."""
 
     def push(self, trainer: Trainer, version: int) -> None:
         """Send weights to all servers and compare checksums; a server that has died is restarted first."""
@@ -64,7 +71,7 @@ class Pusher:
         """The servers' turn, with the weights that they had; with the trainer's, where these are lost."""
         if not self._turns.asleep:
             return
-        if self._recovery.revive() or not self._kept:
+        if self._recovery.revive() or not self._keeps_weights:
             self.again()
             return
         try:

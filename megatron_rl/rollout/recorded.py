@@ -24,9 +24,9 @@ def read_recorded(
         t.features = t.features if features else None
         try:
             support.check_recorded(t.support)
-            if t.routes is not None:
+            if routes and t.routes is not None:
                 routes.kept.check(t.routes, len(t.tokens) - 1)
-            if t.features is not None:
+            if features and t.features is not None:
                 features.check(t.features, t.response_length)
         except ValueError as error:
             raise UserError(f"rollout.load: {path}, trajectory {number}: {error}") from None

@@ -31,7 +31,7 @@ this model would have zeros between them: an expert twice."""
 
 @dataclass(frozen=True)
 class RouteLayout:
-    """Which rows and columns the engine's table has for a model, read off its Hugging Face config."""
+    """Rows and columns of the engine's table for a model, read off its Hugging Face config."""
 
     layers: int
     """All layers: the engine's table has dense ones too."""
@@ -66,7 +66,7 @@ class RouteLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a reply, at most."""
+        """Most bytes of a reply for a token."""
         return self.layers * self.topk * 4 * 4 // 3
 
     def decode(self, encoded: str, tokens: int) -> np.ndarray:
@@ -122,12 +122,12 @@ class FeatureLayout:
 
     @property
     def logits_alone(self) -> FeatureLayout:
-        """What is enough to compare routers, where no predictor learns."""
+        """The same without hidden states: enough to compare routers, where no predictor learns."""
         return replace(self, hidden=0)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a reply, of a token whose features it has."""
+        """Bytes of a reply for a token whose features it has."""
         return self.moe_layers * (self.hidden * self.dtype.itemsize + self.experts * 4) * 4 // 3
 
     def decode(self, entries: Sequence[str | None]) -> RouterFeatures:
@@ -137,11 +137,11 @@ class FeatureLayout:
         """
         split = self.moe_layers * self.hidden * self.dtype.itemsize
         size = split + self.moe_layers * self.experts * 4
-        positions = [i for i, entry in enumerate(entries) if entry is not None]
+        present = {i: entry for i, entry in enumerate(entries) if entry is not None}
         hidden, logits = bytearray(), bytearray()
-        for i in positions:
+        for entry in present.values():
             try:
-                raw = base64.b64decode(entries[i], validate=True)
+                raw = base64.b64decode(entry, validate=True)
             except (binascii.Error, ValueError, TypeError) as error:
                 raise UserError(
                     f"router_features from SGLang are not base64 ({error}): was the reply cut off?"
@@ -154,9 +154,9 @@ class FeatureLayout:
             hidden += raw[:split]
             logits += raw[split:]
         return RouterFeatures(
-            torch.tensor(positions, dtype=torch.int32),
-            _tensor(hidden, self.dtype, (len(positions), self.moe_layers, self.hidden)),
-            _tensor(logits, torch.float32, (len(positions), self.moe_layers, self.experts)),
+            torch.tensor(list(present), dtype=torch.int32),
+            _tensor(hidden, self.dtype, (len(present), self.moe_layers, self.hidden)),
+            _tensor(logits, torch.float32, (len(present), self.moe_layers, self.experts)),
         )
 
     def check(self, features: RouterFeatures, tokens: int) -> None:
@@ -186,22 +186,22 @@ def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: Ro
 
 
 def sampled_by(trajectory: Trajectory, version: str) -> bool:
-    """Whether the last response token is known to come from weights `version`: with it the whole table does (see the top
-    of this file). A response without tokens says nothing about its version."""
+    """Whether the last response token is known to come from weights `version`: with it the whole table does.
+
+    The top of this file says why. A response without tokens says nothing about its version.
+    """
     last = trajectory.weight_spans[-1] if trajectory.weight_spans else None
     return last is not None and last.end > last.start and last.version == version
 
 
-def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> int:
+def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> None:
     """Forget the routes of a trajectory, and its features, unless they are of the trainer's weights (`fresh`).
 
-    Of a fresh one, forgets the features that earlier weights have seen. Returns the number of rows dropped.
+    Of a fresh one, forgets the features that earlier weights have seen.
     """
     if trajectory.routes is None:
-        return 0
+        return
     if not fresh:
-        dropped, trajectory.routes, trajectory.features = len(trajectory.routes), None, None
-        return dropped
-    if trajectory.features is not None:
+        trajectory.routes = trajectory.features = None
+    elif trajectory.features is not None:
         trajectory.features = trajectory.features.since(trajectory.weight_spans[-1].start)
-    return 0

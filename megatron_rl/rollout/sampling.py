@@ -27,7 +27,7 @@ PRUNING = "megatron_rl_plugin.pruning", "PruneTail"
 class SamplingSupport:
     """Temperature and truncation under which tokens are drawn and under which both sides' log-probs are taken.
 
-    Log-probs of engine and trainer are always over the same kind of renormalised support. Nothing truncated: the whole
+    Log-probs of engine and trainer are always over the same kind of renormalized support. Nothing truncated: the whole
     vocabulary. min_p (pruning.rho): each side's own tokens within min_p of its likeliest one (papers/000, def. 5.1).
     top_p, top_k: the tokens that the engine kept, which it sends along. Log-probs of a truncated engine against those
     of the whole vocabulary would put log(kept mass) into every importance ratio.

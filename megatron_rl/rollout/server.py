@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from megatron_rl.config import Config, ServerConfig
@@ -84,7 +85,7 @@ def reserve_port(host: str = "127.0.0.1") -> socket.socket:
     return reserved
 
 
-def tail(path: Path, lines: int, since: int = 0) -> list[str]:
+def tail(path: Path, lines: int, since: int) -> list[str]:
     """Last non-empty lines of a log, of those after the first `since` bytes."""
     try:
         with open(path, errors="replace") as log:
@@ -125,57 +126,52 @@ def feature_stride(config: Config) -> int:
     return -(-config.rollout.max_new_tokens // routing.cached_tokens)
 
 
+@dataclass(eq=False)
 class RolloutServer:
     """One SGLang server on 127.0.0.1, child of this process.
 
     `with RolloutServer(...) as server:` starts it and waits until it answers; leaving the block ends its whole process
-    tree, as does the end of this process, in whatever way. `address` stays the same over `restart()`.
+    tree, as does the end of this process, in whatever way. `address` stays the same when it is stopped and started again.
+    Errors: UserError for a feature_stride without predictor.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        config: ServerConfig,
-        *,
-        dtype: str = "bf16",
-        context_length: int = 4096,
-        routes: bool = False,
-        log_path: str | Path = "sglang.log",
-        seed: int = 0,
-        pythonpath: Sequence[str | Path] = (),
-        predictor: bool = False,
-        feature_stride: int = 0,
-        pruning: bool = False,
-        kept_sets: bool = False,
-        seeded_sets: bool = False,
-        fp32_lm_head: bool = False,
-        devices: Sequence[str] = (),
-        sleeps: bool = False,
-        keeps_weights: bool = False,
-    ):
-        """model: Hugging Face folder; dtype: bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one
-        bf16); routes: capture the experts of every token; pythonpath:
-        folders with plugins of SGLang (entry point group `sglang.srt.plugins`); predictor: a route predictor in every
-        router, zero until it is pushed; feature_stride: s > 0 sends the router features of every s-th response token
-        along, in all replies (`FeatureLayout`); pruning: requests may prune the vocabulary's tail (`SamplingSupport`), for
-        which pythonpath must hold the plugin; kept_sets: they may ask for the tokens that a truncation keeps;
-        seeded_sets: and have seeds;
-        fp32_lm_head: logits in fp32; devices: GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process
-        sees; sleeps: it can be told to `sleep`; keeps_weights: its weights are in host memory meanwhile, and not lost.
+    model: Path
+    """Hugging Face folder."""
+    config: ServerConfig
+    _: KW_ONLY
+    dtype: str = "bf16"
+    """bf16 | fp32 | fp8 (on a GPU: blocks that the first push fills; without one bf16)."""
+    context_length: int = 4096
+    routes: bool = False
+    """Capture the experts of every token."""
+    log_path: Path = Path("sglang.log")
+    seed: int = 0
+    pythonpath: Sequence[str | Path] = ()
+    """Folders with plugins of SGLang (entry point group `sglang.srt.plugins`)."""
+    predictor: bool = False
+    """A route predictor in every router, zero until it is pushed."""
+    feature_stride: int = 0
+    """s > 0 sends the router features of every s-th response token along, in all replies (`FeatureLayout`)."""
+    pruning: bool = False
+    """Requests may prune the vocabulary's tail (`SamplingSupport`), for which pythonpath must hold the plugin."""
+    kept_sets: bool = False
+    """Requests may ask for the tokens that a truncation keeps,"""
+    seeded_sets: bool = False
+    """and have seeds."""
+    fp32_lm_head: bool = False
+    devices: Sequence[str] = ()
+    """GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process sees."""
+    sleeps: bool = False
+    """It can be told to `sleep`."""
+    keeps_weights: bool = False
+    """While it sleeps its weights are in host memory, and not lost."""
 
-        Errors: UserError for a feature_stride without predictor.
-        """
-        if feature_stride and not predictor:
+    def __post_init__(self) -> None:
+        if self.feature_stride and not self.predictor:
             raise UserError(
                 "router features come from the served model with predictors: feature_stride needs predictor"
             )
-        self.model, self.config, self.dtype = Path(model), config, dtype
-        self.context_length, self.routes, self.seed = context_length, routes, seed
-        self.log_path, self.pythonpath = Path(log_path), [str(path) for path in pythonpath]
-        self.predictor, self.feature_stride = predictor, feature_stride
-        self.pruning, self.kept_sets, self.seeded_sets = pruning, kept_sets, seeded_sets
-        self.fp32_lm_head = fp32_lm_head
-        self.devices, self.sleeps, self.keeps_weights = list(devices), sleeps, keeps_weights
+        self.model, self.log_path = Path(self.model), Path(self.log_path)  # a text does as well
         self.asleep: set[str] = set()
         """Tags of the memory that it has given up."""
         self._reserved = reserve_port()  # also between the two lives of a restarted server
@@ -191,14 +187,14 @@ class RolloutServer:
         config: Config,
         *,
         pythonpath: Sequence[str | Path],
-        log_path: str | Path = "sglang.log",
+        log_path: Path = Path("sglang.log"),
         devices: Sequence[str] = (),
         sleeps: bool = False,
     ) -> RolloutServer:
         """The server that a training run with this config wants."""
         keeps_sets = SamplingSupport.from_config(config.rollout.sampling, config.pruning).keeps_sets
         return cls(
-            config.model.path,
+            Path(config.model.path),
             config.rollout.server,
             dtype=config.precision.rollout,
             context_length=config.rollout.context_length,
@@ -227,7 +223,7 @@ class RolloutServer:
             raise
         return self
 
-    def __exit__(self, *_exception) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.stop()
         self._reserved.close()
 
@@ -275,7 +271,7 @@ class RolloutServer:
         overrides: dict[str, object] = {}
         if self.dtype == "fp8" and machine.gpu is not None:
             overrides["quantization_config"] = quantization_config()
-            # The folder holds no scales. SGLang would quantise its weights itself, but not in blocks, and differently.
+            # The folder holds no scales. SGLang would quantize its weights itself, but not in blocks, and differently.
             command += ["--load-format", "dummy"]
         if self.feature_stride:
             overrides["router_feature_stride"] = self.feature_stride
@@ -310,7 +306,7 @@ class RolloutServer:
         environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        paths = self.pythonpath + [str(MODELS_PYTHONPATH)] * self.predictor
+        paths = [str(path) for path in self.pythonpath] + [str(MODELS_PYTHONPATH)] * self.predictor
         if self.predictor:
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS_PACKAGE
         paths += [p for p in [os.environ.get("PYTHONPATH")] if p]
@@ -358,6 +354,7 @@ class RolloutServer:
         )
 
     def ready(self) -> bool:
+        """Whether it answers."""
         try:
             with urllib.request.urlopen(f"{self.address}/ready", timeout=5) as reply:
                 return reply.status == 200
@@ -365,6 +362,7 @@ class RolloutServer:
             return False
 
     def alive(self) -> bool:
+        """Whether its process runs."""
         return self._process is not None and self._process.poll() is None
 
     def dead(self, patience_s: float = 0.0) -> bool:
@@ -382,19 +380,20 @@ class RolloutServer:
         The prefix cache goes with the cache, weights that are not kept are lost. One that is dead, or dies of it, has given
         up everything. Errors: UserError when it refuses, or takes longer than a start may.
         """
-        if tags := set(tags or MEMORY) - self.asleep:
+        if given := set(tags or MEMORY) - self.asleep:
             # Nothing may run while the cache is away, and SGLang gives it up only when nothing does.
-            self._control(("/pause_generation", {"mode": "retract"}), ("/release_memory_occupation", {"tags": [*tags]}))
-            self.asleep |= tags
+            release = "/release_memory_occupation", {"tags": [*given]}
+            self._control(("/pause_generation", {"mode": "retract"}), release)
+            self.asleep |= given
 
     def wake(self, *tags: str) -> None:
         """Take memory back (all that was given up, or these tags of it); with the last of it, waiting requests go on."""
-        tags = self.asleep & set(tags or MEMORY)
-        calls = [("/resume_memory_occupation", {"tags": [*tags]})] if tags else []
-        if not self.asleep - tags:
+        taken = self.asleep & set(tags or MEMORY)
+        calls: list[tuple[str, dict]] = [("/resume_memory_occupation", {"tags": [*taken]})] if taken else []
+        if not self.asleep - taken:
             calls.append(("/continue_generation", {}))
         self._control(*calls, must_live=True)
-        self.asleep -= tags
+        self.asleep -= taken
 
     def _control(self, *calls: tuple[str, dict], must_live: bool = False) -> None:
         """POSTs in turn. Errors: UserError for a refusal; for one that is dead only where it must live."""
@@ -412,7 +411,7 @@ class RolloutServer:
 
     def stop(self) -> None:
         """End the whole process tree: SIGTERM, then SIGKILL. Returns when it is gone; harmless when called again."""
-        if self._process is None:
+        if self._process is None or self._process.stdin is None:
             return
         self._process.stdin.close()
         try:
@@ -421,9 +420,3 @@ class RolloutServer:
             self._process.kill()  # the supervisor hangs: its server dies with it
             self._process.wait(20)
         self._process = None
-
-    def restart(self) -> None:
-        """Stop what is left of the server, start it again at the same address, with the weights of the model folder."""
-        self.stop()
-        self.start()
-        self.wait_ready()

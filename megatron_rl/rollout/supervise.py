@@ -41,17 +41,19 @@ def descendants() -> list[int]:
 
 
 def survivors() -> list[int]:
-    """As descendants, twice: a process whose parent ends during a scan can be missing from that scan."""
+    """Scan for descendants, twice: a process whose parent ends during a scan can be missing from that scan."""
     return descendants() or descendants()
 
 
 def end(pids: list[int], signal_number: int) -> None:
+    """Send a signal to those that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal_number)
 
 
 def main() -> int:
+    """Run the command until it or its owner ends."""
     grace, command = float(sys.argv[1]), sys.argv[2:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -1,4 +1,4 @@
-"""Whose turn it is on GPUs that servers and trainer share (rollout.colocate); elsewhere nothing of this happens.
+"""Turns on GPUs that servers and trainer share (rollout.colocate); elsewhere nothing of this happens.
 
 generate          the servers answer                            the trainer sleeps
 to_trainer        they give up cache and weights                then the trainer wakes, scores and updates
@@ -9,7 +9,7 @@ to_servers(...)   they take back their weights, are sent new    the trainer keep
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from megatron_rl.rollout.children import ChildServers
 from megatron_rl.trainer.parallel import Ranks
@@ -21,7 +21,7 @@ class Turns:
 
     def __init__(
         self,
-        servers: ChildServers | None,
+        servers: ChildServers,
         ranks: Ranks,
         *,
         shared: bool,
@@ -31,23 +31,25 @@ class Turns:
         self._servers, self._ranks, self._clock = servers, ranks, clock
         self.shared = self.asleep = shared
         """asleep: the servers have left the GPUs to the trainer."""
-        self.trainer: Trainer | None = None
+        self.trainer: Trainer
         """Known from the first push on."""
 
     def to_trainer(self) -> None:
         """Servers give up their memory, and all of the trainer is there again."""
         if self.shared and not self.asleep:
             with self._clock("sleep"):
-                self._ranks.main_does(lambda: self._servers.sleep())
+                self._ranks.main_does(self._servers.sleep)
                 self.asleep = True
                 self.trainer.wake()
 
     def to_servers(self, *tags: str) -> None:
-        """Servers take back the memory with these tags; with their weights alone, the trainer's weights are there too, else
-        nothing of it."""
+        """Servers take back the memory with these tags; with `weights` alone, the trainer's weights are there too.
+
+        Else nothing of the trainer is there.
+        """
         if not self.shared:
             return
-        with self.clock("wake"):
+        with self._clock("wake"):
             sending = tags == ("weights",)
             self.trainer.sleep(keep_weights=sending)
             self._ranks.barrier()  # every process has left its GPU
@@ -64,7 +66,3 @@ class Turns:
         if self.shared:
             self.trainer.sleep()
             self._ranks.barrier()
-
-    def clock(self, name: str) -> AbstractContextManager[None]:
-        """A part of the step's time of its own, where GPUs are shared."""
-        return self._clock(name) if self.shared else nullcontext()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task, combine, score
+from megatron_rl.environments import build_task, combine
 from megatron_rl.errors import UserError
 
 VERIFIERS = """
@@ -96,7 +96,7 @@ def test_a_verifier_that_gives_a_number(folder):
     task = rows_task(folder, "contains")
     prompts = task.prompts("train")[:2]
     assert task.parts == ("correct",) and task.weights == {"correct": 1.0}
-    assert score(task, prompts, [f"it is {prompts[0].answer}", ""]) == [{"correct": 1.0}, {"correct": 0.0}]
+    assert task.score(prompts, [f"it is {prompts[0].answer}", ""]) == [{"correct": 1.0}, {"correct": 0.0}]
     task.close()
 
 
@@ -104,7 +104,7 @@ def test_a_verifier_with_parts_prompt_and_truncation(folder):
     task = rows_task(folder, "two_parts", rewards={"right": 1.0, "echo": -0.5})
     prompts = task.prompts("train")[:1] * 3
     texts = [f"{prompts[0].answer}", prompts[0].text, prompts[0].answer]
-    parts = score(task, prompts, texts, [False, False, True])
+    parts = task.score(prompts, texts, [False, False, True])
     assert parts == [{"right": 1, "echo": 0}, {"right": 1, "echo": 1}, {"right": 0, "echo": 0}]
     assert [combine(part, task.weights) for part in parts] == [1.0, 0.5, 0.0]
     task.close()
@@ -113,14 +113,15 @@ def test_a_verifier_with_parts_prompt_and_truncation(folder):
 def test_what_hangs_raises_or_is_no_number_scores_zero_and_is_counted(folder, caplog):
     task = rows_task(folder, "hangs", options={"verifier_timeout_s": 1})
     prompts = task.prompts("train")[:3]
-    assert [p["correct"] for p in score(task, prompts, ["hang", "raise", "fine"])] == [0, 0, 1]
-    assert (task.verify.timeouts, task.verify.errors) == (1, 1)
+    assert [p["correct"] for p in task.score(prompts, ["hang", "raise", "fine"])] == [0, 0, 1]
+    assert (task.verify.pooled.timeouts, task.verify.pooled.errors) == (1, 1)
     assert any("longer than 1 s" in m for m in caplog.messages) and any(
         "KeyError: 'raise'" in m for m in caplog.messages
     )
     task.close()
     task = rows_task(folder, "numbers")
-    assert [p["correct"] for p in score(task, prompts, ["1", "0", "nan"])] == [1, 0, 0] and task.verify.errors == 1
+    assert [p["correct"] for p in task.score(prompts, ["1", "0", "nan"])] == [1, 0, 0]
+    assert task.verify.pooled.errors == 1
     task.close()
 
 
@@ -167,7 +168,7 @@ def test_a_task_from_outside(folder):
         ("{}/tasks.py:Other", "Other gives Other, not a megatron_rl.environments.Task"),
         (
             "{}/tasks.py:one_argument",
-            r"cannot be made from \(data, demonstrations\): one_argument\(\) takes 1 positional",
+            r"cannot be made from \(data, demonstrations\): too many positional",
         ),
         ("{}/tasks.py:Unaware", r"Unaware.score does not take \(prompts, texts, truncated\): too many positional"),
         ("{}/task.py:Reversal", "there is no file"),
@@ -211,7 +212,7 @@ def test_the_examples_of_the_documents(tmp_path):
         )
     )
     assert len(questions.prompts("train")) + len(questions.prompts("eval")) == 10
-    parts = score(questions, questions.prompts("train")[:1] * 3, ["It is 7", "x" * 200 + "7", "8"])
+    parts = questions.score(questions.prompts("train")[:1] * 3, ["It is 7", "x" * 200 + "7", "8"])
     assert [combine(part, questions.weights) for part in parts] == [1.2, 1.0, 0.0]
     questions.close()
     reversal = build_task(DataConfig(task=f"{tmp_path / 'reversal.py'}:Reversal", seed=3))

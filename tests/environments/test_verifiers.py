@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments import build_task, reasoning, score
+from megatron_rl.environments import build_task, reasoning
 from megatron_rl.environments.evaluation import average_at_n, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.environments.verifiers import exact, extract_answer, number_list, zigzag
 from megatron_rl.errors import UserError
@@ -113,10 +113,10 @@ def test_math(math_task, prompt, text, correct):
 
 def test_slow_and_unparsable_math_scores_zero_and_is_counted(math_task, caplog):
     prompts = math_task.prompts("train")
-    timeouts, errors = math_task.verify.timeouts, math_task.verify.errors
-    parts = score(math_task, [prompts[0], prompts[0], prompts[6]], [TOWER, "#### 18", "1"])
+    timeouts, errors = math_task.verify.pooled.timeouts, math_task.verify.pooled.errors
+    parts = math_task.score([prompts[0], prompts[0], prompts[6]], [TOWER, "#### 18", "1"])
     assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0]
-    assert (math_task.verify.timeouts - timeouts, math_task.verify.errors - errors) == (1, 1)
+    assert (math_task.verify.pooled.timeouts - timeouts, math_task.verify.pooled.errors - errors) == (1, 1)
     assert any("data.jsonl:1 scored 0: longer than 8 s" in m for m in caplog.messages)
     assert any("data.jsonl:7 scored 0" in m and "'####' is not a mathematical" in m for m in caplog.messages)
     assert math_task.rewards(prompts[0], "18")["correct"] == 1.0  # the worker was replaced
@@ -127,9 +127,9 @@ def test_score_keeps_the_order(math_task):
     texts = ["18", "70000", "3/4", "$2x+1$", "-5", r"\boxed{(1,2)}"] * 10
     random.Random(0).shuffle(texts)
     one_by_one = [math_task.rewards(p, t) for p, t in zip(prompts, texts, strict=True)]
-    assert score(math_task, prompts, texts) == one_by_one
-    with pytest.raises(ValueError, match="60 prompts for 2 responses"):
-        score(math_task, prompts, texts[:2])
+    assert math_task.score(prompts, texts) == one_by_one
+    with pytest.raises(ValueError, match="shorter"):
+        math_task.score(prompts, texts[:2])
 
 
 def test_reasoning_gym_uses_the_data_sets_own_scorer():
@@ -137,8 +137,8 @@ def test_reasoning_gym_uses_the_data_sets_own_scorer():
     prompts = task.prompts("train")[:3]
     texts = [f"The answer is {p.answer}" for p in prompts]
     assert all(p.text.startswith("Work out: ") for p in prompts)
-    assert [p["score"] for p in score(task, prompts, texts)] == [1.0] * 3
-    assert [p["score"] for p in score(task, prompts, ["I do not know"] * 3)] == [0.0] * 3
+    assert [p["score"] for p in task.score(prompts, texts)] == [1.0] * 3
+    assert [p["score"] for p in task.score(prompts, ["I do not know"] * 3)] == [0.0] * 3
     assert not {p.text for p in task.prompts("train")} & {p.text for p in task.prompts("eval")}
     task.close()
 
@@ -146,7 +146,9 @@ def test_reasoning_gym_uses_the_data_sets_own_scorer():
 def test_reasoning_gym_scorers_that_raise_count_as_zero():
     task = build_task(DataConfig(task="reasoning_gym:prime_factorization", options={"size": 50}))
     entry = task.prompts("train")[0].metadata["entry"]
-    scores = [reasoning.score(task.dataset, task.options, entry, text) for text in ("x * y", "", entry["answer"])]
+    scores = [
+        reasoning.score(task.dataset, task.options, entry, text)["score"] for text in ("x * y", "", entry["answer"])
+    ]
     assert scores == [0.0, 0.0, 1.0]
 
 

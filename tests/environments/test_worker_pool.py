@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +113,38 @@ def test_a_worker_that_is_killed_costs_no_response(module):
             os.kill(pid, signal.SIGKILL)
     assert pool.map([(str(module.parent), 7)] * 3) == [14] * 3
     assert set(started(module.parent)) - before
+    pool.close()
+
+
+def read_deadly(marker: Path, number: int) -> int:
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+class Deadly:
+    """An argument that ends the first process that reads it, in the middle of the transfer."""
+
+    def __init__(self, marker: Path, number: int):
+        self.marker, self.number = marker, number
+
+    def __reduce__(self):
+        return read_deadly, (self.marker, self.number)
+
+
+def test_a_worker_that_is_killed_amid_a_transfer_costs_no_response(module):
+    """What it holds and leaves behind ends and stalls none of the others."""
+    folder, marker = module.parent, module.parent / "read"
+    pool = WorkerPool(f"{module}:double", timeout_s=60.0, size=2)
+    results = []
+    calls = [(str(folder), 1), (str(folder), Deadly(marker, 2)), (str(folder), 3)]
+    scoring = threading.Thread(target=lambda: results.extend(pool.map(calls)))
+    scoring.start()
+    wait_for(lambda: started(folder) and marker.exists())
+    (folder / "go").touch()
+    scoring.join(250)
+    assert results == [2, 4, 6]
     pool.close()
 
 

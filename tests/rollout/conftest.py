@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config import ServerConfig
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.rollout.client import SGLangClient
-from megatron_rl.rollout.collect import Collection, CollectStats
+from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
@@ -35,13 +35,11 @@ def client_of(server: RolloutServer, **options) -> SGLangClient:
     return SGLangClient([server.address], lost=lambda: not server.alive(), timeout_s=120, **options)
 
 
-def collect(
-    client: SGLangClient, prompts, support: SamplingSupport, **settings
-) -> tuple[list[Trajectory], CollectStats]:
+def collect(client: SGLangClient, prompts, support: SamplingSupport, **settings) -> tuple[list[Trajectory], Collection]:
     """All that is asked for, in one go. settings: fields of Collection."""
     collection = Collection(prompts, support, **settings)
     collection.run(client)
-    return collection.trajectories(), collection.stats
+    return collection.trajectories(), collection
 
 
 def prefill_log_probs(client: SGLangClient, sequences) -> list[np.ndarray]:
@@ -49,9 +47,9 @@ def prefill_log_probs(client: SGLangClient, sequences) -> list[np.ndarray]:
 
     async def ask():
         async with client:
-            return await client.generate(sequences, {"max_new_tokens": 0}, prompt_log_probs=True)
+            return await client.call(sequences, {"max_new_tokens": 0}, prompt_log_probs=True)
 
-    return [group[0].prompt_log_probs for group in asyncio.run(ask())]
+    return [reply.prompt_log_probs for reply in asyncio.run(ask())]
 
 
 @dataclass

@@ -25,9 +25,9 @@ def prefill(server: RolloutServer, sequences: list[list[int]], layout: RouteLayo
 
     async def ask():
         async with client_of(server) as client:
-            return await client.generate(sequences, {"max_new_tokens": 1}, routes=layout, prompt_log_probs=True)
+            return await client.call(sequences, {"max_new_tokens": 1}, routes=layout, prompt_log_probs=True)
 
-    return [(reply.prompt_log_probs, reply.routes) for [reply] in asyncio.run(ask())]
+    return [(reply.prompt_log_probs, reply.routes) for reply in asyncio.run(ask())]
 
 
 @pytest.fixture(

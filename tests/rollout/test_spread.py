@@ -108,7 +108,7 @@ def ask(servers: list[Endpoint], *, leaders: int, prompts: int, samples: int, ma
         )
         client = SGLangClient([server.address for server in servers], timeout_s=30)
         collection.run(client)
-        assert collection.complete and collection.stats.responses == collection.wanted
+        assert collection.complete and collection.responses == len(collection.share)
         found += collection.trajectories()
     return found
 

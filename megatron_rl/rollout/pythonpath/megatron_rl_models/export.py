@@ -21,11 +21,11 @@ MAX_REQUESTS = 1 << 16
 
 
 class FeatureExport:
-    """Router inputs h and logits z (before prediction) under which response tokens 0, s, 2s, ... of a request that wants
-    them were predicted.
+    """Router inputs h and logits z (before prediction) under which response tokens 0, s, 2s, ... were predicted.
 
-    Response token i comes out of the input token at position prompt_length - 1 + i. Its entry is base64 of h of all MoE
-    layers [layers, hidden] in the model's dtype, where it is wanted, then z [layers, experts] in fp32, little-endian.
+    Only requests that want them have some. Response token i comes out of the input token at position prompt_length - 1 + i.
+    Its entry is base64 of h of all MoE layers [layers, hidden] in the model's dtype, where it is wanted, then z
+    [layers, experts] in fp32, little-endian.
     """
 
     def __init__(self, stride: int):
@@ -79,7 +79,7 @@ class FeatureExport:
         self._logits: list[Tensor] = []
 
     def keep(self, layer: int, h: Tensor, z: Tensor) -> None:
-        """h [T, hidden], z [T, experts] of MoE layer `layer`."""
+        """Take h [T, hidden], z [T, experts] of MoE layer `layer`."""
         if self._chosen and self._sends:
             assert layer == len(self._hidden), "routers ran in another order than that of the layers"
             self._hidden.append(h[self._rows])

@@ -29,7 +29,7 @@ class Predictor(nn.Module):
         self.weight = nn.Parameter(torch.zeros(experts, hidden, dtype=torch.float32), requires_grad=False)
 
     def forward(self, h: Tensor) -> Tensor:
-        """h [T, hidden] -> [T, experts] fp32."""
+        """Map h [T, hidden] -> [T, experts] fp32."""
         return nn.functional.linear(h.float(), self.weight)
 
 

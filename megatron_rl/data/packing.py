@@ -103,6 +103,7 @@ class Batch:
         return self.fields["loss_mask"]
 
     def to(self, device: torch.device) -> Batch:
+        """Move the batch to a device."""
         movable = (RouteTable, KeptTokens, PackedLayout)
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
         moved |= {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}

@@ -17,6 +17,7 @@ class Routes(UpdateHook):
         self.source = source
 
     def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return what replays, records and measures in this pass."""
         table, update, from_engine = batch.routes, place.update + 1, self.source in FROM_ENGINE
         found: list[RouteObserver] = [EngineAgreement(table, update), ExpertLoad(table, update)]
         if from_engine or (stage == "update" and self.source != "none"):

@@ -26,6 +26,7 @@ class Features:
     """[C, E] fp32: the predictor's at that time."""
 
     def to(self, device: torch.device) -> Features:
+        """Move the features to a device."""
         return Features(*(None if t is None else upload(t, device) for t in (self.hidden, self.logits, self.bias)))
 
     @property

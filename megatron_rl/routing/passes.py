@@ -50,7 +50,8 @@ class RouteObserver:
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """What experts put out [T k, D] times their router weights [T, k], and the rows [T, k] of each token's; where
-        gradients are computed. Returns the outputs to go on with."""
+        gradients are computed. Returns the outputs to go on with.
+        """
         return outputs
 
     def metrics(self) -> Metrics:
@@ -98,6 +99,7 @@ class RouteSelector:
 
     @property
     def layer(self) -> int:
+        """Number of the layer in the model, from 0."""
         return self.layer_number - 1
 
     @contextmanager

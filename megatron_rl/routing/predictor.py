@@ -23,6 +23,7 @@ class RoutePredictor(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size, dtype=torch.float32))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return the bias of router inputs `[..., d]`, `[..., E]`."""
         return predicted_bias(hidden, self.weight)
 
 

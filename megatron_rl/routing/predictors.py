@@ -48,6 +48,7 @@ class Predictors(UpdateHook):
         self._failed = False
 
     def attach(self, trainer: Trainer) -> None:
+        """Give each router a predictor, and make their optimizer."""
         found = dict(routers(trainer.chunks))
         for router in found.values():
             router.add_predictor()
@@ -62,9 +63,11 @@ class Predictors(UpdateHook):
         """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+        """Forget the gradients of the last pass."""
         self._gradients, self._learning, self._failed = {}, [], False
 
     def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return what predicts routes in this pass, or learns to."""
         learns = place.update > 0
         if stage == "log_probs":
             return [PredictRoutes(batch.routes, chosen_by_engine=self.config.source in FROM_ENGINE, learns=learns)]
@@ -82,6 +85,7 @@ class Predictors(UpdateHook):
         self._gradients, self._learning = {}, []  # which would keep the micro-batches
 
     def metrics(self) -> Metrics:
+        """Return whether the predictors skipped the update."""
         return {"update/predictors_skipped": alike(float(self._failed), across="sum")}
 
     def learn(self, gradients: dict[int, Tensor], tokens: int, lr: float) -> bool:
@@ -106,12 +110,14 @@ class Predictors(UpdateHook):
         return True
 
     def tensors(self) -> Iterable[Tensor]:
+        """Yield the optimizer's moments."""
         if self.adam is not None:
             yield from (value for state in self.adam.state.values() for value in state.values())
 
     # -- checkpoints: the weights are part of the model's state, the moments are kept beside it ------------------------
 
     def progress(self) -> dict[str, int]:
+        """Return how many updates the predictors have had."""
         return {"updates": int(next(iter(self.adam.state.values()))["step"])} if self.adam else {}
 
     def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +136,7 @@ class Predictors(UpdateHook):
         }
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
+        """Restore the moments and their step."""
         for layer, weight in self.weights.items():
             kept = self.adam.state[weight]
             kept["step"] = torch.tensor(float(progress["updates"]))

@@ -27,6 +27,7 @@ class ReplayRoutes(RouteObserver):
         self.table, self.source = table, source
 
     def replay(self, layer: int) -> Tensor | None:
+        """Return the source's routes of a layer."""
         return reference_routes(self.table, self.source, layer)
 
 
@@ -37,6 +38,7 @@ class RecordRoutes(RouteObserver):
         self.table = table
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Keep the chosen experts."""
         self.table.recorded[layer] = chosen.to(route_dtype(self.table.shape.experts))
 
 
@@ -47,5 +49,6 @@ class RecordLogits(RouteObserver):
         self.table = table
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Keep the logits of the cached tokens."""
         self.table.features[layer] = Features(None, logits[self.table.cached], None)
         return logits

@@ -87,7 +87,8 @@ class UpdateHook:
 
     def before_step(self, preview: StepPreview) -> float:
         """What the learning rate of the step is multiplied with, the same on all processes; 0: the step is left out. Not
-        called where gradients are not finite."""
+        called where gradients are not finite.
+        """
         return 1.0
 
     def after_step(self, step: Step) -> None:

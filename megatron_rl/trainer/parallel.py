@@ -107,6 +107,7 @@ class Ranks:
         return int(tensor)
 
     def barrier(self) -> None:
+        """Wait for all processes."""
         dist.barrier(group=self.world_group)
 
     def _broadcast(self, value: Any, source: int, group: dist.ProcessGroup) -> Any:

@@ -63,7 +63,8 @@ class Trainer:
         hooks: Iterable[UpdateHook] = (),
     ) -> None:
         """total_updates: of the run; None: it scores alone, and has neither gradients nor an optimizer. hooks: what features
-        add, called in this order."""
+        add, called in this order.
+        """
         self.config = config
         self.model = model
         self.ranks = ranks

@@ -93,6 +93,7 @@ class Experts:
         return torch.cat(parts)
 
     def over_slices(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks that hold the other slices, in place."""
         if self.slice_group.size() > 1:
             dist.all_reduce(tensor, group=self.slice_group)
         return tensor

@@ -63,6 +63,7 @@ class Stein(UpdateHook):
         self._interactions: dict[int, _Interaction] = {}
 
     def attach(self, trainer: Trainer) -> None:
+        """Find the experts and the gradients of this process."""
         self.experts = Experts(trainer.chunks, self.config.power_iterations)
         self.owned = owned_ranges(trainer.optimizer)
 
@@ -74,6 +75,7 @@ class Stein(UpdateHook):
             self._tables = [batch.routes for update in place.rollout or [batches] for batch in update]
 
     def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return the counts of co-activation and, in an update, the orthogonality loss."""
         found: list[RouteObserver] = [CountCoactivation(batch.routes)]
         if stage == "update" and self.config.orthogonality:
             options = (self.config.orthogonality, self.config.orthogonality_tokens, place.update + 1)
@@ -114,10 +116,12 @@ class Stein(UpdateHook):
             self._interactions[number].metrics["repulsion"] = derived(_root, strength**2 * squares[number])
 
     def after_step(self, step: Step) -> None:
+        """Forget the prototypes of weights that have changed."""
         if step.done:
             self.experts.weights_changed()
 
     def metrics(self) -> Metrics:
+        """Return what was measured of each layer."""
         return of_layers({number: found.metrics for number, found in self._interactions.items()})
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class Probe(RouteObserver):
         """Router inputs [C, d] by layer."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Keep the router inputs of the chosen tokens."""
         if layer not in self.hidden:
             self.hidden[layer] = hidden[self.table.evenly_spaced(self.tokens)]
         return logits
@@ -102,14 +103,17 @@ class TrustRegion(UpdateHook):
         """In a row."""
 
     def attach(self, trainer: Trainer) -> None:
+        """Take what is needed of the ranks."""
         self._maximum = lambda value: max(trainer.ranks.gather(value))
         self._device = trainer.ranks.device
 
     @property
     def experts(self) -> Experts:
+        """The experts of the attached transform."""
         return self._stein.experts
 
     def weights_pushed(self) -> None:
+        """Anchor all layers at the weights as they are."""
         for number, layer in self.experts.layers.items():
             start = self.experts.prototypes(number)
             weights = self.experts.output_weights(layer.outputs)
@@ -124,12 +128,14 @@ class TrustRegion(UpdateHook):
         self._probes, self.verdict = [], None
 
     def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return the probe of the micro-batch, where the anchor has not seen any tokens."""
         found = [Probe(batch.routes, self._probe_tokens)] if self._probe_tokens else []
         self._probes += found
         return found
 
     @torch.no_grad()
     def after_pass(self, stage: Stage) -> None:
+        """Give anchors the gates of the tokens that probes have seen."""
         probes, self._probes = [probe.hidden for probe in self._probes if probe.hidden], []
         if not probes:
             return
@@ -145,10 +151,12 @@ class TrustRegion(UpdateHook):
                 anchor.gates = _gates(router, anchor.hidden, [p.detach() for p in _parameters(router)])
 
     def before_step(self, preview: StepPreview) -> float:
+        """Return the share of the learning rate at which the step may be taken."""
         self.verdict = self.judge(preview)
         return self.verdict.scale
 
     def metrics(self) -> Metrics:
+        """Return what became of the step, and the shift by layer."""
         verdict = self.verdict or Verdict(1.0, 0, {})
         return {
             "update/rejected": alike(float(verdict.scale == 0.0), across="sum"),

@@ -61,7 +61,8 @@ class RouteAgreement(RouteObserver):
     """Compares the routes that are replayed, or in free routing recorded, with those that routers would choose now."""
 
     def __init__(self, table: RouteTable, source: RouteSource, update: int) -> None:
-        self.table, self.source, self.update = table, source, update
+        self.table, self.update = table, update
+        self.source: RouteSource = source
         self.deviations: dict[int, Tensor] = {}
         """[k + 1] counts by layer."""
         self.unpredicted: dict[int, Tensor] = {}

@@ -27,7 +27,8 @@ class Features:
 
     def to(self, device: torch.device) -> Features:
         """Move the features to a device."""
-        return Features(*(None if t is None else upload(t, device) for t in (self.hidden, self.logits, self.bias)))
+        hidden, bias = (None if t is None else upload(t, device) for t in (self.hidden, self.bias))
+        return Features(hidden, upload(self.logits, device), bias)
 
     @property
     def predicted(self) -> Tensor:

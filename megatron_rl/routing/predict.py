@@ -27,6 +27,7 @@ class PredictRoutes(RouteObserver):
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Keep the features, and add the bias where the trainer chooses."""
         table = self.table
+        assert router.predictor is not None
         bias = router.predictor(hidden)
         features = table.features.get(layer)  # those of the engine
         if features is None:
@@ -59,6 +60,7 @@ class PredictorGradients(RouteObserver):
         features = self.table.features.get(layer)
         if layer in self._losses or features is None or not len(features.logits):
             return logits
+        assert router.predictor is not None and features.hidden is not None
         current = logits.detach()[self.table.cached]
         with torch.enable_grad():
             # Not the parameter itself, which must never have a gradient: it would be the policy's.

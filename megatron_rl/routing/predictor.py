@@ -48,7 +48,7 @@ def delta_loss(
 ) -> Tensor:
     """Mean over tokens of |bias - stopgrad(z - z_old)|^2 (Pr2, Appendix G).
 
-    For softmax both are centred over the experts, since it does not see a common shift; sigmoid scores do.
+    For softmax both are centered over the experts, since it does not see a common shift; sigmoid scores do.
     """
     _check(current_logits, recorded_logits, predicted_bias)
     error = predicted_bias - (current_logits - recorded_logits).detach()

@@ -11,8 +11,8 @@ from megatron_rl.routing.passes import RouteObserver, Router
 from megatron_rl.routing.table import route_dtype
 
 RouteSource = Literal["none", "r2", "r3", "pr2", "pr3"]
-PREDICTING = ("pr2", "pr3")
-FROM_ENGINE = ("r3", "pr3")
+PREDICTING: tuple[RouteSource, ...] = ("pr2", "pr3")
+FROM_ENGINE: tuple[RouteSource, ...] = ("r3", "pr3")
 
 
 def reference_routes(table: RouteTable, source: RouteSource, layer: int) -> Tensor | None:
@@ -24,7 +24,8 @@ class ReplayRoutes(RouteObserver):
     """Sends tokens to the experts that `source` says."""
 
     def __init__(self, table: RouteTable, source: RouteSource) -> None:
-        self.table, self.source = table, source
+        self.table = table
+        self.source: RouteSource = source
 
     def replay(self, layer: int) -> Tensor | None:
         """Return the source's routes of a layer."""

@@ -122,9 +122,7 @@ class Save:
         best: Collection[int] = (),
         background: bool = False,
     ) -> None:
-        """extra: small picklable state that is the same on all ranks. keep: so many newest checkpoints stay, and those of
-        the steps in `best`.
-        """
+        """extra: small picklable state, the same on all ranks. keep: how many of the newest stay, beside steps `best`."""
         self.path = folder / f"step_{step:06d}"
         self._partial = self.path.with_name(self.path.name + ".tmp")
         self._trainer, self._ranks, self._keep, self._best = trainer, ranks, keep, frozenset(best)

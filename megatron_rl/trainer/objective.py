@@ -71,6 +71,7 @@ class Objective:
         return self
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        """Return the loss and metrics of one micro-batch."""
         raise NotImplementedError
 
 
@@ -80,6 +81,7 @@ class LogProbs(Objective):
     with_entropy = False
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        """Return the log-probs."""
         return Result(outputs.log_probs.new_zeros(()), tokens={"log_probs": outputs.log_probs})
 
 
@@ -89,6 +91,7 @@ class SFT(Objective):
     per_token = True
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        """Return the sum over the counted labels."""
         nll = -torch.where(batch.mask, outputs.log_probs, torch.zeros_like(outputs.log_probs)).sum()
         entropy = torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()
         return Result(nll, _token_means(batch, {"loss/policy": nll.detach(), "entropy": entropy}))
@@ -127,9 +130,7 @@ class Policy(Objective):
 
     @property
     def ratio_from_old(self) -> bool:
-        """Whether the ratio starts from stored log-probs. With one update per rollout batch the current policy is the old one,
-        so that it takes its own and the ratio is 1 by construction; with correction.bypass it starts from the engine's.
-        """
+        """Whether the ratio starts from stored log-probs, and not from its own (one update: 1) or the engine's (bypass)."""
         return self.config.batch.updates_per_step > 1 and not self.config.correction.bypass
 
     @property
@@ -154,6 +155,7 @@ class Policy(Objective):
         return token_weights(log_ratios, batch.mask, batch.segments, correction_of(self.config))
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        """Return the loss and metrics. Errors: ValueError for a field that is missing in the batch."""
         algorithm, mask, log_probs = self.config.algorithm, batch.mask, outputs.log_probs
         for name in sorted(self.needs - batch.fields.keys()):
             raise ValueError(

@@ -171,6 +171,12 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
     )
 
 
+def process_group(found: object) -> dist.ProcessGroup:
+    """A group of Megatron's parallel state, whose functions have no types."""
+    assert isinstance(found, dist.ProcessGroup)
+    return found
+
+
 def shutdown() -> None:
     """Leave Megatron's parallel state and torch.distributed, for programs that go on (tests, tools)."""
     if parallel_state.model_parallel_is_initialized():

@@ -65,7 +65,7 @@ class Verdict:
     """Of the learning rate: 1, a power of 1/2, or 0: leave the step out."""
     backtracks: int
     shifts: dict[int, float]
-    """Barycentre shift by layer of this process's pipeline stage, of the step as it was proposed."""
+    """Barycenter shift by layer of this process's pipeline stage, of the step as it was proposed."""
 
 
 class Probe(RouteObserver):
@@ -127,11 +127,11 @@ class TrustRegion(UpdateHook):
         self._probe_tokens = -(-self.config.probe_tokens // max(len(batches), 1)) if blind else 0
         self._probes, self.verdict = [], None
 
-    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
         """Return the probe of the micro-batch, where the anchor has not seen any tokens."""
-        found = [Probe(batch.routes, self._probe_tokens)] if self._probe_tokens else []
+        found: list[Probe] = [Probe(table, self._probe_tokens)] if self._probe_tokens else []
         self._probes += found
-        return found
+        return [*found]
 
     @torch.no_grad()
     def after_pass(self, stage: Stage) -> None:
@@ -171,12 +171,14 @@ class TrustRegion(UpdateHook):
         the next step is likely to be refused as well.
         """
         first: dict[int, float] = {}
+        limit = self.config.trust_region
+        assert limit is not None, "without one there is no trust region"
         scale = 1.0
         for backtracks in range(MOST_BACKTRACKS + 1):
             shifts = self._shifts(preview, scale)
             first = first or shifts
             worst = max((s if math.isfinite(s) else math.inf for s in shifts.values()), default=0.0)
-            if self._maximum(worst) <= self.config.trust_region:
+            if self._maximum(worst) <= limit:
                 self._refused = 0
                 return Verdict(scale, backtracks, first)
             if self.config.on_violation == "reject":
@@ -187,7 +189,7 @@ class TrustRegion(UpdateHook):
             remedy = "set vp2o.on_violation: backtrack," if self.config.on_violation == "reject" else "set"
             raise UserError(
                 f"vp2o.trust_region: {MOST_REFUSED} updates in a row would have moved the experts of a layer by more than"
-                f" {self.config.trust_region:g}, and were left out; {remedy} a larger vp2o.trust_region or a smaller"
+                f" {limit:g}, and were left out; {remedy} a larger vp2o.trust_region or a smaller"
                 " optimizer.lr"
             )
         return Verdict(0.0, backtracks, first)
@@ -198,6 +200,7 @@ class TrustRegion(UpdateHook):
         seen = [number for number, anchor in self._anchors.items() if anchor.gates is not None]
         for number in seen:  # none before the first token of the loss
             layer, anchor = self.experts.layers[number], self._anchors[number]
+            assert anchor.hidden is not None and anchor.gates is not None
             prototypes = self._prototypes_after(layer, anchor, preview, scale)
             gates = _gates(layer.router, anchor.hidden, preview.after(_parameters(layer.router), scale))
             shift = barycenter_shift(gates, prototypes, anchor.gates, anchor.prototypes)

@@ -44,11 +44,11 @@ def group_relative(rewards: torch.Tensor, group_ids: torch.Tensor, *, normalize:
     index, sizes, spread = _groups(rewards, group_ids)
     exact = rewards.double()
     mean = exact.new_zeros(len(sizes)).index_add_(0, index, exact) / sizes
-    centred = exact - mean[index]
+    centered = exact - mean[index]
     if normalize:
-        variance = exact.new_zeros(len(sizes)).index_add_(0, index, centred**2) / sizes
-        centred = centred / torch.where(spread, variance, 1.0).sqrt()[index]
-    return _result(torch.where(spread[index], centred, 0.0), rewards)
+        variance = exact.new_zeros(len(sizes)).index_add_(0, index, centered**2) / sizes
+        centered = centered / torch.where(spread, variance, 1.0).sqrt()[index]
+    return _result(torch.where(spread[index], centered, 0.0), rewards)
 
 
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:

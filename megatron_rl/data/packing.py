@@ -6,6 +6,7 @@ import heapq
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,8 +104,9 @@ class Batch:
         return self.fields["loss_mask"]
 
     def to(self, device: torch.device) -> Batch:
+        """Move the batch to a device."""
         movable = (RouteTable, KeptTokens, PackedLayout)
-        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
         moved |= {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         moved["fields"] = {name: upload(values, device) for name, values in self.fields.items()}
         return replace(self, **moved, segments=replace(self.segments, ids=upload(self.segments.ids, device)))
@@ -185,8 +187,10 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         samples=list(indices),
         kept=_kept_tokens([samples[i] for i in indices], borders, local),
         routes=None
-        if routes is None
-        else _route_table([samples[i] for i in indices], routes, borders, fields["loss_mask"], local, layout),
+        if routes is None or layout.routes is None
+        else _route_table(
+            [samples[i] for i in indices], routes, borders, fields["loss_mask"], local, layout, layout.routes
+        ),
         without_route=0 if routes is None else int((_missing(routes) & (ids >= 0))[local].sum()),
     )
 
@@ -226,7 +230,7 @@ def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndar
 
 
 def _missing(routes: np.ndarray) -> np.ndarray:
-    """[tokens] bool"""
+    """Whether a token has no route, [tokens] bool."""
     return ~has_route(torch.from_numpy(routes[:, 0])).numpy()
 
 
@@ -237,6 +241,7 @@ def _route_table(
     mask: np.ndarray,
     local: np.ndarray,
     layout: Layout,
+    shape: RouteShape,
 ) -> RouteTable:
     """What the routers of this process remember: of the tokens that sequence parallelism leaves it."""
     own = np.split(local, layout.tensor)[layout.tensor_rank]
@@ -260,11 +265,11 @@ def _route_table(
         logits = torch.cat([f.logits for f in from_engine])[chosen]
         hidden = torch.cat([f.hidden for f in from_engine])[chosen] if hidden_too else None
         features = {
-            layer: Features(hidden[:, column] if hidden_too else None, logits[:, column], None)
-            for column, layer in enumerate(layout.routes.moe_layers)
+            layer: Features(None if hidden is None else hidden[:, column], logits[:, column], None)
+            for column, layer in enumerate(shape.moe_layers)
         }
     return RouteTable(
-        layout.routes,
+        shape,
         counted=torch.from_numpy(mask[own]),
         cached=torch.from_numpy(rows),
         counted_rows=torch.from_numpy(np.flatnonzero(mask[own])),

@@ -50,16 +50,11 @@ def route_kl(current: Tensor, recorded: Tensor, score_function: str = "softmax")
     return kl_divergence(*(routing_log_probs(z, score_function) for z in (current, recorded)))
 
 
-def route_staleness(current: Tensor, recorded: Tensor, score_function: str = "softmax") -> Tensor:
-    """Total variation of each token, `[T]` in 0..1: the soft router staleness of Pr2, Appendix B.2."""
-    return total_variation(*(routing_log_probs(z, score_function) for z in (current, recorded)))
-
-
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p || q) over the last dimension, in nats."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Half the sum of |p - q| over the last dimension."""
+    """Half the sum of |p - q| over the last dimension: the soft router staleness of Pr2, Appendix B.2."""
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2

@@ -45,12 +45,14 @@ class EngineAgreement(RouteObserver):
         self.table, self.update = table, update
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Count how the engine's experts differ from the trainer's."""
         engine, found = self.table.engine_route(layer), self.table.kept(EngineDeviations)
         if engine is not None and layer not in found:
             trainers = self.table.kept(Foreseen).get(layer, own)
             found[layer] = deviation_counts(engine, trainers, self.table.counted_with_route(engine))
 
     def metrics(self) -> Metrics:
+        """Return the engine's agreement by layer."""
         found = self.table.kept(EngineDeviations).items()
         return of_layers("engine_agreement", {n: derived(share_of_experts, c) for n, c in found}, self.update)
 
@@ -59,13 +61,15 @@ class RouteAgreement(RouteObserver):
     """Compares the routes that are replayed, or in free routing recorded, with those that routers would choose now."""
 
     def __init__(self, table: RouteTable, source: RouteSource, update: int) -> None:
-        self.table, self.source, self.update = table, source, update
+        self.table, self.update = table, update
+        self.source: RouteSource = source
         self.deviations: dict[int, Tensor] = {}
         """[k + 1] counts by layer."""
         self.unpredicted: dict[int, Tensor] = {}
         """The same, had nothing been predicted."""
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Count how the replayed experts differ from those chosen now."""
         reference = reference_routes(self.table, self.source, layer)
         if layer in self.deviations or reference is None:
             return
@@ -75,6 +79,7 @@ class RouteAgreement(RouteObserver):
             self.unpredicted[layer] = deviation_counts(unpredicted, own, counted)
 
     def metrics(self) -> Metrics:
+        """Return agreement and deviations by layer."""
         agreement = {layer: derived(share_of_experts, counts) for layer, counts in self.deviations.items()}
         unpredicted = {layer: derived(share_of_experts, counts) for layer, counts in self.unpredicted.items()}
         return (
@@ -92,6 +97,7 @@ class RouteDistance(RouteObserver):
         self._found: dict[str, dict[int, Metric]] = {"kl": {}, "staleness": {}, "kl_unpredicted": {}}
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Compare the distributions now with those of the record."""
         features = self.table.features.get(layer)
         if layer in self._found["kl"] or features is None or not len(features.logits):
             return logits
@@ -105,6 +111,7 @@ class RouteDistance(RouteObserver):
         return logits
 
     def metrics(self) -> Metrics:
+        """Return KL and staleness by layer."""
         found: Metrics = {}
         for name, layers in self._found.items():
             found |= of_layers(name, layers, self.update, each=name == "kl")

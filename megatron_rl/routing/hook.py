@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rl.data.packing import Batch
 from megatron_rl.routing.compare import EngineAgreement, RouteAgreement, RouteDistance
+from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING, RecordLogits, RecordRoutes, ReplayRoutes, RouteSource
 from megatron_rl.routing.utilization import ExpertLoad, RouterEntropy
@@ -14,10 +14,11 @@ class Routes(UpdateHook):
     """Whose choice of experts holds, and what is measured of it."""
 
     def __init__(self, source: RouteSource) -> None:
-        self.source = source
+        self.source: RouteSource = source
 
-    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
-        table, update, from_engine = batch.routes, place.update + 1, self.source in FROM_ENGINE
+    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return what replays, records and measures in this pass."""
+        update, from_engine = place.update + 1, self.source in FROM_ENGINE
         found: list[RouteObserver] = [EngineAgreement(table, update), ExpertLoad(table, update)]
         if from_engine or (stage == "update" and self.source != "none"):
             found.append(ReplayRoutes(table, self.source))

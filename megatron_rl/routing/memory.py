@@ -26,7 +26,9 @@ class Features:
     """[C, E] fp32: the predictor's at that time."""
 
     def to(self, device: torch.device) -> Features:
-        return Features(*(None if t is None else upload(t, device) for t in (self.hidden, self.logits, self.bias)))
+        """Move the features to a device."""
+        hidden, bias = (None if t is None else upload(t, device) for t in (self.hidden, self.bias))
+        return Features(hidden, upload(self.logits, device), bias)
 
     @property
     def predicted(self) -> Tensor:

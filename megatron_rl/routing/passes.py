@@ -26,6 +26,7 @@ class Router(Protocol):
 
     def choice(self, logits: Tensor) -> Tensor:
         """[T, E] logits -> [T, k] int64: the experts that it would choose, whatever is replayed."""
+        ...
 
 
 class RouteObserver:
@@ -49,8 +50,10 @@ class RouteObserver:
         """Expert ids [T, k] int64 that the router chose by itself, and those that the tokens go to."""
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """What experts put out [T k, D] times their router weights [T, k], and the rows [T, k] of each token's; where
-        gradients are computed. Returns the outputs to go on with."""
+        """Outputs of the experts [T k, D] times their router weights [T, k], and the rows [T, k] of each token's.
+
+        Called where gradients are computed; returns the outputs to go on with.
+        """
         return outputs
 
     def metrics(self) -> Metrics:
@@ -98,6 +101,8 @@ class RouteSelector:
 
     @property
     def layer(self) -> int:
+        """Number of the layer in the model, from 0."""
+        assert self.layer_number is not None
         return self.layer_number - 1
 
     @contextmanager

@@ -25,7 +25,9 @@ class PredictRoutes(RouteObserver):
         self.table, self.chosen_by_engine, self.learns = table, chosen_by_engine, learns
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Keep the features, and add the bias where the trainer chooses."""
         table = self.table
+        assert router.predictor is not None
         bias = router.predictor(hidden)
         features = table.features.get(layer)  # those of the engine
         if features is None:
@@ -38,6 +40,7 @@ class PredictRoutes(RouteObserver):
         return logits if self.chosen_by_engine else logits + bias
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Keep what would have been chosen without prediction."""
         foreseen = self.table.kept(Foreseen).pop(layer)
         if not self.chosen_by_engine:
             self.table.kept(Unpredicted)[layer] = foreseen.to(route_dtype(self.table.shape.experts))
@@ -53,9 +56,11 @@ class PredictorGradients(RouteObserver):
         self._losses: dict[int, Tensor] = {}
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Add the gradient of this layer's predictor."""
         features = self.table.features.get(layer)
         if layer in self._losses or features is None or not len(features.logits):
             return logits
+        assert router.predictor is not None and features.hidden is not None
         current = logits.detach()[self.table.cached]
         with torch.enable_grad():
             # Not the parameter itself, which must never have a gradient: it would be the policy's.
@@ -72,5 +77,6 @@ class PredictorGradients(RouteObserver):
         return len(self.table.features[layer].logits) if layer in self._losses else 0
 
     def metrics(self) -> Metrics:
+        """Return the predictors' loss by layer."""
         losses = {layer: per_token(loss, self.tokens(layer)) for layer, loss in self._losses.items()}
         return of_layers("predictor_loss", losses, self.update)

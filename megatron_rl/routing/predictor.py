@@ -23,6 +23,7 @@ class RoutePredictor(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size, dtype=torch.float32))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return the bias of router inputs `[..., d]`, `[..., E]`."""
         return predicted_bias(hidden, self.weight)
 
 
@@ -47,7 +48,7 @@ def delta_loss(
 ) -> Tensor:
     """Mean over tokens of |bias - stopgrad(z - z_old)|^2 (Pr2, Appendix G).
 
-    For softmax both are centred over the experts, since it does not see a common shift; sigmoid scores do.
+    For softmax both are centered over the experts, since it does not see a common shift; sigmoid scores do.
     """
     _check(current_logits, recorded_logits, predicted_bias)
     error = predicted_bias - (current_logits - recorded_logits).detach()

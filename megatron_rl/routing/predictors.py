@@ -15,10 +15,12 @@ from megatron_rl.config import OptimizerConfig, RoutingConfig
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, alike
 from megatron_rl.models.router import PREDICTOR_WEIGHT, routers
+from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
 from megatron_rl.routing.predict import PredictorGradients, PredictRoutes
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
+from megatron_rl.trainer.parallel import process_group
 from megatron_rl.trainer.trainer import Trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,7 +41,7 @@ class Predictors(UpdateHook):
         # Momentum is a memory of its own, which would outlive what a predictor is to forget.
         self._adam = {"betas": (0.0, optimizer.betas[1]) if self.decay else optimizer.betas, "eps": optimizer.eps}
         self.served = routing.source in FROM_ENGINE
-        self.weights: dict[int, Tensor] = {}
+        self.weights: dict[int, torch.nn.Parameter] = {}
         self.adam: torch.optim.AdamW | None = None
         self._gradients: dict[int, Tensor] = {}
         """[E, d] by layer, of the loss summed over the tokens of this process in the update."""
@@ -48,31 +50,36 @@ class Predictors(UpdateHook):
         self._failed = False
 
     def attach(self, trainer: Trainer) -> None:
+        """Give each router a predictor, and make their optimizer."""
         found = dict(routers(trainer.chunks))
-        for router in found.values():
+        for layer, router in found.items():
             router.add_predictor()
-        self.weights = {layer: router.predictor.weight for layer, router in found.items()}
+            assert router.predictor is not None
+            self.weights[layer] = router.predictor.weight
         if not found:
             return
         self.adam = torch.optim.AdamW(self.weights.values(), **self._adam)
         for weight in self.weights.values():
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adam.state[weight] = {"step": torch.zeros(()), **moments}
-        self.group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        self.group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+        """Forget the gradients of the last pass."""
         self._gradients, self._learning, self._failed = {}, [], False
 
-    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
+    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return what predicts routes in this pass, or learns to."""
         learns = place.update > 0
         if stage == "log_probs":
-            return [PredictRoutes(batch.routes, chosen_by_engine=self.config.source in FROM_ENGINE, learns=learns)]
+            return [PredictRoutes(table, chosen_by_engine=self.config.source in FROM_ENGINE, learns=learns)]
         if not (learns and self.weights):
             return []
         options = (self.config.predictor_loss, place.update + 1, self._gradients)
-        self._learning.append(PredictorGradients(batch.routes, *options))
-        return self._learning[-1:]
+        learning = PredictorGradients(table, *options)
+        self._learning.append(learning)
+        return [learning]
 
     def after_step(self, step: Step) -> None:
         """What is rejected changes no predictor either."""
@@ -82,6 +89,7 @@ class Predictors(UpdateHook):
         self._gradients, self._learning = {}, []  # which would keep the micro-batches
 
     def metrics(self) -> Metrics:
+        """Return whether the predictors skipped the update."""
         return {"update/predictors_skipped": alike(float(self._failed), across="sum")}
 
     def learn(self, gradients: dict[int, Tensor], tokens: int, lr: float) -> bool:
@@ -90,6 +98,7 @@ class Predictors(UpdateHook):
         gradients: [E, d] by layer, summed over this process's `tokens`. lr: the policy's current learning rate. Collective.
         Returns whether it was done: not without a cached token, nor where a gradient is not finite.
         """
+        assert self.adam is not None
         sums = [gradients.get(layer, torch.zeros_like(weight)) for layer, weight in self.weights.items()]
         flat = torch.cat([*(total.flatten() for total in sums), sums[0].new_tensor([tokens])])
         dist.all_reduce(flat, group=self.group)
@@ -106,17 +115,19 @@ class Predictors(UpdateHook):
         return True
 
     def tensors(self) -> Iterable[Tensor]:
+        """Yield the optimizer's moments."""
         if self.adam is not None:
             yield from (value for state in self.adam.state.values() for value in state.values())
 
     # -- checkpoints: the weights are part of the model's state, the moments are kept beside it ------------------------
 
     def progress(self) -> dict[str, int]:
+        """Return how many updates the predictors have had."""
         return {"updates": int(next(iter(self.adam.state.values()))["step"])} if self.adam else {}
 
     def state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """Adam's moments."""
-        if not self.weights:
+        if self.adam is None:
             return {}
         sharded = get_param_id_to_sharded_param_map(model_state, iter(self.weights.values()))
         return {
@@ -130,8 +141,11 @@ class Predictors(UpdateHook):
         }
 
     def load_state_dict(self, state: dict[str, Any], progress: dict[str, int]) -> None:
+        """Restore the moments and their step."""
+        if self.adam is None:
+            return
         for layer, weight in self.weights.items():
-            kept = self.adam.state[weight]
-            kept["step"] = torch.tensor(float(progress["updates"]))
+            moments = self.adam.state[weight]
+            moments["step"] = torch.tensor(float(progress["updates"]))
             for name in MOMENTS:
-                kept[name].copy_(state[name][layer])
+                moments[name].copy_(state[name][layer])

@@ -11,8 +11,8 @@ from megatron_rl.routing.passes import RouteObserver, Router
 from megatron_rl.routing.table import route_dtype
 
 RouteSource = Literal["none", "r2", "r3", "pr2", "pr3"]
-PREDICTING = ("pr2", "pr3")
-FROM_ENGINE = ("r3", "pr3")
+PREDICTING: tuple[RouteSource, ...] = ("pr2", "pr3")
+FROM_ENGINE: tuple[RouteSource, ...] = ("r3", "pr3")
 
 
 def reference_routes(table: RouteTable, source: RouteSource, layer: int) -> Tensor | None:
@@ -24,9 +24,11 @@ class ReplayRoutes(RouteObserver):
     """Sends tokens to the experts that `source` says."""
 
     def __init__(self, table: RouteTable, source: RouteSource) -> None:
-        self.table, self.source = table, source
+        self.table = table
+        self.source: RouteSource = source
 
     def replay(self, layer: int) -> Tensor | None:
+        """Return the source's routes of a layer."""
         return reference_routes(self.table, self.source, layer)
 
 
@@ -37,6 +39,7 @@ class RecordRoutes(RouteObserver):
         self.table = table
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Keep the chosen experts."""
         self.table.recorded[layer] = chosen.to(route_dtype(self.table.shape.experts))
 
 
@@ -47,5 +50,6 @@ class RecordLogits(RouteObserver):
         self.table = table
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Keep the logits of the cached tokens."""
         self.table.features[layer] = Features(None, logits[self.table.cached], None)
         return logits

@@ -64,8 +64,8 @@ class RouteShape:
 
 
 def names_one_twice(routes: np.ndarray) -> bool:
-    """Whether a row of [..., k] ids has one of them twice. Columns are compared in pairs: for a handful of them a tenth of the
-    time of sorting each row."""
+    """Whether a row of [..., k] ids has one of them twice."""
+    # Columns are compared in pairs: for a handful of them a tenth of the time of sorting each row.
     columns = np.ascontiguousarray(routes.reshape(-1, routes.shape[-1]).T)
     return any((one == other).any() for one, other in combinations(columns, 2))
 

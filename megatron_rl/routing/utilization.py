@@ -23,12 +23,14 @@ class RouterEntropy(RouteObserver):
         self._sums: dict[int, Tensor] = {}
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Sum the entropies of the counted tokens."""
         if layer not in self._sums:
             log_probs = routing_log_probs(logits.detach(), router.score_function)
             self._sums[layer] = -torch.where(self.table.counted, (log_probs.exp() * log_probs).sum(-1), 0.0).sum()
         return logits
 
     def metrics(self) -> Metrics:
+        """Return the entropy by layer."""
         tokens = len(self.table.counted_rows)
         return of_layers("entropy", {layer: per_token(s, tokens) for layer, s in self._sums.items()}, self.update)
 
@@ -54,6 +56,7 @@ class ExpertLoad(RouteObserver):
         self.table, self.update = table, update
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Count the tokens of each expert."""
         found = self.table.kept(Load)
         if layer not in found:
             tokens = self.table.counted.float()[:, None].expand(chosen.shape)
@@ -61,6 +64,7 @@ class ExpertLoad(RouteObserver):
             found[layer] = load.scatter_add_(0, chosen.flatten(), tokens.flatten())
 
     def metrics(self) -> Metrics:
+        """Return the share of active experts and the largest load by layer."""
         found: Metrics = {}
         for name, figure in {"active_experts": active_experts, "load_max": load_max}.items():
             # Loads of several layers or updates are not to be added up.

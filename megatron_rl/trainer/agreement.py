@@ -23,9 +23,11 @@ class AgreementFloor(UpdateHook):
         self._layers: tuple[int, ...] = ()
 
     def attach(self, trainer: Trainer) -> None:
+        """Learn which layers have routes."""
         self._layers = trainer.layout.routes.moe_layers if trainer.layout.routes else ()
 
     def check(self, metrics: Metrics) -> None:
+        """Raise a UserError where too little agrees."""
         check_agreement(metrics, self._layers, self.floor)
 
 

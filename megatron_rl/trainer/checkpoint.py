@@ -122,8 +122,7 @@ class Save:
         best: Collection[int] = (),
         background: bool = False,
     ) -> None:
-        """extra: small picklable state that is the same on all ranks. keep: so many newest checkpoints stay, and those of
-        the steps in `best`."""
+        """extra: small picklable state, the same on all ranks. keep: how many of the newest stay, beside steps `best`."""
         self.path = folder / f"step_{step:06d}"
         self._partial = self.path.with_name(self.path.name + ".tmp")
         self._trainer, self._ranks, self._keep, self._best = trainer, ranks, keep, frozenset(best)
@@ -202,13 +201,15 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
 
     Errors: UserError naming the file that is damaged or the tensor that is missing.
     """
-    common = read_common(path, ranks)
+    common = read_common(path)
     same_size = common["world_size"] == ranks.world_size
     trainer.scheduler.load_state_dict(common["scheduler"])
     _prepare_optimizers(trainer)
     state = _state(trainer, ranks, loading=True, with_random=same_size)
     parts = _distributed_state(trainer, state)
     known = [hook for hook in trainer.hooks if hook.name in common["hooks"]]
+    for hook in known:
+        _require(path, f"run.hooks.{hook.name}", common["hooks"][hook.name], _largest(ranks, hook.progress()))
     _leave_out(state, (hook for hook in trainer.hooks if hook not in known))
     loaded = _load(state, path)
     _load_model(trainer, loaded)
@@ -231,21 +232,32 @@ def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
     """
     trainer.residence.require("all")
     state = _model_state(trainer)
-    known = read_common(path, trainer.ranks)["hooks"] if hooks else {}
+    known = read_common(path)["hooks"] if hooks else {}
     _leave_out(state, (hook for hook in trainer.hooks if hook.name not in known))
     _load_model(trainer, _load(state, path))
     if trainer.optimizer is not None:
         trainer.optimizer.reload_model_params()
 
 
-def read_common(path: Path, ranks: Ranks) -> dict[str, Any]:
-    """The part of a checkpoint that is the same on all ranks."""
+def read_common(path: Path) -> dict[str, Any]:
+    """The part of a checkpoint that is the same on all ranks. Errors: UserError, also for a key that an older one lacks."""
     try:
-        return dist_checkpointing.load_common_state_dict(str(path))["run"]
+        run = dist_checkpointing.load_common_state_dict(str(path))["run"]
     except (OSError, KeyError, CheckpointingException, RuntimeError, EOFError, ValueError) as error:
         raise UserError(
             f"checkpoint {path}: not a checkpoint of megatron_rl, or damaged ({_one_line(error)})"
         ) from None
+    _require(path, "run", run, ("step", "world_size", "scheduler", "hooks", "extra"))
+    return run
+
+
+def _require(path: Path, part: str, found: Collection[str], names: Iterable[str]) -> None:
+    for name in names:
+        if name not in found:
+            raise UserError(
+                f"checkpoint {path}: has no {part}.{name}, as another version of megatron_rl wrote it; train anew, or from its"
+                " weights alone (checkpoint.load)"
+            )
 
 
 def _allocate_adam(trainer: Trainer) -> None:
@@ -323,7 +335,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """fsync all files, so that the rename never names data that a power cut would lose."""
+    """Fsync all files, so that the rename never names data that a power cut would lose."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

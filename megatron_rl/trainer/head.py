@@ -38,7 +38,14 @@ class HeadRequest:
     fp32_logits: bool = False
 
 
-def log_prob_head(*, hidden_states, output_layer, output_weight, context: HeadRequest, config, **_) -> torch.Tensor:
+def log_prob_head(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    context: HeadRequest,
+    **_: object,
+) -> torch.Tensor:
     """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> [3, T] fp32 (log-probs; entropy or zeros; coverage).
 
     Tokens without a label have zeros, and coverage 1. A token outside the safe set has a log-prob of -inf. With tensor

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
 from megatron_rl.trainer.preview import StepPreview
 
@@ -70,8 +71,8 @@ class UpdateHook:
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
         """A pass of the policy begins, over these micro-batches."""
 
-    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
-        """What it has at the routers in the pass of one micro-batch of a model with experts."""
+    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+        """What it has at the routers in the pass of the micro-batch of these routes."""
         return []
 
     def after_backward(self) -> None:
@@ -86,8 +87,10 @@ class UpdateHook:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def before_step(self, preview: StepPreview) -> float:
-        """What the learning rate of the step is multiplied with, the same on all processes; 0: the step is left out. Not
-        called where gradients are not finite."""
+        """Factor of the step's learning rate, the same on all processes; 0: the step is left out.
+
+        Not called where gradients are not finite.
+        """
         return 1.0
 
     def after_step(self, step: Step) -> None:

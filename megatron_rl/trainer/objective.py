@@ -71,6 +71,7 @@ class Objective:
         return self
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        """Return the loss and metrics of one micro-batch."""
         raise NotImplementedError
 
 
@@ -80,6 +81,7 @@ class LogProbs(Objective):
     with_entropy = False
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        """Return the log-probs."""
         return Result(outputs.log_probs.new_zeros(()), tokens={"log_probs": outputs.log_probs})
 
 
@@ -89,6 +91,7 @@ class SFT(Objective):
     per_token = True
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        """Return the sum over the counted labels."""
         nll = -torch.where(batch.mask, outputs.log_probs, torch.zeros_like(outputs.log_probs)).sum()
         entropy = torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()
         return Result(nll, _token_means(batch, {"loss/policy": nll.detach(), "entropy": entropy}))
@@ -117,25 +120,28 @@ class Policy(Objective):
 
     @cached_property
     def loss(self) -> losses.PolicyLoss:
+        """The configured policy loss."""
         return policy_loss(self.config.algorithm)
 
     @property
     def per_token(self) -> bool:
+        """Whether both the loss and the correction depend on a token's own log-prob alone."""
         return self.loss.per_token and correction_of(self.config).per_token
 
     @property
     def ratio_from_old(self) -> bool:
-        """Whether the ratio starts from stored log-probs. With one update per rollout batch the current policy is the old one,
-        so that it takes its own and the ratio is 1 by construction; with correction.bypass it starts from the engine's."""
+        """Whether the ratio starts from stored log-probs, and not from its own (one update: 1) or the engine's (bypass)."""
         return self.config.batch.updates_per_step > 1 and not self.config.correction.bypass
 
     @property
     def needs(self) -> frozenset[str]:
+        """Fields that have to be computed before."""
         old = self.ratio_from_old or self.config.correction.normalize
         wanted = {"old_log_probs": old, "reference_log_probs": self.config.algorithm.kl.coefficient > 0}
         return frozenset(name for name, needed in wanted.items() if needed)
 
     def for_update(self, batches: list[Batch], totals: Totals, total: Callable[[float], float]) -> Self:
+        """Return the objective with the totals, and the mean weight where weights are normalized."""
         if not self.config.correction.normalize:
             return replace(self, totals=totals)
         # Of another pipeline stage there are no log-probs.
@@ -149,7 +155,13 @@ class Policy(Objective):
         return token_weights(log_ratios, batch.mask, batch.segments, correction_of(self.config))
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+        """Return the loss and metrics. Errors: ValueError for a field that is missing in the batch."""
         algorithm, mask, log_probs = self.config.algorithm, batch.mask, outputs.log_probs
+        for name in sorted(self.needs - batch.fields.keys()):
+            raise ValueError(
+                f"the batch has no {name}, which algorithm.loss = {algorithm.loss} needs: call"
+                " Trainer.compute_fields(batches, objective.needs) before the update"
+            )
         old = batch["old_log_probs"] if self.ratio_from_old else log_probs.detach()
         # A token outside the safe set, now or then, has ratio 0: no term, and a weight of 0 (papers/000, theorem 5.3).
         inside = mask & (log_probs > -torch.inf) & (old > -torch.inf)

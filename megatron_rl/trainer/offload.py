@@ -46,6 +46,7 @@ class HostCopy:
             storage.resize_(0)
 
     def restore(self) -> None:
+        """Give the storages their memory and contents back."""
         for storage, host in self._pairs:
             storage.resize_(host.numel())
             self._bytes(storage).copy_(host, non_blocking=True)
@@ -75,6 +76,7 @@ class Residence:
 
     @torch.no_grad()
     def leave(self, *, keep_weights: bool = False) -> None:
+        """Free the device, but for the weights with keep_weights."""
         trainer, device = self._trainer, self._trainer.ranks.device
         if self.on_device == "all":
             gather_parameters(trainer.ddp)
@@ -95,6 +97,7 @@ class Residence:
 
     @torch.no_grad()
     def come_back(self, *, weights_only: bool = False) -> None:
+        """Fill the device again, with the weights alone if weights_only."""
         if self.on_device == "nothing":
             self._weights.restore()
             self.on_device = "weights"

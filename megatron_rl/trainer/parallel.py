@@ -107,6 +107,7 @@ class Ranks:
         return int(tensor)
 
     def barrier(self) -> None:
+        """Wait for all processes."""
         dist.barrier(group=self.world_group)
 
     def _broadcast(self, value: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -168,6 +169,12 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
         world_group=world_group,
         device=device,
     )
+
+
+def process_group(found: object) -> dist.ProcessGroup:
+    """A group of Megatron's parallel state, whose functions have no types."""
+    assert isinstance(found, dist.ProcessGroup)
+    return found
 
 
 def shutdown() -> None:

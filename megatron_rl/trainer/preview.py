@@ -96,7 +96,7 @@ class StepPreview:
         return [results[id(p)].view_as(p).to(p.dtype) if id(p) in results else p.detach() for p in parameters]
 
     def _step(self, tensors: list[Tensor], lr_scale: float) -> dict[int, Tensor]:
-        """id of an inner parameter -> what it will be."""
+        """Id of an inner parameter -> what it will be."""
         found: dict[int, Tensor] = {}
         by_group: dict[int, list[Tensor]] = defaultdict(list)
         for tensor in tensors:

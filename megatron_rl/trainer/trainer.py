@@ -62,8 +62,7 @@ class Trainer:
         support: SamplingSupport,
         hooks: Iterable[UpdateHook] = (),
     ) -> None:
-        """total_updates: of the run; None: it scores alone, and has neither gradients nor an optimizer. hooks: what features
-        add, called in this order."""
+        """Build the chunks, and unless total_updates is None (scoring alone) the optimizer; hooks are called in their order."""
         self.config = config
         self.model = model
         self.ranks = ranks
@@ -248,7 +247,8 @@ class Trainer:
         """What the routers do with each micro-batch in the pass inside the block; None for a dense model."""
         for hook in hooks:
             hook.before_forward(batches, stage, place)
-        observers = [[one for hook in hooks for one in hook.observers(b, stage, place)] for b in batches if b.routes]
+        tables = [batch.routes for batch in batches if batch.routes]
+        observers = [[one for hook in hooks for one in hook.observers(table, stage, place)] for table in tables]
         yield [RoutePass(one) for one in observers] if observers and hooks else [None] * len(batches)
         for hook in hooks:
             hook.after_pass(stage)
@@ -390,7 +390,7 @@ def build_trainer(
 ) -> Trainer:
     """The trainer of the folder config.model.path, whose log-probs are those under `support`.
 
-    total_updates: of the run; None: for scoring alone. parallel_state must be initialised. Errors: UserError.
+    total_updates: of the run; None: for scoring alone. parallel_state must be initialized. Errors: UserError.
     """
     model = load(
         config.model.path,

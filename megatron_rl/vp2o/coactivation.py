@@ -20,6 +20,7 @@ class CountCoactivation(RouteObserver):
         self.table = table
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
+        """Count the pairs of experts of the counted tokens."""
         found = self.table.kept(Coactivation)
         if layer not in found:
             found[layer] = coactivation_counts(chosen, self.table.shape.experts, self.table.counted)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_rl.algorithms import stein
 from megatron_rl.models.moe import OUTPUT, ExpertSlice, expert_slices, moe_layers
 from megatron_rl.models.router import ReplayRouter
+from megatron_rl.trainer.parallel import process_group
 
 
 @dataclass
@@ -38,13 +40,13 @@ class ExpertLayer:
 class Experts:
     """Those of a model's chunks."""
 
-    def __init__(self, chunks: list[torch.nn.Module], power_iterations: int) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], power_iterations: int) -> None:
         self.layers = {number: _expert_layer(number, layer) for number, layer in moe_layers(chunks)}
         self.power_iterations = power_iterations
-        self.expert_group = parallel_state.get_expert_model_parallel_group()
-        self.slice_group = parallel_state.get_expert_tensor_parallel_group()
-        self.replica_group = parallel_state.get_expert_data_parallel_group()
-        self.token_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        self.expert_group = process_group(parallel_state.get_expert_model_parallel_group())
+        self.slice_group = process_group(parallel_state.get_expert_tensor_parallel_group())
+        self.replica_group = process_group(parallel_state.get_expert_data_parallel_group())
+        self.token_group = process_group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         """Tokens are spread over data, context and (by sequence parallelism) tensor ranks; expert ranks are data ranks."""
         self._prototypes: dict[int, Tensor] = {}
 
@@ -93,19 +95,21 @@ class Experts:
         return torch.cat(parts)
 
     def over_slices(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks that hold the other slices, in place."""
         if self.slice_group.size() > 1:
             dist.all_reduce(tensor, group=self.slice_group)
         return tensor
 
 
-def _expert_layer(number: int, layer: torch.nn.Module) -> ExpertLayer:
+def _expert_layer(number: int, layer: MoELayer) -> ExpertLayer:
+    router, experts = layer.router, layer.config.num_moe_experts
+    assert isinstance(layer.experts, torch.nn.Module) and isinstance(router, ReplayRouter) and experts is not None
     slices = expert_slices(layer.experts)
     count = len(slices[OUTPUT])
     first = parallel_state.get_expert_model_parallel_rank() * count
     output = slices[OUTPUT][0].data
     start = torch.randn(output.shape[0], generator=torch.Generator().manual_seed(number))
-    experts = layer.config.num_moe_experts
-    return ExpertLayer(layer.router, slices, experts, slice(first, first + count), start.to(output.device))
+    return ExpertLayer(router, slices, experts, slice(first, first + count), start.to(output.device))
 
 
 def stacked(matrices: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ class Orthogonality(RouteObserver):
         self._sums: dict[int, Tensor] = {}
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        """Add the gradient of the loss to those of outputs and weights."""
         tokens = self.table.evenly_spaced(self.tokens)
         share = self.table.counted.sum() / max(len(tokens), 1)
         some = rows[tokens]
@@ -43,25 +46,25 @@ class Orthogonality(RouteObserver):
         return _WithGradients.apply(outputs, weights, some, tokens, of_outputs, (of_weight * scale).to(weights.dtype))
 
     def metrics(self) -> Metrics:
+        """Return the loss by layer."""
         tokens = len(self.table.counted_rows)
         return of_layers("orthogonality", {n: per_token(s, tokens) for n, s in self._sums.items()}, self.update)
 
 
 class _WithGradients(torch.autograd.Function):
-    """outputs as they are; to their gradient and that of the weights another loss's is added (a sum over tokens, as the
-    schedule's own losses are)."""
+    """Passes outputs on; adds to their gradient, and to that of the weights, another loss's (a sum over tokens)."""
 
     @staticmethod
     def forward(
-        ctx, outputs: Tensor, weights: Tensor, rows: Tensor, tokens: Tensor, of_outputs: Tensor, of_weights: Tensor
+        ctx: Any, outputs: Tensor, weights: Tensor, rows: Tensor, tokens: Tensor, of_outputs: Tensor, of_weights: Tensor
     ) -> Tensor:
-        """rows [C, k] of the outputs have gradients [C, k, D], tokens [C] of the weights [C, k]."""
+        """Rows [C, k] of the outputs have gradients [C, k, D], tokens [C] of the weights [C, k]."""
         ctx.save_for_backward(rows, tokens, of_outputs, of_weights)
         ctx.shape = weights.shape
         return outputs.view_as(outputs)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, tokens, of_outputs, of_weights = ctx.saved_tensors
         grad = grad.index_add(0, rows.flatten(), of_outputs.flatten(0, 1))
         return grad, of_weights.new_zeros(ctx.shape).index_copy(0, tokens, of_weights), None, None, None, None

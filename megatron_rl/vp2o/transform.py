@@ -63,7 +63,9 @@ class Stein(UpdateHook):
         self._interactions: dict[int, _Interaction] = {}
 
     def attach(self, trainer: Trainer) -> None:
+        """Find the experts and the gradients of this process."""
         self.experts = Experts(trainer.chunks, self.config.power_iterations)
+        assert trainer.optimizer is not None
         self.owned = owned_ranges(trainer.optimizer)
 
     # -- one update, in this order ------------------------------------------------------------------------------------
@@ -71,13 +73,15 @@ class Stein(UpdateHook):
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
         """Co-activation is of the whole rollout batch; the micro-batches of later updates count if they had a pass before."""
         if stage == "update":
-            self._tables = [batch.routes for update in place.rollout or [batches] for batch in update]
+            found = (batch.routes for update in place.rollout or [batches] for batch in update)
+            self._tables = [table for table in found if table is not None]
 
-    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
-        found: list[RouteObserver] = [CountCoactivation(batch.routes)]
+    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return the counts of co-activation and, in an update, the orthogonality loss."""
+        found: list[RouteObserver] = [CountCoactivation(table)]
         if stage == "update" and self.config.orthogonality:
             options = (self.config.orthogonality, self.config.orthogonality_tokens, place.update + 1)
-            found.append(Orthogonality(batch.routes, *options))
+            found.append(Orthogonality(table, *options))
         return found
 
     @torch.no_grad()
@@ -114,10 +118,12 @@ class Stein(UpdateHook):
             self._interactions[number].metrics["repulsion"] = derived(_root, strength**2 * squares[number])
 
     def after_step(self, step: Step) -> None:
+        """Forget the prototypes of weights that have changed."""
         if step.done:
             self.experts.weights_changed()
 
     def metrics(self) -> Metrics:
+        """Return what was measured of each layer."""
         return of_layers({number: found.metrics for number, found in self._interactions.items()})
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -197,8 +203,8 @@ class Stein(UpdateHook):
         """Squared norm of the gradients of these, of the part that this process counts: all processes' parts add up."""
         parameters = {id(one.parameter): one.parameter for one in slices}.values()
         if self.owned is not None:
-            return _square_of(p.main_grad.view(-1)[self.owned[p]] for p in parameters if p in self.owned)
-        return _square_of(p.main_grad for p in parameters) / self.experts.replica_group.size()
+            return _square_of(_gradient(p).view(-1)[self.owned[p]] for p in parameters if p in self.owned)
+        return _square_of(map(_gradient, parameters)) / self.experts.replica_group.size()
 
     def _figures(self, number: int, found: _Interaction) -> dict[str, Metric]:
         """Means over pairs of experts, which all processes have alike."""
@@ -220,6 +226,11 @@ def of_layers(layers: Mapping[int, Mapping[str, Metric]]) -> Metrics:
         for layer, metrics in layers.items()
         for name, metric in metrics.items()
     }
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    """The buffer that Megatron's DDP gives a parameter."""
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue] (DDP adds it)
 
 
 def _root(square: float) -> float:

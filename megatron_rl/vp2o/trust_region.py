@@ -65,7 +65,7 @@ class Verdict:
     """Of the learning rate: 1, a power of 1/2, or 0: leave the step out."""
     backtracks: int
     shifts: dict[int, float]
-    """Barycentre shift by layer of this process's pipeline stage, of the step as it was proposed."""
+    """Barycenter shift by layer of this process's pipeline stage, of the step as it was proposed."""
 
 
 class Probe(RouteObserver):
@@ -78,6 +78,7 @@ class Probe(RouteObserver):
         """Router inputs [C, d] by layer."""
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Keep the router inputs of the chosen tokens."""
         if layer not in self.hidden:
             self.hidden[layer] = hidden[self.table.evenly_spaced(self.tokens)]
         return logits
@@ -102,14 +103,17 @@ class TrustRegion(UpdateHook):
         """In a row."""
 
     def attach(self, trainer: Trainer) -> None:
+        """Take what is needed of the ranks."""
         self._maximum = lambda value: max(trainer.ranks.gather(value))
         self._device = trainer.ranks.device
 
     @property
     def experts(self) -> Experts:
+        """The experts of the attached transform."""
         return self._stein.experts
 
     def weights_pushed(self) -> None:
+        """Anchor all layers at the weights as they are."""
         for number, layer in self.experts.layers.items():
             start = self.experts.prototypes(number)
             weights = self.experts.output_weights(layer.outputs)
@@ -123,13 +127,15 @@ class TrustRegion(UpdateHook):
         self._probe_tokens = -(-self.config.probe_tokens // max(len(batches), 1)) if blind else 0
         self._probes, self.verdict = [], None
 
-    def observers(self, batch: Batch, stage: Stage, place: Place) -> list[RouteObserver]:
-        found = [Probe(batch.routes, self._probe_tokens)] if self._probe_tokens else []
+    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return the probe of the micro-batch, where the anchor has not seen any tokens."""
+        found: list[Probe] = [Probe(table, self._probe_tokens)] if self._probe_tokens else []
         self._probes += found
-        return found
+        return [*found]
 
     @torch.no_grad()
     def after_pass(self, stage: Stage) -> None:
+        """Give anchors the gates of the tokens that probes have seen."""
         probes, self._probes = [probe.hidden for probe in self._probes if probe.hidden], []
         if not probes:
             return
@@ -145,10 +151,12 @@ class TrustRegion(UpdateHook):
                 anchor.gates = _gates(router, anchor.hidden, [p.detach() for p in _parameters(router)])
 
     def before_step(self, preview: StepPreview) -> float:
+        """Return the share of the learning rate at which the step may be taken."""
         self.verdict = self.judge(preview)
         return self.verdict.scale
 
     def metrics(self) -> Metrics:
+        """Return what became of the step, and the shift by layer."""
         verdict = self.verdict or Verdict(1.0, 0, {})
         return {
             "update/rejected": alike(float(verdict.scale == 0.0), across="sum"),
@@ -163,12 +171,14 @@ class TrustRegion(UpdateHook):
         the next step is likely to be refused as well.
         """
         first: dict[int, float] = {}
+        limit = self.config.trust_region
+        assert limit is not None, "without one there is no trust region"
         scale = 1.0
         for backtracks in range(MOST_BACKTRACKS + 1):
             shifts = self._shifts(preview, scale)
             first = first or shifts
             worst = max((s if math.isfinite(s) else math.inf for s in shifts.values()), default=0.0)
-            if self._maximum(worst) <= self.config.trust_region:
+            if self._maximum(worst) <= limit:
                 self._refused = 0
                 return Verdict(scale, backtracks, first)
             if self.config.on_violation == "reject":
@@ -179,7 +189,7 @@ class TrustRegion(UpdateHook):
             remedy = "set vp2o.on_violation: backtrack," if self.config.on_violation == "reject" else "set"
             raise UserError(
                 f"vp2o.trust_region: {MOST_REFUSED} updates in a row would have moved the experts of a layer by more than"
-                f" {self.config.trust_region:g}, and were left out; {remedy} a larger vp2o.trust_region or a smaller"
+                f" {limit:g}, and were left out; {remedy} a larger vp2o.trust_region or a smaller"
                 " optimizer.lr"
             )
         return Verdict(0.0, backtracks, first)
@@ -190,6 +200,7 @@ class TrustRegion(UpdateHook):
         seen = [number for number, anchor in self._anchors.items() if anchor.gates is not None]
         for number in seen:  # none before the first token of the loss
             layer, anchor = self.experts.layers[number], self._anchors[number]
+            assert anchor.hidden is not None and anchor.gates is not None
             prototypes = self._prototypes_after(layer, anchor, preview, scale)
             gates = _gates(layer.router, anchor.hidden, preview.after(_parameters(layer.router), scale))
             shift = barycenter_shift(gates, prototypes, anchor.gates, anchor.prototypes)

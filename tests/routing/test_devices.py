@@ -58,7 +58,7 @@ def forward(hooks: list[UpdateHook], table: RouteTable, router: Router, stage: S
     batch, place = SimpleNamespace(routes=table), Place(update)
     for hook in hooks:
         hook.before_forward([batch], stage, place)
-    observers = [*(one for hook in hooks for one in hook.observers(batch, stage, place)), *others]
+    observers = [*(one for hook in hooks for one in hook.observers(table, stage, place)), *others]
     route_pass = RoutePass(observers)
     for layer in SHAPE.moe_layers:
         hidden, logits = (torch.randn(TOKENS, width, device="cuda") for width in (HIDDEN, EXPERTS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from megatron_rl.errors import UserError
+from megatron_rl.trainer.checkpoint import read_common
 from megatron_rl.trainer.sharded_state import boxes
 
 
@@ -46,6 +49,19 @@ def test_random_states_are_restored(tiny_model, tmp_path):
     [(first, again)] = run_ranks(1, f"{__name__}:draws_around_a_load", (model, str(tmp_path)))
     assert first == again
     assert len({str(part) for part in first}) == len(first)
+
+
+@pytest.mark.parametrize("lacks", ["step", "world_size", "scheduler", "hooks", "extra"])
+def test_an_older_checkpoint_is_refused_by_the_key_that_it_lacks(lacks, tmp_path):
+    run = {"step": 1, "world_size": 1, "scheduler": {}, "hooks": {}, "extra": {}}
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (tmp_path / "metadata.json").write_text(json.dumps(backends))
+    torch.save({"run": run}, tmp_path / "common.pt")
+    assert read_common(tmp_path) == run
+    del run[lacks]
+    torch.save({"run": {**run, "predictor_updates": 0}}, tmp_path / "common.pt")
+    with pytest.raises(UserError, match=rf"{tmp_path}: has no run\.{lacks}, .*checkpoint\.load"):
+        read_common(tmp_path)
 
 
 VOCABULARY = 301

@@ -54,7 +54,7 @@ class Toy(UpdateHook):
     def before_forward(self, batches, stage, place) -> None:
         self.calls.append("before_forward")
 
-    def observers(self, batch, stage, place) -> list[RouteObserver]:
+    def observers(self, table, stage, place) -> list[RouteObserver]:
         self.calls.append("observers")
         return [Watching(self.calls)]
 

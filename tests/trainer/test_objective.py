@@ -215,6 +215,17 @@ def test_what_is_computed_before_the_updates(updates, bypass, normalize, kl):
     assert torch.equal(result.tokens["old_log_probs"], old if from_old else current.detach())
 
 
+@pytest.mark.parametrize("lacks", ["old_log_probs", "reference_log_probs"])
+def test_a_batch_without_a_field_that_the_loss_needs(lacks):
+    config = config_of({}, 2, kl={"coefficient": 0.1})
+    batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
+    fields = {"old_log_probs": old, "reference_log_probs": old}
+    del fields[lacks]
+    batch.fields |= fields
+    with pytest.raises(ValueError, match=f"no {lacks}, .*algorithm.loss = ppo.*compute_fields"):
+        Policy(config)(batch, HeadOutputs(current, torch.zeros_like(current), torch.ones_like(current)))
+
+
 EVERYTHING = {
     "correction": {"mode": "truncate", "level": "sequence", "high": 2.0, "veto": 1e-3, "normalize": True}
     | {"reject": "k3", "reject_level": "token", "reject_above": 3.0},

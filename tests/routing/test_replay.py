@@ -184,8 +184,8 @@ def check_weights(family: str, config, logits: torch.Tensor, ids: torch.Tensor, 
         expected = config.routed_scaling_factor * scores / scores.sum(-1, keepdim=True)
     else:
         scores = logits.softmax(-1).gather(1, ids)
-        renormalised = family == "mixtral" or config.norm_topk_prob
-        expected = scores / scores.sum(-1, keepdim=True) if renormalised else scores
+        renormalized = family == "mixtral" or config.norm_topk_prob
+        expected = scores / scores.sum(-1, keepdim=True) if renormalized else scores
     assert (weights != 0).sum() == ids.numel()
     torch.testing.assert_close(weights.gather(1, ids).double(), expected, rtol=1e-5, atol=1e-7, msg=family)
 

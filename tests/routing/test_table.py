@@ -84,8 +84,8 @@ def declared(update: int, counts: dict[int, list[int]], kl: dict[int, tuple[floa
 
 def test_layers_and_updates_count_towards_the_figures_of_all():
     first = declared(1, {1: [6, 2, 0], 2: [4, 0, 4]}, {1: (2.0, 4), 2: (6.0, 4)})
-    learnt = of_layers("predictor_loss", {1: per_token(3.0, 2)}, 2)
-    second = declared(2, {1: [8, 0, 0], 2: [0, 0, 0]}, {1: (1.0, 2), 2: (0.0, 0)}, **learnt, other=total(7.0))
+    learned = of_layers("predictor_loss", {1: per_token(3.0, 2)}, 2)
+    second = declared(2, {1: [8, 0, 0], 2: [0, 0, 0]}, {1: (1.0, 2), 2: (0.0, 0)}, **learned, other=total(7.0))
     metrics = figures(merge([first, second]))
     assert metrics["routing/agreement"] == pytest.approx(1 - (2 + 8) / (2 * 24))
     assert [metrics[f"routing/deviation_{j}"] for j in range(3)] == pytest.approx([18 / 24, 2 / 24, 4 / 24])

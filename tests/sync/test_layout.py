@@ -36,7 +36,7 @@ class World:
         return self.pushed[name]
 
     def rows(self, tensor: torch.Tensor, rank: int, cuts: int | None = None) -> torch.Tensor:
-        """A rank's share of the rows; with fewer cuts than ranks neighbours share one (key-value heads)."""
+        """A rank's share of the rows; with fewer cuts than ranks neighbors share one (key-value heads)."""
         cuts = cuts or self.tp
         return tensor.chunk(cuts)[rank * cuts // self.tp]
 

@@ -26,7 +26,7 @@ def alone(model: str, samples: list, cases: list[dict], folder: str) -> dict:
     for name in ("fp8_blockwise", "fp8_tensorwise", "bf16"):
         trainer = make_trainer(make_config(model, {"precision": {"train": name}}))
         recipes[name] = {
-            "quantised": quantised_modules(trainer.chunks[0]),
+            "quantized": quantized_modules(trainer.chunks[0]),
             "state": sorted(trainer.chunks[0].state_dict()),
             "sharded": sorted(trainer.chunks[0].sharded_state_dict(metadata={"dp_cp_group": None})),
             "exported": {k: (v.dtype, v.clone()) for k, v in trainer.export_weights()},
@@ -39,7 +39,7 @@ def alone(model: str, samples: list, cases: list[dict], folder: str) -> dict:
     return {"recipes": recipes, "cases": run(model, samples, cases)}
 
 
-def quantised_modules(chunk: torch.nn.Module) -> list[str]:
+def quantized_modules(chunk: torch.nn.Module) -> list[str]:
     """Names of the modules whose forward is preceded by anything, and of the experts that round their products' inputs."""
     names = [name for name, module in chunk.named_modules() if module._forward_pre_hooks]
     return names + [name for name, module in chunk.named_modules() if getattr(module, "quantizer", None)]

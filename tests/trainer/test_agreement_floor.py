@@ -1,4 +1,4 @@
-"""An engine whose routes or log-probs are not of this model stops the run before anything is learnt; a healthy one never."""
+"""An engine whose routes or log-probs are not of this model stops the run before anything is learned; a healthy one never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated FP8 training: one linear layer against the definition, what is quantised, and all layouts against one process."""
+"""Simulated FP8 training: one linear layer against the definition, what is quantized, and all layouts against one process."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_what_is_quantised(looked_at):
         for e in range(4):
             expected |= {f"decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc{n}" for n in (1, 2)}
     for recipe in RECIPES:
-        assert set(looked_at[recipe]["quantised"]) == expected
-    assert looked_at["bf16"]["quantised"] == []
+        assert set(looked_at[recipe]["quantized"]) == expected
+    assert looked_at["bf16"]["quantized"] == []
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "bf16"])
@@ -161,7 +161,7 @@ def test_recomputation_changes_nothing(alone):
 
 def test_layouts_agree_with_one_process(alone, model, samples):
     """Expert and pipeline parallelism change no sum. Tensor parallelism changes their order, as in bf16, and here and there
-    a value then rounds to the neighbour in e4m3; its shards are whole blocks here (elsewhere a cut block has two scales)."""
+    a value then rounds to the neighbor in e4m3; its shards are whole blocks here (elsewhere a cut block has two scales)."""
     cases = [{**layout, "precision": {"train": "fp8_blockwise"}} for layout in LAYOUTS.values()]
     results, _ = run_ranks(2, "trainer.fp8_ranks:run", (model, samples, cases), timeout=280)
     one, effect = alone["fp8_blockwise"], distance(alone["fp8_blockwise"], alone["bf16"])

@@ -103,7 +103,7 @@ def test_a_linear_layer_is_its_definition(recipe, looked_at):
         assert (plain[name] - expected).norm() / size > 2.5 * error, name
 
 
-def test_what_is_quantised(looked_at):
+def test_what_is_quantized(looked_at):
     """Linear layers of attention and experts; not router, embedding, output layer, norms. Nothing in bf16."""
     expected = {f"decoder.layers.{i}.mlp.experts" for i in range(2)}
     for i in range(2):

@@ -1,4 +1,4 @@
-"""FLOPs of a model's forward from its shape, and what share of a device's peak they are: arithmetic alone."""
+"""FLOPs of a model's forward from its shape, and the peaks of devices: arithmetic alone."""
 
 from __future__ import annotations
 
@@ -61,9 +61,3 @@ def sequence_flops(config: PreTrainedConfig, sequences: Iterable[tuple[int, int]
     for tokens, labels in sequences:
         total += forward_flops(shape, tokens, labels, sum(attended_pairs(tokens, window) for window in windows))
     return total
-
-
-def utilization(flops: float, seconds: float, gpus: int, device: str | None) -> float | None:
-    """MFU: FLOPs as a share of what the GPUs could have done in bf16. device: torch's name; None for an unknown one."""
-    peak = PEAK_TFLOPS.get(device or "")
-    return flops / (seconds * gpus * peak * 1e12) if peak and seconds else None

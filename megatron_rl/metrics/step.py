@@ -65,8 +65,10 @@ def reward_metrics(trajectories: list[Trajectory]) -> Metrics:
 
 
 def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> dict[str, float]:
-    """Of (group, reward, parts) of a step: mean and std over responses, share of groups whose rewards are all equal, mean of
-    each part."""
+    """Mean and std of the rewards, share of groups in which all are equal, and the mean of each part.
+
+    rows: (group, reward, parts) of each response of a step.
+    """
     rewards = np.asarray([reward for _, reward, _ in rows])
     groups: dict[int, list[float]] = {}
     for group, reward, _ in rows:

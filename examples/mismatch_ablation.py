@@ -27,9 +27,9 @@ from ablations import (
     use_all_cores,
     warm_start,
 )
+from curves import Panel, write_curves
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.metrics.curves import Panel, write_curves
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 MIS: Settings = {"correction.mode": "mask", "correction.low": 0.8, "correction.high": 1.2}

@@ -25,8 +25,8 @@ from ablations import (
     use_all_cores,
     warm_start,
 )
+from curves import write_svg
 
-from megatron_rl.metrics.curves import write_svg
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 METHODS: dict[str, dict[str, object]] = {

@@ -23,8 +23,8 @@ from ablations import (
     use_all_cores,
     warm_start,
 )
+from curves import Panel, write_curves
 
-from megatron_rl.metrics.curves import Panel, write_curves
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 ATTRACTION: Settings = {"vp2o.neighbors": 4}

@@ -9,8 +9,8 @@ from megatron_rl.data.balance import plan_updates
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments.stream import held_out_demonstrations
 from megatron_rl.launch.run import Run
-from megatron_rl.metrics.hardware import hardware_metrics
 from megatron_rl.metrics.reduce import figures, mean, over_ranks
+from megatron_rl.metrics.step import log_line
 from megatron_rl.trainer.objective import SFT
 
 
@@ -39,11 +39,7 @@ def sft(config: Config) -> None:
             with clock("eval"):
                 if run.due(config.eval.every):
                     run.logger.log_eval(run.step, evaluate(run, held_out))
-            times = clock.times()
-            sequences = [(len(s.tokens) - 1, len(s.tokens) - s.prompt_length) for s in mine]
-            gpus = hardware_metrics(run, sequences, times, sum(len(s.tokens) for s in samples))
-            skipped = {"data/skipped_prompts": len(run.stream.skipped)}
-            run.logger.log_step(run.step, figures(update.metrics) | skipped | gpus | times)
+            log_line(run, {}, [update], mine, clock.times())
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
             with clock("checkpoint"):
                 run.checkpoint()

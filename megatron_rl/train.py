@@ -59,8 +59,8 @@ def train(config: Config) -> None:
             with clock("eval"):
                 if evaluated:
                     logger.log_eval(run.step, evaluate(config, run, engine))
-            of_engine = engine.metrics() | refresh_metrics(drift, age, refreshed)
-            log_step(run, trajectories, rollout_batch, updates, of_engine, clock)
+            measured = engine.metrics() | refresh_metrics(drift, age, refreshed)
+            log_step(run, trajectories, rollout_batch, updates, measured, clock)
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
             with clock("checkpoint"):
                 run.checkpoint()

@@ -12,6 +12,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from megatron_rl.algorithms.correction import divergence
 from megatron_rl.config import Config, KLConfig, OptimizerConfig, load_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.record import load_trajectories
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.launch.hooks import update_hooks
@@ -54,7 +56,9 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
     activate_flash(config)
     ranks = parallel.initialize(config.parallel, config.seed)
     try:
-        found = attribute(config, ranks, _recorded(run, step), weights, step, version)
+        files = sorted((run / "rollouts").glob(f"step_{step:06d}.rank*.npz"))
+        trajectories = [trajectory for file in files for trajectory in load_trajectories(file)]
+        found = attribute(config, ranks, trajectories, weights, step, version)
     finally:
         parallel.shutdown()
     if ranks.rank:
@@ -68,15 +72,10 @@ def _choose(run: Path, config: Config, step: int | None) -> tuple[int, int, Path
     recorded = {int(m[1]) for path in (run / "rollouts").glob("*.npz") if (m := _RECORD.fullmatch(path.name))}
     if not recorded:
         raise UserError(f"report: {run} has no recorded rollouts; set rollout.record: true and run it again")
-    saved = {
-        int(path.name.removeprefix("step_")): path for path in checkpoint.complete_checkpoints(run / "checkpoints")
-    }
-    start = Path(config.checkpoint.load) if config.checkpoint.load else None
-    weights: dict[int, Path | None] = {0: start, **saved}
-    lines = read_json_lines(run / METRICS_FILE)
-    ages = {
-        line["step"] - 1: int(line["sync/staleness"]) for line in lines if line.get("sync/staleness")
-    }  # refreshed by drift
+    weights: dict[int, Path | None] = {0: Path(config.checkpoint.load) if config.checkpoint.load else None}
+    weights |= {checkpoint.step_of(path): path for path in checkpoint.complete_checkpoints(run / "checkpoints")}
+    refreshed = [line for line in read_json_lines(run / METRICS_FILE) if line.get("sync/staleness")]  # by drift
+    ages = {line["step"] - 1: int(line["sync/staleness"]) for line in refreshed}
     version = {number: number + 1 - ages.get(number, 1) for number in recorded}
     usable = sorted(number for number in recorded if version[number] in weights)
     if step is None and usable:
@@ -91,28 +90,18 @@ def _choose(run: Path, config: Config, step: int | None) -> tuple[int, int, Path
     return step, version[step], weights[version[step]]
 
 
-def _recorded(run: Path, step: int) -> list[Trajectory]:
-    paths = sorted((run / "rollouts").glob(f"step_{step:06d}.rank*.npz"))
-    return [trajectory for path in paths for trajectory in load_trajectories(path)]
-
-
 def attribute(
-    config: Config,
-    ranks: parallel.Ranks,
-    trajectories: list[Trajectory],
-    weights: Path | None,
-    step: int,
-    version: int,
+    config: Config, ranks: parallel.Ranks, trajectories: list[Trajectory], weights: Path | None, step: int, version: int
 ) -> Attribution:
-    """Score `trajectories` of step `step`, sampled from the weights of step `version`, with each source removed. Every process
-    calls it with the same arguments."""
-    usable = [
-        t for t in trajectories if {span.version for span in t.weight_spans} == {str(version)} and t["loss_mask"].any()
-    ]
+    """Score `trajectories` of step `step`, sampled from the weights of step `version`, with each source removed.
+
+    Every process calls it with the same arguments.
+    """
+    versions = ({span.version for span in t.weight_spans} for t in trajectories)
+    usable = [t for t, of in zip(trajectories, versions, strict=True) if of == {str(version)} and t["loss_mask"].any()]
     if not usable:
         raise UserError(
-            f"report: no recorded response of step {step} was sampled from the weights of step {version} alone; name another"
-            " with --step"
+            f"report: no recorded response of step {step} is of the weights of step {version} alone; name another with --step"
         )
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     try:
@@ -120,49 +109,48 @@ def attribute(
             support.check_recorded(trajectory.support)
     except ValueError as error:
         raise UserError(f"report: the responses of step {step} were {error}") from None
-    samples = usable[ranks.data_rank :: ranks.data_size]
+    samples: list[Sequence] = [*usable[ranks.data_rank :: ranks.data_size]]
     replayed = config.routing.source in FROM_ENGINE
     config = _scoring_alone(config)
-    have_routes = any(t.routes is not None for t in usable)
-
     own = _Scorer(config, ranks, samples, weights, step)
-    base = own.score(replay=replayed)
+    dense = own.trainer.layout.routes is None
+    reasons = {
+        "routes": (
+            (dense and config.model.moe_router_fusion, "the fused router knows no replay"),
+            (dense, "a dense model has none"),
+            (replayed, "the run replays the engine's already"),
+            (all(t.routes is None for t in usable), "not recorded: set rollout.routes: true"),
+        ),
+        "tail": (
+            (config.pruning.enabled, "the run prunes it already"),
+            (any(t.kept is not None for t in usable), "the sampler truncates it already"),
+        ),
+        "precision": ((config.precision.train == "fp32", "the run trains in fp32 already"),),
+    }
+    stays = {name: why for name, cases in reasons.items() if (why := next((w for holds, w in cases if holds), None))}
     removed: dict[str, tuple[str, Tensor | None]] = {}
-    if own.trainer.layout.routes is None:
-        fused = config.model.moe_router_fusion
-        removed["routes"] = "the fused router knows no replay" if fused else "a dense model has none", None
-    elif replayed:
-        removed["routes"] = "the run replays the engine's already", None
-    elif not have_routes:
-        removed["routes"] = "not recorded: set rollout.routes: true", None
-    else:
-        removed["routes"] = "experts of the engine replayed", own.compare(base, own.score(replay=True))
+
+    def remove(name: str, how: str, scorer: _Scorer, **options: Any) -> None:
+        """Score without a source, unless it stays."""
+        if name in stays:
+            removed[name] = stays[name], None
+        else:
+            removed[name] = how, scorer.compare(base, scorer.score(**{"replay": replayed, **options}))
+
+    base = own.score(replay=replayed)
     rho = config.pruning.rho
-    if config.pruning.enabled:
-        removed["tail"] = "the run prunes it already", None
-    elif any(t.kept is not None for t in usable):
-        removed["tail"] = "the sampler truncates it already", None
-    else:
-        pruned = own.score(replay=replayed, rho=rho)
-        removed["tail"] = f"tokens below {rho:.2g} of the likeliest left out", own.compare(base, pruned)
-    removed["attention"] = "attention in fp64", own.compare(base, own.score(replay=replayed, exact=True))
+    remove("routes", "experts of the engine replayed", own, replay=True)
+    remove("tail", f"tokens below {rho:.2g} of the likeliest left out", own, rho=rho)
+    remove("attention", "attention in fp64", own, exact=True)
     whole = _everywhere(ranks, own.compare(base, base))
     dtypes = [p.dtype for chunk in own.trainer.chunks for p in chunk.parameters()]
     del own
-
-    exact = config
-    if config.precision.train == "fp32":
-        removed["precision"] = "the run trains in fp32 already", None
-    else:
-        exact = replace(config, precision=replace(config.precision, train="fp32"))
+    exact = replace(config, precision=replace(config.precision, train="fp32"))
     best = _Scorer(exact, ranks, samples, weights, step)
     best.round_weights(dtypes)
-    if exact is not config:
-        fp32 = best.score(replay=replayed)
-        removed["precision"] = f"fp32 in place of {config.precision.train}", best.compare(base, fp32)
-    replay = replayed or removed["routes"][1] is not None
-    everything = best.score(replay=replay, rho=rho if removed["tail"][1] is not None else None, exact=True)
-    removed["all"] = "all of the above together", best.compare(base, everything)
+    remove("precision", f"fp32 in place of {config.precision.train}", best)
+    everything = {"replay": replayed or "routes" not in stays, "rho": None if "tail" in stays else rho, "exact": True}
+    remove("all", "all of the above together", best, **everything)
 
     sources = [
         Source(name, how, None) if sums is None else attribution.source(name, how, *_everywhere(ranks, sums).unbind(1))
@@ -188,7 +176,7 @@ class _Scorer:
     """A trainer that only scores, always the same samples."""
 
     def __init__(
-        self, config: Config, ranks: parallel.Ranks, samples: list[Trajectory], weights: Path | None, step: int
+        self, config: Config, ranks: parallel.Ranks, samples: list[Sequence], weights: Path | None, step: int
     ) -> None:
         support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
         hooks = update_hooks(config, scores_alone=True)
@@ -206,10 +194,10 @@ class _Scorer:
             parameter.copy_(parameter.to(dtype))
 
     def score(self, *, replay: bool, rho: float | None = None, exact: bool = False) -> list[Tensor]:
-        """k3 of each token of the loss [n], by micro-batch; none on ranks without the head. NaN outside the run's own safe
-        set, where no KL is measured.
+        """k3 of each token of the loss [n], by micro-batch; none on ranks without the head.
 
-        rho: tokens outside that safe set count 0. exact: attention in fp64.
+        It is NaN outside the run's own safe set, where no KL is measured. rho: tokens outside that one count 0. exact:
+        attention in fp64.
         """
         trainer = self.trainer
         hooks = [Routes("r3")] if replay else trainer.hooks

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from megatron_rl.algorithms.segments import Segments
@@ -34,6 +34,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Attribution:
+    """Sources of the mismatch in one recorded step."""
+
     step: int
     tokens: int
     """Of the loss, without those outside the run's safe set."""
@@ -70,14 +72,13 @@ def source(name: str, removed_by: str, before: Tensor, after: Tensor, tokens: Te
     return Source(name, removed_by, kl, share, error)
 
 
-def save(found: Attribution, run: Path) -> Path:
-    path = run / ATTRIBUTION_FILE
-    path.write_text(json.dumps(asdict(found), indent=2) + "\n")
-    return path
+def save(found: Attribution, run: Path) -> None:
+    """Write the run's attribution.json."""
+    (run / ATTRIBUTION_FILE).write_text(json.dumps(asdict(found), indent=2) + "\n")
 
 
 def load(run: Path) -> Attribution | None:
-    """Of a run that has one."""
+    """Read a run's attribution.json, if it has one."""
     path = run / ATTRIBUTION_FILE
     if not path.exists():
         return None
@@ -89,6 +90,7 @@ HEADINGS = ("without", "which is", "KL, nats per token", "share of the KL")
 
 
 def rows(found: Attribution) -> list[tuple[str, str, str, str]]:
+    """The table's rows under HEADINGS."""
     rows = [("nothing", "as the run scores it", f"{found.kl:.3g}", "")]
     for one in found.sources:
         share = "" if one.share is None else f"{one.share:+.1%} ± {one.error:.1%}"
@@ -97,14 +99,15 @@ def rows(found: Attribution) -> list[tuple[str, str, str, str]]:
 
 
 def title(found: Attribution) -> str:
+    """The table's title: which tokens it is of."""
     left_out = f", {found.left_out} sequences of several weights left out" if found.left_out else ""
     return f"Sources of the mismatch at step {found.step}: {found.tokens:,} tokens in {found.sequences} sequences{left_out}"
 
 
 def table(found: Attribution) -> Table:
-    shown = Table(title=title(found), title_justify="left")
-    for index, heading in enumerate(HEADINGS):
-        shown.add_column(heading, justify="left" if index < 2 else "right")
+    """The table for the terminal."""
+    words, numbers = HEADINGS[:2], [Column(heading, justify="right") for heading in HEADINGS[2:]]
+    shown = Table(*words, *numbers, title=title(found), title_justify="left")
     for row in rows(found):
         shown.add_row(*row)
     return shown

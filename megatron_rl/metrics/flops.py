@@ -1,4 +1,4 @@
-"""FLOPs of a model's forward from its shape, and what share of a device's peak they are: arithmetic alone."""
+"""FLOPs of a model's forward from its shape, and the peaks of devices: arithmetic alone."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> float:
-    """2 FLOPs for each multiply-add of the matrix products: of the weights that a token meets (its own experts among them),
-    of the head for the tokens that meet it, and of attention's two for each pair.
+    """FLOPs of one forward: 2 for each multiply-add of the matrix products.
 
-    pairs: (query, key) pairs, summed over layers.
+    They are those of the weights that a token meets (its own experts among them), of the head for the tokens that meet it, and
+    attention's two for each of `pairs`: (query, key) pairs, summed over layers.
     """
     layers = [w for layer in range(shape.layers) for w in layer_weights(shape, layer) if len(w.shape) > 1]
     met = sum(math.prod(w.shape) * (shape.topk if w.part == "experts" else 1) for w in layers)
@@ -55,15 +55,9 @@ def forward_flops(shape: Shape, tokens: int, head_tokens: int, pairs: int) -> fl
 
 
 def sequence_flops(config: PreTrainedConfig, sequences: Iterable[tuple[int, int]]) -> float:
-    """Of one forward over causal sequences of (tokens, of which so many are predicted, and meet the head)."""
+    """FLOPs of one forward over causal sequences of (tokens, of which so many are predicted, and meet the head)."""
     shape, windows = Shape.from_config(config), layer_windows(config)
     total = 0.0
     for tokens, labels in sequences:
         total += forward_flops(shape, tokens, labels, sum(attended_pairs(tokens, window) for window in windows))
     return total
-
-
-def utilization(flops: float, seconds: float, gpus: int, device: str | None) -> float | None:
-    """MFU: FLOPs as a share of what the GPUs could have done in bf16. device: torch's name; None for an unknown one."""
-    peak = PEAK_TFLOPS.get(device or "")
-    return flops / (seconds * gpus * peak * 1e12) if peak and seconds else None

@@ -6,10 +6,12 @@ import dataclasses
 import importlib.util
 import json
 import math
+import operator
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,12 +72,13 @@ class JsonLines:
 
     def _cut(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [r for r in read_json_lines(self.path) if self._resume_step > 0 and r["step"] <= self._resume_step]
+        stay = [r for r in read_json_lines(self.path) if self._resume_step > 0 and r["step"] <= self._resume_step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in stay))
         os.replace(temporary, self.path)
 
     def close(self) -> None:
+        """Close the file, if it was opened."""
         if self._file is not None:
             self._file.close()
 
@@ -92,7 +95,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            record["step"] + 0
+            operator.index(record["step"])
         except (ValueError, TypeError, KeyError):
             if number == len(lines):
                 break
@@ -115,68 +118,55 @@ class RunLogger:
         self._resume_step = resume_step
         self._metrics = JsonLines(self.run_dir / METRICS_FILE, resume_step)
         self._samples = JsonLines(self.run_dir / SAMPLES_FILE, resume_step)
-        self._pending: dict[str, Any] = {}
+        self._progress = _ProgressLine(config, resume_step, active=active)
+        self._services: list[Callable[[Mapping[str, float], int], object]] | None = None
+        """What gets each line's (numbers, step), from the first line on."""
+        self._open = ExitStack()
+        for part in (self._samples, self._metrics, self._progress):
+            self._open.callback(part.close)
+        self._pending: Mapping[str, Any] = {}
         self._warned: set[str] = set()
-        self._tensorboard = None
-        self._wandb = None
-        self._progress = _ProgressLine(config, resume_step) if active else None
-        if active:
-            _require("wandb", "logging.wandb_project", config.logging.wandb_project is not None)
-            _require("tensorboard", "logging.tensorboard", config.logging.tensorboard)
+        if active and config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            raise UserError("config: logging.wandb_project needs the package wandb: pip install wandb, or turn it off")
 
     def say(self, line: str) -> None:
         """A line for the user, above the progress line."""
-        if self.active:
-            self._progress.say(line)
+        self._progress.say(line)
 
     def progress(self, done: int, wanted: int, what: str = "responses") -> None:
         """How far the part of a step that is under way has come, in the progress line; seldom where that is no terminal."""
-        if self.active:
-            self._progress.note(done, wanted, what)
+        self._progress.note(done, wanted, what)
 
     def log_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl: `metrics` (numbers, 0-dim tensors or None), and the step's evaluation."""
-        if not self.active:
-            return
-        evaluation = self._pending
-        self._pending = {}
-        values = self._clean(step, {**dict.fromkeys(STANDARD), **metrics, **evaluation})
-        self._metrics.write({"step": step, **values})
-        self._publish(step, values)
-        self._progress.step(step, values)
+        if self.active:
+            values = self._write(step, {**metrics, **self._pending})
+            self._pending = {}
+            self._progress.step(step, values)
 
     def log_eval(self, step: int, scores: Mapping[str, Any]) -> None:
-        """Scores that `log_step` of the same step puts into its line; before the first step they are a line of their
-        own."""
+        """Scores of `log_step`'s line of the same step; before the first step they are a line of their own."""
         if not self.active or not scores:
             return
-        self._progress.say(
-            f"eval at step {step}: " + ", ".join(f"{k.removeprefix('eval/')} {v:.4g}" for k, v in scores.items())
-        )
+        said = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
+        self.say(f"eval at step {step}: {said}")
         if step > 0:
-            self._pending = dict(scores)
-            return
-        values = self._clean(step, {**dict.fromkeys(STANDARD), **scores})
-        self._metrics.write({"step": step, **values})
-        self._publish(step, values)
+            self._pending = scores
+        else:
+            self._write(step, scores)
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Rollouts of a step (metrics/samples.py chooses them) into samples.jsonl: prompt, response, reward, finish, count,
-        reward/PART, and whatever else is given."""
+        """Rollouts of a step (metrics/samples.py chooses them) for samples.jsonl.
+
+        Each has prompt, response, reward, finish, count, reward/PART, and whatever else is given.
+        """
         if self.active:
             for sample in samples:
                 self._samples.write(_plain({"step": step, **sample}))
 
     def close(self) -> None:
-        if not self.active:
-            return
-        self._progress.close()
-        self._metrics.close()
-        self._samples.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Close all files and services."""
+        self._open.close()
 
     def __enter__(self) -> RunLogger:
         return self
@@ -184,43 +174,47 @@ class RunLogger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _clean(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
-        """Plain numbers; what is not finite becomes None, is counted, and is said once for each name."""
-        values, wrong = {}, 0
-        for name, value in metrics.items():
-            number = value.item() if hasattr(value, "item") else value
-            if isinstance(number, float) and not math.isfinite(number):
-                wrong += 1
-                if name not in self._warned:
-                    self._warned.add(name)
-                    self._progress.say(f"warning: {name} is {number} at step {step}; the log has null in its place")
-                number = None
-            values[name] = number
-        return {**values, "log/not_finite": wrong}
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+        """Write a line and return it. What is not finite becomes None, is counted, and is said once for each name."""
+        values = {name: _plain(value) for name, value in {**dict.fromkeys(STANDARD), **metrics}.items()}
+        wrong = [name for name, value in metrics.items() if value is not None and values[name] is None]
+        for name in wrong:
+            if name not in self._warned:
+                number = float(metrics[name])
+                self.say(f"warning: {name} is {number} at step {step}; the log has null in its place")
+        self._warned.update(wrong)
+        values["log/not_finite"] = len(wrong)
+        self._metrics.write({"step": step, **values})
+        if self._services is None:
+            wanted = {
+                self._tensorboard: self.config.logging.tensorboard,
+                self._wandb: self.config.logging.wandb_project,
+            }
+            self._services = [start() for start, on in wanted.items() if on]
+        for log in self._services:
+            log({name: value for name, value in values.items() if value is not None}, step)
+        return values
 
-    def _publish(self, step: int, values: Mapping[str, float | None]) -> None:
-        present = {name: value for name, value in values.items() if value is not None}
-        if self.config.logging.tensorboard:
-            if self._tensorboard is None:
-                from torch.utils.tensorboard import SummaryWriter
+    def _tensorboard(self) -> Callable[[Mapping[str, float], int], None]:
+        from torch.utils.tensorboard import SummaryWriter
 
-                purge = self._resume_step + 1 if self._resume_step else 0
-                self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge)
-            for name, value in present.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
-        if self.config.logging.wandb_project:
-            if self._wandb is None:
-                self._wandb = self._start_wandb()
-            self._wandb.log(present, step=step)
+        purge = self._resume_step + 1 if self._resume_step else 0
+        writer = self._open.enter_context(SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge))
 
-    def _start_wandb(self):
-        import wandb
+        def log(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        return log
+
+    def _wandb(self) -> Callable[[Mapping[str, float], int], None]:
+        import wandb  # pyright: ignore[reportMissingImports]  # the user's to install
 
         id_file = self.run_dir / "wandb_id"
         if not id_file.exists():
             id_file.write_text(wandb.util.generate_id())
-        return wandb.init(
+        run = wandb.init(
             project=self.config.logging.wandb_project,
             name=self.config.name,
             id=id_file.read_text(),
@@ -228,11 +222,8 @@ class RunLogger:
             dir=str(self.run_dir),
             config=dataclasses.asdict(self.config),
         )
-
-
-def _require(package: str, key: str, wanted: bool) -> None:
-    if wanted and importlib.util.find_spec(package) is None:
-        raise UserError(f"config: {key} needs the package {package}: pip install {package}, or turn it off")
+        self._open.callback(run.finish)
+        return run.log
 
 
 def _plain(value: Any) -> Any:
@@ -248,7 +239,7 @@ def _plain(value: Any) -> Any:
 class _ProgressLine:
     """A live line on a terminal, plain lines elsewhere: step, reward, mismatch KL, tokens/s, time left."""
 
-    def __init__(self, config: Config, resume_step: int) -> None:
+    def __init__(self, config: Config, resume_step: int, *, active: bool) -> None:
         self._steps = config.steps
         self._first = resume_step
         self._start: float | None = None
@@ -256,17 +247,15 @@ class _ProgressLine:
         """Of the last step."""
         self._noted = time.monotonic()
         """When something was said last."""
-        self._on = config.logging.progress
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._live: Progress | None = None
-        if self._on and self._console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(24), TextColumn("{task.description}"))
-            self._live = Progress(*columns, console=self._console)
+        self._on = active and config.logging.progress
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not active)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(24), TextColumn("{task.description}"))
+        live = self._on and self._console.is_terminal
+        self._live = Progress(*columns, console=self._console) if live else None
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False)
-        self._noted = time.monotonic()
-        self._start = self._start or time.monotonic()
+        self._print(line)
+        self._start = self._start or self._noted
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
         if not self._on:
@@ -275,31 +264,30 @@ class _ProgressLine:
         # Where nothing was said before the first step, that step's own time is the best estimate.
         self._start = self._start or now - (values.get("time/step_s") or 0.0)
         left = (now - self._start) / max(step - self._first, 1) * (self._steps - step)
-        text = "  ".join([*_summary(values), f"left {_clock(left)}"])
-        if self._live is None:
-            self._noted = now
-            self._console.print(f"step {step}/{self._steps}  {text}", markup=False)
-            return
-        self._text = text
-        self._show(step, text)
+        self._text = "  ".join([*_summary(values), f"left {_clock(left)}"])
+        if not self._show(self._text, step):
+            self._print(f"step {step}/{self._steps}  {self._text}")
 
     def note(self, done: int, wanted: int, what: str) -> None:
-        if not self._on:
+        noted = f"{what} {done}/{wanted}"
+        if self._show(f"{self._text}  {noted}".strip()):
             return
-        if self._live is not None:
-            self._show(None, f"{self._text}  {what} {done}/{wanted}".strip())
-            return
-        now = time.monotonic()
-        if now - self._noted < NOTE_EVERY_S:
-            return
-        self._noted = now
-        self._console.print(f"{what} {done}/{wanted}", markup=False)
+        if self._on and time.monotonic() - self._noted >= NOTE_EVERY_S:
+            self._print(noted)
 
-    def _show(self, step: int | None, text: str) -> None:
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False)
+        self._noted = time.monotonic()
+
+    def _show(self, text: str, step: int | None = None) -> bool:
+        """Put it into the live line; returns whether there is one."""
+        if self._live is None:
+            return False
         if not self._live.tasks:
             self._live.start()
             self._live.add_task("", total=self._steps, completed=self._first)
         self._live.update(self._live.tasks[0].id, completed=step, description=text)
+        return True
 
     def close(self) -> None:
         if self._live is not None:

@@ -8,8 +8,9 @@ rank measures can be added up: sums, extremes, and histograms that are fine near
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ TAIL = 0.01
 """p below which a token counts as one of the tail."""
 CERTAIN = 1e-3
 """1 - p below which rounding of the log-prob itself hides the (1 - p) law: such tokens are left out of its fit."""
-SUMS = ("tokens", "not_finite", "zero", "k1", "k3", "absolute", "ratio", "ratio_squared", "surprise")
 
 
 @dataclass(frozen=True)
@@ -55,32 +55,23 @@ class Mismatch:
     lowest: float = math.inf
     """Smallest and largest d."""
     highest: float = -math.inf
-    histogram: np.ndarray | None = None
-    """[2 * HALF + 1] int64 counts of d."""
-    bound: np.ndarray | None = None
-    """[HALF + 1] int64 counts of |d| / (2 (1 - p)): the logit error that proposition 4.2 of papers/000 needs at least;
-    of tokens that one of the two sides is not sure of."""
-    classes: np.ndarray | None = None
-    """[len(BELOW), 5] by p: tokens, sum of |d|, sum of -d, sum of d^2, largest |d|."""
+    histogram: np.ndarray = field(default_factory=lambda: np.zeros(2 * HALF + 1, np.int64))
+    """[2 * HALF + 1] counts of d."""
+    bound: np.ndarray = field(default_factory=lambda: np.zeros(HALF + 1, np.int64))
+    """[HALF + 1] counts of |d| / (2 (1 - p)): the logit error that proposition 4.2 of papers/000 needs at least; of tokens
+    that one of the two sides is not sure of."""
+    classes: np.ndarray = field(default_factory=lambda: np.zeros((len(BELOW), 4)))
+    """[len(BELOW), 4] by p: tokens, sum of |d|, sum of -d, sum of d^2."""
+    largest: np.ndarray = field(default_factory=lambda: np.zeros(len(BELOW)))
+    """[len(BELOW)] by p: largest |d|."""
     sequences: tuple[float, ...] = ()
     """Sum of d of each sequence."""
 
     def __add__(self, other: Mismatch) -> Mismatch:
         """Statistics of both parts' tokens together."""
-        together: dict = {name: getattr(self, name) + getattr(other, name) for name in SUMS}
-        together["sequences"] = self.sequences + other.sequences
-        filled = [part for part in (self, other) if part.tokens]
-        if not filled:
-            return Mismatch(**together)
-        classes = np.stack([part.classes for part in filled])
-        return Mismatch(
-            **together,
-            lowest=min(part.lowest for part in filled),
-            highest=max(part.highest for part in filled),
-            histogram=np.sum([part.histogram for part in filled], axis=0),
-            bound=np.sum([part.bound for part in filled], axis=0),
-            classes=np.concatenate([classes[:, :, :4].sum(0), classes[:, :, 4:].max(0)], 1),
-        )
+        extremes = {"lowest": min, "highest": max, "largest": np.maximum}
+        operations = {name: extremes.get(name, operator.add) for name in vars(self)}
+        return Mismatch(**{name: add(getattr(self, name), getattr(other, name)) for name, add in operations.items()})
 
 
 def _bins(values: torch.Tensor) -> torch.Tensor:
@@ -110,16 +101,11 @@ def measure(
     sums = torch.stack([part.sum() for part in parts] + [d.min(), d.max()]).tolist()
 
     train = (engine + d).clamp(max=0.0)
-    rest = -torch.minimum(
-        engine, train
-    ).expm1()  # 1 - p, the larger of both sides': above that of any point between them
+    rest = -torch.minimum(engine, train).expm1()  # 1 - p, the larger of both sides': above that of any point between
     sure = rest < CERTAIN
     needed = _bins(absolute[~sure] / (2 * rest[~sure])) - HALF
     members = torch.bucketize(train.exp(), torch.tensor(BELOW[:-1], dtype=torch.float64, device=d.device), right=True)
     columns = torch.stack([torch.ones_like(d), absolute, -d, d.square()], 1)
-    classes = d.new_zeros(len(BELOW), 5)
-    classes[:, :4].index_add_(0, members, columns)
-    classes[:, 4].scatter_reduce_(0, members, absolute, "amax")
     return Mismatch(
         len(d),
         not_finite,
@@ -127,7 +113,8 @@ def measure(
         *sums,
         histogram=torch.bincount(_bins(d), minlength=2 * HALF + 1).cpu().numpy(),
         bound=torch.bincount(needed, minlength=HALF + 1).cpu().numpy(),
-        classes=classes.cpu().numpy(),
+        classes=d.new_zeros(len(BELOW), 4).index_add_(0, members, columns).cpu().numpy(),
+        largest=d.new_zeros(len(BELOW)).scatter_reduce_(0, members, absolute, "amax").cpu().numpy(),
         sequences=sequences,
     )
 
@@ -208,7 +195,7 @@ def law_figures(measured: Mismatch) -> dict[str, float]:
         variance = tail[3] / tail[0] - found["tail_bias"] ** 2
         if tail[0] > 1 and variance > 0:
             found["tail_bias_z"] = found["tail_bias"] / math.sqrt(variance / (tail[0] - 1))
-    for below, (tokens, absolute, bias, _, largest) in zip(BELOW, measured.classes, strict=True):
+    for below, (tokens, absolute, bias, _), largest in zip(BELOW, measured.classes, measured.largest, strict=True):
         if tokens:
             values = {"tokens": tokens, "abs": absolute / tokens, "bias": bias / tokens, "abs_max": largest}
             found |= {f"p<{below:g}/{name}": value for name, value in values.items()}

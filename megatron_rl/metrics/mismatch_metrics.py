@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 
 import torch
 
 from megatron_rl.algorithms.correction import TokenWeights
 from megatron_rl.algorithms.pruning import bias_bound
 from megatron_rl.algorithms.segments import Segments
-from megatron_rl.config import Config, CorrectionConfig
+from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics import mismatch
 from megatron_rl.metrics.reduce import Metrics, derived, maximum, mean, merge, minimum
@@ -21,25 +22,29 @@ from megatron_rl.trainer.trainer import Update
 def mismatch_metrics(
     config: Config, rollout_batch: list[list[Batch]], updates: list[Update], rewards: Mapping[str, float]
 ) -> Metrics:
-    """Of this process's micro-batches of a step, after their updates. Context-parallel ranks call it together.
+    """Metrics of this process's micro-batches of a step, after their updates. Context-parallel ranks call it together.
 
     mismatch/*: the policy that the updates started from, against the engine. corrected/*: the same over the tokens that
     stayed in the update, with the importance weight in the place of the ratio where there is one (correction.mode), and
     what became of the others. pruning/*: what the safe set leaves out. rewards: weights of the reward's parts.
     """
-    pairs = [
-        pair
-        for batches, one in zip(rollout_batch, updates, strict=True)
-        for pair in zip(batches, one.tokens, strict=True)
-    ]
     correction, pruned = config.correction, config.pruning.enabled
     corrects = correction.mode != "none" or bool(correction.veto) or correction.reject != "none" or pruned
-    parts = []
-    for batch in [_Scored.of(batch, tokens) for batch, tokens in pairs if tokens]:
-        found = {"mismatch": derived(mismatch.with_law, _before(batch))}
+    seen = chain.from_iterable(update.tokens for update in updates)
+    parts: list[Metrics] = []
+    for whole, tokens in zip(chain.from_iterable(rollout_batch), seen, strict=True):
+        if not tokens:
+            continue
+        batch = _Scored.of(whole, tokens)
+        log_ratios = batch.old_log_probs.double() - batch.rollout_log_probs.double()
+        found = {"mismatch": derived(mismatch.with_law, _measure(batch, batch.mask, log_ratios))}
         if corrects:
-            found["corrected"] = derived(mismatch.figures, _after(correction, batch))
-            found |= _correction_metrics(batch)
+            weighted = correction.mode != "none"
+            weights = batch.corrected.weights.log() if weighted else log_ratios
+            # Above the token's level every token has its sequence's weight.
+            of_sequences = weighted and correction.level != "token"
+            after = _measure(batch, batch.corrected.weights > 0, weights, of_sequences=of_sequences)
+            found |= {"corrected": derived(mismatch.figures, after)} | _correction_metrics(batch)
         if pruned:
             largest = sum(abs(weight) for weight in rewards.values())
             found |= _pruning_metrics(batch, largest * config.rollout.max_new_tokens)
@@ -49,8 +54,7 @@ def mismatch_metrics(
 
 @dataclass(frozen=True)
 class _Scored:
-    """One micro-batch and what its update said of each token; on the host, for many small steps that depend on values, which a
-    GPU would be waited for each time. All [T]."""
+    """One micro-batch and what its update said of each token, all [T]; on the host, as a GPU would be waited for many times."""
 
     mask: torch.Tensor
     rollout_log_probs: torch.Tensor
@@ -67,22 +71,10 @@ class _Scored:
         return cls(batch.mask.cpu(), batch["rollout_log_probs"].cpu(), segments, **host, corrected=corrected)
 
 
-def _before(batch: _Scored) -> mismatch.Mismatch:
-    return _measure(batch, batch.mask, batch.old_log_probs.double() - batch.rollout_log_probs.double())
-
-
-def _after(correction: CorrectionConfig, batch: _Scored) -> mismatch.Mismatch:
-    used = batch.corrected.weights > 0
-    if correction.mode == "none":
-        return _measure(batch, used, batch.old_log_probs.double() - batch.rollout_log_probs.double())
-    # Above the token's level every token has its sequence's weight.
-    return _measure(batch, used, batch.corrected.weights.log(), of_sequences=correction.level != "token")
-
-
 def _measure(
     batch: _Scored, mask: torch.Tensor, log_ratios: torch.Tensor, *, of_sequences: bool = False
 ) -> mismatch.Mismatch:
-    """Of the tokens in the mask. Sequences are counted on the first context-parallel rank, which all of them add to."""
+    """Measure the tokens in the mask. Sequences are counted on the first context-parallel rank, which all of them add to."""
     total, tokens = batch.segments.sums(torch.where(mask, log_ratios, 0.0), mask.double())
     total = total / tokens.clamp(min=1) if of_sequences else total
     sequences = total[tokens > 0].tolist() if batch.segments.counts else []
@@ -91,8 +83,11 @@ def _measure(
 
 
 def _correction_metrics(batch: _Scored) -> Metrics:
-    """corrected/vetoed, rejected, bounded, masked: shares of the tokens that the veto dropped, that the rejection dropped,
-    whose ratio the mode changed, and that have a weight of 0 for whatever reason; corrected/weight_*: of the weights."""
+    """What became of tokens and weights.
+
+    corrected/vetoed, rejected, bounded, masked: shares of the tokens that the veto dropped, that the rejection dropped,
+    whose ratio the mode changed, and that have a weight of 0 for whatever reason; corrected/weight_*: of the weights.
+    """
     corrected, weights = batch.corrected, batch.corrected.weights[batch.mask]
     tokens, total = len(weights), float(weights.sum())
     return {
@@ -111,7 +106,9 @@ def _sample_size(total: float, squares: float, tokens: float) -> float:
 
 
 def _pruning_metrics(batch: _Scored, largest: float) -> Metrics:
-    """pruning/coverage: mean probability Z of the safe set, coverage_min its smallest; pruned_mass, pruned_mass_max: what is
+    """What the safe set leaves out.
+
+    pruning/coverage: mean probability Z of the safe set, coverage_min its smallest; pruned_mass, pruned_mass_max: what is
     left of 1; out_of_set: sampled tokens outside the trainer's set.
 
     pruning/bias_bound: R_max T (1 - Z_min), which bounds how far the expected reward of the pruned policy is from that of

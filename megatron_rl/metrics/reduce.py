@@ -10,9 +10,10 @@ This is the one place that reduces: no name, and no prefix of a name, decides ho
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,10 +25,7 @@ Figure = float | Mapping[str, float] | Sequence[float] | None
 
 @dataclass(frozen=True)
 class Metric:
-    """Parts that can be merged, and the figure that they make once all of them are there.
-
-    A metric is pickled when ranks gather it, so `finish` is a function of a module.
-    """
+    """Parts that can be merged, and the figure that they make once all are there. `finish`, a module's function, is pickled."""
 
     parts: tuple[Any, ...]
     """Numbers or arrays, those of one name of the same shapes everywhere; of sums also what has a `+` of its own."""
@@ -113,15 +111,15 @@ def merge(several: Iterable[Mapping[str, Metric]]) -> Metrics:
     return merged
 
 
-def _larger(a: Value, b: Value) -> Value:
-    return torch.maximum(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else np.maximum(a, b)
+def _extreme(of_tensors: Callable[..., Any], of_arrays: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: (of_tensors if torch.is_tensor(a) and torch.is_tensor(b) else of_arrays)(a, b)
 
 
-def _smaller(a: Value, b: Value) -> Value:
-    return torch.minimum(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else np.minimum(a, b)
-
-
-_OPERATIONS = {"sum": lambda a, b: a + b, "max": _larger, "min": _smaller}
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "sum": operator.add,
+    "max": _extreme(torch.maximum, np.maximum),
+    "min": _extreme(torch.minimum, np.minimum),
+}
 
 
 def on_host(several: Sequence[Mapping[str, Metric]]) -> list[Metrics]:
@@ -155,7 +153,7 @@ def of_update(metrics: Mapping[str, Metric]) -> Metrics:
     found: list[Metrics] = []
     for name, metric in metrics.items():
         if metric.across != "parts":
-            figure = metric.finish(*metric.parts)
+            figure = cast("float | None", metric.finish(*metric.parts))  # those with an `across` have one
             if figure is None:
                 continue
             metric = replace(mean(figure, 1) if metric.across == "mean" else total(figure), also=metric.also)

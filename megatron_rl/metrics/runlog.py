@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,8 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RunLog:
+    """What a run's folder holds."""
+
     name: str
     folder: Path
     config: dict[str, Any]
@@ -34,6 +36,7 @@ class RunLog:
 
     @cached_property
     def metrics(self) -> dict[str, None]:
+        """The names that any line has, in their order."""
         return metrics(self.lines)
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -45,11 +48,12 @@ class RunLog:
 
     @property
     def last_step(self) -> int:
+        """The step of the last line; 0 without one."""
         return self.lines[-1]["step"] if self.lines else 0
 
 
 def read_run(folder: Path) -> RunLog:
-    """Errors: UserError where the folder holds no run, or one that cannot be read."""
+    """Read a run's folder. Errors: UserError where it holds no run, or one that cannot be read."""
     config_file = folder / "config.yaml"
     if not config_file.exists() and not (folder / METRICS_FILE).exists():
         raise UserError(f"report: {folder} holds no run (neither config.yaml nor {METRICS_FILE})")
@@ -64,12 +68,14 @@ def read_run(folder: Path) -> RunLog:
 
 
 def number(value: Any) -> float | None:
+    """The value where it is a finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return value if is_number else None
 
 
 def points(lines: Lines, metric: str) -> Points:
-    return [(line["step"], line[metric]) for line in lines if number(line.get(metric)) is not None]
+    """Steps and values of a metric."""
+    return [(line["step"], value) for line in lines if (value := number(line.get(metric))) is not None]
 
 
 def metrics(lines: Lines) -> dict[str, None]:
@@ -98,24 +104,21 @@ def repeated(runs: Sequence[Lines]) -> set[str]:
 
 def evaluations(lines: Lines) -> list[tuple[str, Points]]:
     """(title, points) of each eval metric."""
-    names = dict.fromkeys(name for line in lines for name in line if name.startswith("eval/"))
     hidden = {"eval/prompts", *repeated([lines])}
-    found = [
-        (name.removeprefix("eval/").replace("_", " "), points(lines, name)) for name in names if name not in hidden
-    ]
-    return [(title, values) for title, values in found if values]
+    names = [name for name in metrics(lines) if name.startswith("eval/") and name not in hidden]
+    return [(n.removeprefix("eval/").replace("_", " "), values) for n in names if (values := points(lines, n))]
 
 
-def mean_of_last_quarter(lines: Lines, names: Iterable[str]) -> dict[str, float | None]:
-    """Mean of each metric over the last quarter (rounded up) of the steps that have any of them; null is left out."""
-    names = list(names)
+def mean_of_last_quarter(lines: Lines, names: Collection[str]) -> dict[str, float]:
+    """Mean of each metric over the last quarter (rounded up) of the steps that have any of them, where it has a value."""
     found = [line for line in lines if any(number(line.get(name)) is not None for name in names)]
     recent = found[-math.ceil(len(found) / 4) :]
-    return {name: mean([number(line.get(name)) for line in recent]) for name in names}
+    means = {name: mean(number(line.get(name)) for line in recent) for name in names}
+    return {name: value for name, value in means.items() if value is not None}
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are not None; None of nothing."""
+    """Mean of the values that are there; None without one."""
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if present else None
 
@@ -127,9 +130,7 @@ def deviation_tails(lines: Lines) -> list[float | None]:
     """
     slots = named(metrics(lines), "routing/deviation_*")
     shares = {int(slots[name]): share for name, share in mean_of_last_quarter(lines, slots).items()}
-    if all(share is None for share in shares.values()):
-        return []
-    return [shares.get(j) for j in range(max(shares) + 1)]
+    return [shares.get(j) for j in range(max(shares, default=-1) + 1)]
 
 
 def heat_map(lines: Lines, metric: str = "agreement") -> dict[tuple[int, int], float]:
@@ -140,16 +141,16 @@ def heat_map(lines: Lines, metric: str = "agreement") -> dict[tuple[int, int], f
     pattern = re.compile(rf"routing/layer_(\d+)/update_(\d+)/{metric}")
     places = {name: match for name in metrics(lines) if (match := pattern.fullmatch(name))}
     values = mean_of_last_quarter(lines, places)
-    return {(int(m[1]), int(m[2])): values[n] for n, m in places.items() if values[n] is not None}
+    return {(int(places[name][1]), int(places[name][2])): value for name, value in values.items()}
 
 
 def by_probability(lines: Lines) -> dict[float, dict[str, float]]:
     """{upper end of a class of p: tokens, abs, abs_max, bias of |d log p|} over all steps; classes with a token only."""
     found = {}
     for below in BELOW:
-        names = ("tokens", "abs", "bias", "abs_max")
-        rows = [[number(line.get(f"mismatch/p<{below:g}/{name}")) for name in names] for line in lines]
-        rows = [row for row in rows if None not in row and row[0]]
+        names = [f"mismatch/p<{below:g}/{name}" for name in ("tokens", "abs", "bias", "abs_max")]
+        complete = [line for line in lines if all(number(line.get(name)) is not None for name in names)]
+        rows = [[line[name] for name in names] for line in complete if line[names[0]]]
         if rows:
             tokens = sum(row[0] for row in rows)
             size, bias = (sum(row[0] * row[i] for row in rows) / tokens for i in (1, 2))

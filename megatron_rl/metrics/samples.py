@@ -31,24 +31,19 @@ def choose(rollouts: Sequence[tuple[int, Hashable, float]], most: int) -> dict[P
 
 
 def leading(samples: Iterable[dict[str, Any]], most: int = 4) -> dict[str, list[dict[str, Any]]]:
-    """The best-paid and the most frequent responses among a run's kept samples, each with its count over their steps."""
+    """The best-paid and the most frequent responses among a run's samples, each with its count over their steps."""
     found: dict[str, dict[str, Any]] = {}
     counted: set[tuple[int, str]] = set()
     for sample in samples:
-        text = sample["response"]
-        reward = sample.get("reward")
-        one = found.setdefault(text, {"sample": sample, "count": 0, "best": None, "first": sample["step"]})
-        if (
-            sample["step"],
-            text,
-        ) not in counted:  # one response to two prompts is kept twice, each with the whole count
-            counted.add((sample["step"], text))
+        step, text, reward = sample["step"], sample["response"], sample.get("reward")
+        one = found.setdefault(text, {"sample": sample, "count": 0, "best": None, "first": step})
+        if (step, text) not in counted:  # one response to two prompts is there twice, each with the whole count
+            counted.add((step, text))
             one["count"] += sample.get("count", 1)
         if reward is not None and (one["best"] is None or reward >= one["best"]):
             one |= {"sample": sample, "best": reward}
-        one["last"] = sample["step"]
-    paid = sorted(
-        (o for o in found.values() if o["best"] is not None), key=lambda o: (-o["best"], -o["count"], -o["last"])
-    )
+        one["last"] = step
+    scored = [one for one in found.values() if one["best"] is not None]
+    paid = sorted(scored, key=lambda o: (-o["best"], -o["count"], -o["last"]))
     frequent = sorted((o for o in found.values() if o["count"] > 1), key=lambda o: -o["count"])
     return {"Best paid": paid[:most], "Most frequent": frequent[:most]}

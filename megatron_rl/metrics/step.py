@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.run import Clock, Run
-from megatron_rl.metrics.hardware import hardware_metrics
+from megatron_rl.metrics.hardware import hardware_metrics, per_second
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
-from megatron_rl.metrics.reduce import Metrics, derived, figures, mean, merge, over_ranks, total
+from megatron_rl.metrics.reduce import Metrics, derived, figures, maximum, mean, over_ranks, total
 from megatron_rl.metrics.responses import readable
 from megatron_rl.metrics.samples import choose
-from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer.trainer import Update
 
 
@@ -25,22 +25,33 @@ def log_step(
     trajectories: list[Trajectory],
     rollout_batch: list[list[Batch]],
     updates: list[Update],
-    engine: dict[str, float],
+    engine: Metrics,
     clock: Clock,
 ) -> None:
-    """Write the line of the step that has just ended (all ranks call; rank 0 writes)."""
-    mine = reward_metrics(trajectories)
+    """Log the training step that has just ended (all ranks call; rank 0 writes). engine: this process's metrics of it."""
+    measured = reward_metrics(trajectories) | engine
     mismatch = mismatch_metrics(run.config, rollout_batch, updates, run.task.weights)
     if run.trainer.reports:
-        mine |= mismatch | fallback_metrics(run.config, rollout_batch)
-    metrics = figures(over_ranks(run.ranks, [mine])) | figures(merge(update.metrics for update in updates)) | engine
-    metrics["data/skipped_prompts"] = len(run.stream.skipped)
+        measured |= mismatch
     times = clock.times()
-    metrics["throughput/tokens_per_s"] = metrics["tokens"] / times["time/step_s"]
-    sequences = [(len(t.tokens) - 1, t.response_length) for t in trajectories]
-    metrics |= hardware_metrics(run, sequences, times, metrics["tokens"])
+    tokens = sum(len(t.tokens) for t in trajectories)
+    measured["throughput/tokens_per_s"] = per_second(run, tokens, times["time/step_s"])
     run.logger.log_samples(run.step, _samples(run, trajectories))
-    run.logger.log_step(run.step, metrics | times)
+    log_line(run, measured, updates, trajectories, times)
+
+
+def log_line(
+    run: Run, measured: Metrics, updates: list[Update], trained: Iterable[Sequence], times: dict[str, float]
+) -> None:
+    """Write the line of a step: what this process measured, what updates did, and what it took. Collective.
+
+    trained: this data-parallel rank's sequences; times: rank 0's are logged.
+    """
+    skipped = {"data/skipped_prompts": maximum(len(run.stream.skipped))}
+    mine = [measured, skipped, hardware_metrics(run, trained, times)]
+    if run.ranks.rank == 0:  # an update's metrics are those of all ranks
+        mine += [{name: total(seconds) for name, seconds in times.items()}, *(update.metrics for update in updates)]
+    run.logger.log_step(run.step, figures(over_ranks(run.ranks, mine)))
 
 
 def reward_metrics(trajectories: list[Trajectory]) -> Metrics:
@@ -54,8 +65,10 @@ def reward_metrics(trajectories: list[Trajectory]) -> Metrics:
 
 
 def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> dict[str, float]:
-    """Of (group, reward, parts) of a step: mean and std over responses, share of groups whose rewards are all equal, mean of
-    each part."""
+    """Mean and std of the rewards, share of groups in which all are equal, and the mean of each part.
+
+    rows: (group, reward, parts) of each response of a step.
+    """
     rewards = np.asarray([reward for _, reward, _ in rows])
     groups: dict[int, list[float]] = {}
     for group, reward, _ in rows:
@@ -63,13 +76,6 @@ def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> di
     zero_std = np.mean([min(g) == max(g) for g in groups.values()])
     parts = {part: float(np.mean([of_row[part] for *_, of_row in rows])) for part in rows[0][2]}
     return {"mean": float(rewards.mean()), "std": float(rewards.std()), "zero_std": float(zero_std), **parts}
-
-
-def fallback_metrics(config: Config, rollout_batch: list[list[Batch]]) -> Metrics:
-    """Tokens that were routed freely although the engine's routes were to be replayed: it did not tell them."""
-    if config.routing.source not in FROM_ENGINE:
-        return {}
-    return {"routing/fallback_tokens": total(sum(b.without_route for batches in rollout_batch for b in batches))}
 
 
 def _samples(run: Run, trajectories: list[Trajectory]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.metrics.runlog import evaluations
@@ -16,10 +16,8 @@ def before_after(run_dir: Path) -> Table | None:
     if not found:
         return None
     (first, _), (last, _) = found[0][1][0], found[0][1][-1]
-    table = Table(title=str(run_dir), title_justify="left")
-    table.add_column("held-out prompts")
-    for heading in (f"step {first}", f"step {last}", "change"):
-        table.add_column(heading, justify="right")
+    numbers = [Column(heading, justify="right") for heading in (f"step {first}", f"step {last}", "change")]
+    table = Table("held-out prompts", *numbers, title=str(run_dir), title_justify="left")
     for title, points in found:
         before, after = points[0][1], points[-1][1]
         table.add_row(title, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")

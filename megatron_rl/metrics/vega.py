@@ -1,13 +1,11 @@
-"""Charts as Vega-Lite specifications: JSON that the page draws in the browser and vl-convert as SVG files.
+"""Charts as Vega-Lite specifications: JSON that the page draws in the browser.
 
 Colors are the names of the page's CSS variables, so that light and dark share a specification.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -301,13 +299,3 @@ def probability(classes: Mapping[float, Mapping[str, float]], bounds: Mapping[fl
             dot,
         ],
     }
-
-
-def static(spec: Spec, title: str) -> str:
-    """The SVG file of a specification, light, on a ground of its own."""
-    import vl_convert
-
-    whole = {"$schema": "https://vega.github.io/schema/vega-lite/v6.json", "description": title, **spec}
-    whole["config"] = CONFIG | {"background": LIGHT["card"]}
-    text = re.sub(r"var\(--([\w-]+)\)", lambda name: LIGHT[name[1]], json.dumps(whole))
-    return vl_convert.vegalite_to_svg(text)

@@ -17,6 +17,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
 from megatron_rl.launch.plan import share_of
 from megatron_rl.launch.run import Run
+from megatron_rl.metrics.reduce import Metrics, maximum, total
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.models.served import check_served
 from megatron_rl.registry import resolve
@@ -215,7 +216,7 @@ class Engine:
             on_progress=self.run.logger.progress,
         )
         generate(collection, self._client, ranks, self._revive)
-        self._retries += sum(ranks.gather(collection.retries))
+        self._retries += collection.retries
         return give_rewards(self.run.task, self.run.tokenizer, prompts, collection.trajectories())
 
     def _revive(self) -> bool:
@@ -223,11 +224,11 @@ class Engine:
             self._pusher.again()
         return revived
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Counts since the start of the run, and the size of the last push."""
         loads = bool(self.config.rollout.load)
         return {
-            "rollout/restarts": 0 if loads else self._recovery.restarts,
-            "rollout/retries": self._retries,
-            "sync/megabytes": 0.0 if loads else self._pusher.bytes / 1e6,
+            "rollout/restarts": maximum(0 if loads else self._recovery.restarts),
+            "rollout/retries": total(self._retries),
+            "sync/megabytes": maximum(0.0 if loads else self._pusher.bytes / 1e6),
         }

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_rl.data.packing import Batch
+from megatron_rl.metrics.reduce import Metrics, total
 from megatron_rl.routing.compare import EngineAgreement, RouteAgreement, RouteDistance
 from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
@@ -9,12 +14,33 @@ from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING, RecordLogits, Re
 from megatron_rl.routing.utilization import ExpertLoad, RouterEntropy
 from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
 
+if TYPE_CHECKING:
+    from megatron_rl.trainer.trainer import Trainer
+
 
 class Routes(UpdateHook):
     """Whose choice of experts holds, and what is measured of it."""
 
     def __init__(self, source: RouteSource) -> None:
         self.source: RouteSource = source
+        self._counts = False
+        """Whether this process's tokens count: they are once in each copy of the model."""
+        self._without_route = 0
+        """Of the tokens of the pass that began last."""
+
+    def attach(self, trainer: Trainer) -> None:
+        """Ask whether this process's tokens count."""
+        self._counts = trainer.reports
+
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+        """Count the tokens whose experts the engine did not tell."""
+        self._without_route = sum(batch.without_route for batch in batches)
+
+    def metrics(self) -> Metrics:
+        """Tokens that were routed freely although the engine's routes were to be replayed."""
+        if self.source not in FROM_ENGINE:
+            return {}
+        return {"routing/fallback_tokens": total(self._without_route if self._counts else 0)}
 
     def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
         """Return what replays, records and measures in this pass."""

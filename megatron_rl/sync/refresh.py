@@ -13,6 +13,7 @@ import torch
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 from megatron_rl.config import RefreshConfig
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.reduce import Metrics, maximum
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -65,15 +66,15 @@ def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) ->
     return drift_of(torch.stack(trainer.ranks.gather(mine)).sum(0))
 
 
-def refresh_metrics(drift: Drift | None, age: int, refreshed: bool) -> dict[str, float]:
-    """Metrics of the drift and the refresh; none where the engine is refreshed after every step."""
+def refresh_metrics(drift: Drift | None, age: int, refreshed: bool) -> Metrics:
+    """Metrics of the drift and the refresh, which all ranks have alike; none where the engine is refreshed after every step."""
     if drift is None:
         return {}
     return {
-        "sync/kl": drift.kl,
-        "sync/ess": drift.ess,
-        "sync/staleness": float(age),
-        "sync/refreshed": float(refreshed),
+        "sync/kl": maximum(drift.kl),
+        "sync/ess": maximum(drift.ess),
+        "sync/staleness": maximum(age),
+        "sync/refreshed": maximum(refreshed),
     }
 
 

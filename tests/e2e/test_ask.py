@@ -10,6 +10,7 @@ import pytest
 from megatron_rl import evaluate
 from megatron_rl.cli import main
 from megatron_rl.data.record import file_of, load_trajectories
+from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.trainer import parallel
 
@@ -51,7 +52,7 @@ def test_eval_of_a_run_whose_server_dies(config, monkeypatch, capsys):
                 self._servers.servers[0]._process.wait(20)
             asked.append(options["seed"])
             found = super().ask(*args, **options)
-            restarts.append(self.metrics()["rollout/restarts"])
+            restarts.append(figures(self.metrics())["rollout/restarts"])
             return found
 
     monkeypatch.setattr(evaluate, "Engine", Killing)

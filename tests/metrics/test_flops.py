@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from megatron_rl.metrics.flops import (
-    attended_pairs,
-    forward_flops,
-    layer_windows,
-    sequence_flops,
-    utilization,
-)
+from megatron_rl.metrics.flops import PEAK_TFLOPS, attended_pairs, forward_flops, layer_windows, sequence_flops
+from megatron_rl.metrics.hardware import per_second
+from megatron_rl.metrics.reduce import figures, merge
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.sizes import Shape
 
@@ -79,7 +77,9 @@ def test_windows_of_gpt_oss(tiny_model):
     assert sequence_flops(config, [(long, 5)]) == forward_flops(shape, long, 5, pairs)
 
 
-def test_utilization():
-    assert utilization(989.4e12 * 8 * 10 / 2, 10.0, 8, "NVIDIA H200") == pytest.approx(0.5)
-    assert utilization(1e15, 10.0, 8, "A card of tomorrow") is None
-    assert utilization(1e15, 10.0, 8, None) is None
+def test_utilization_is_that_of_all_ranks_over_the_seconds_of_the_first():
+    peak = PEAK_TFLOPS["NVIDIA H200"] * 1e12
+    runs = [SimpleNamespace(ranks=SimpleNamespace(rank=rank)) for rank in range(2)]
+    shares = zip(runs, (0.3, 0.5), (10.0, 11.0), strict=True)  # of one GPU's peak for 10 s; the ranks' own seconds
+    found = [{"mfu": per_second(run, share * peak * 10, 2 * peak * seconds)} for run, share, seconds in shares]
+    assert figures(merge(found)) == {"mfu": pytest.approx(0.4)}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.curves import Panel, write_curves, write_svg
 from megatron_rl.metrics import vega
-from megatron_rl.metrics.curves import Panel, write_curves, write_svg
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.runlog import deviation_tails, heat_map, mean
 from tests.metrics.page import Page

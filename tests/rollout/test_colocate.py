@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from megatron_rl.config import Config, ServerConfig, build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
+from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.children import place, place_here, visible_names
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.server import RolloutServer
@@ -157,9 +158,9 @@ def test_a_server_of_several_is_restarted_alone(model, tmp_path):
             second._process.kill()  # with it the whole of this server
             second._process.wait(20)
             assert len(engine.ask(prompts, run.support, samples=2, seed="")) == 8, "the other one answers"
-            assert engine.metrics()["rollout/restarts"] == 0
+            assert figures(engine.metrics())["rollout/restarts"] == 0
             engine.push(weights, version=1)
-            assert engine.metrics()["rollout/restarts"] == 1 and second._process.pid != second_life
+            assert figures(engine.metrics())["rollout/restarts"] == 1 and second._process.pid != second_life
             assert versions(engine) == ["1", "1"]
             before = [count(server, "/generate") for server in (first, second)]
             engine.ask(prompts, run.support, samples=64, seed="")  # several calls
@@ -174,7 +175,7 @@ def test_a_server_of_several_is_restarted_alone(model, tmp_path):
                 server._process.wait(20)
             engine._pusher._trainer = None  # as for `megatron-rl eval`
             assert len(engine.ask(prompts, run.support, samples=2, seed="")) == 8
-            assert engine.metrics()["rollout/restarts"] == 3 and versions(engine) == ["default", "default"]
+            assert figures(engine.metrics())["rollout/restarts"] == 3 and versions(engine) == ["default", "default"]
         assert not any(server.alive() for server in (first, second))
     finally:
         parallel.shutdown()
@@ -255,7 +256,7 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
                 second._process.kill()  # asleep
                 second._process.wait(20)
                 engine.push(trainer, version=1)
-                assert engine.metrics()["rollout/restarts"] == 1 and versions(engine) == ["1", "1"]
+                assert figures(engine.metrics())["rollout/restarts"] == 1 and versions(engine) == ["1", "1"]
                 assert seen()[0] == "Trainer sleep", "a server that starts measures the memory"
                 replies = [generate(server) for server in (first, second)]
                 assert all(reply["meta_info"]["cached_tokens"] == 0 for reply in replies)

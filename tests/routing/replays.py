@@ -12,7 +12,7 @@ from megatron_rl.config import Config, build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.metrics.reduce import Metrics, figures
 from megatron_rl.models.router import routers
 from megatron_rl.rollout.routes import RouteLayout
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -151,7 +151,9 @@ def log_probs(trainer: Trainer, batches, mine: list[int]) -> dict[tuple[int, int
 
 def replay(trainer: Trainer, samples: list[Sequence], source: str, hooks: list[UpdateHook]) -> dict:
     """Score and two updates. `identical`: whether the first update started from exactly the scored log-probs."""
-    trainer.hooks = [Routes(source), *(h for h in hooks if isinstance(h, Predictors) and source == "pr2")]
+    routes = Routes(source)
+    routes.attach(trainer)
+    trainer.hooks = [routes, *(h for h in hooks if isinstance(h, Predictors) and source == "pr2")]
     ranks = trainer.ranks
     mine = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
     batches = trainer.pack([samples[i] for i in mine])
@@ -171,7 +173,7 @@ def replay(trainer: Trainer, samples: list[Sequence], source: str, hooks: list[U
     # How busy the busiest is turns on single tokens: all counts are compared instead.
     result["sums"] = [{k: v for k, v in sums.items() if "/load_max" not in k} for sums in of_layers]
     result["sums"][0] |= loads_of(trainer, batches)
-    result["without_route"] = ranks.total(sum(b.without_route for b in batches) if trainer.reports else 0)
+    result["without_route"] = figures(first).get("routing/fallback_tokens")
     return result
 
 

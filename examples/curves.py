@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import vl_convert
 
 from megatron_rl.metrics import vega
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
@@ -30,7 +34,7 @@ def write_curves(groups: Groups, panels: Sequence[Panel], path: Path, *, title: 
     """A panel for each metric with a line for each group: the mean of its runs, in a band from the smallest to the largest."""
     logs = _logs(groups)
     specs = [_curves(logs, panel) for panel in panels]
-    path.write_text(vega.static({"concat": specs, "columns": 2}, title), encoding="utf-8")
+    _write(specs, path, title)
 
 
 def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list[Path]:
@@ -55,8 +59,17 @@ def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list
         specs[name] = [heat | {"title": label, "width": 380} for label, heat in heats.items()]
     paths = {name: Path(folder) / f"{stem}-{name}.svg" for name, found in specs.items() if found}
     for name, path in paths.items():
-        path.write_text(vega.static({"concat": specs[name], "columns": 2}, f"{stem} {name}"), encoding="utf-8")
+        _write(specs[name], path, f"{stem} {name}")
     return list(paths.values())
+
+
+def _write(specs: Sequence[vega.Spec], path: Path, title: str) -> None:
+    """An SVG file of charts in two columns, light, on a ground of its own."""
+    schema = "https://vega.github.io/schema/vega-lite/v6.json"
+    whole = {"$schema": schema, "description": title, "concat": specs, "columns": 2}
+    text = json.dumps(whole | {"config": vega.CONFIG | {"background": vega.LIGHT["card"]}})
+    text = re.sub(r"var\(--([\w-]+)\)", lambda name: vega.LIGHT[name[1]], text)
+    path.write_text(vl_convert.vegalite_to_svg(text), encoding="utf-8")
 
 
 def _logs(groups: Groups) -> dict[str, list[Lines]]:

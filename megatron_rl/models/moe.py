@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -32,7 +33,7 @@ class ExpertSlice:
     @property
     def main_grad(self) -> Tensor:
         """A view of DDP's fp32 gradient buffer."""
-        return self.of(self.parameter.main_grad)
+        return self.of(self.parameter.main_grad)  # pyright: ignore[reportAttributeAccessIssue]: DDP adds it
 
     def of(self, whole: Tensor) -> Tensor:
         """This expert's part of a tensor like the parameter."""
@@ -42,12 +43,14 @@ class ExpertSlice:
 class ExpertMoELayer(MoELayer):
     """Megatron's layer; shows a pass that asks for them what the experts of each token put out, before they are summed."""
 
+    router: ReplayRouter
+
     def combine(self, output: Tensor) -> Tensor:
         output = super().combine(output)
         route_pass = self.router.router_replay.route_pass
         if route_pass is None or not route_pass.reads_outputs or not torch.is_grad_enabled():
             return output
-        dispatcher = self.token_dispatcher
+        dispatcher: Any = self.token_dispatcher
         mapped = dispatcher.routing_map
         # Rows are sorted by expert, then by token; a stable sort by token leaves each one's experts in their order.
         rows = dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True)
@@ -73,7 +76,7 @@ def expert_slices(experts: torch.nn.Module) -> dict[str, list[ExpertSlice]]:
     """
     if hasattr(experts, "local_experts"):
         found: dict[str, list[ExpertSlice]] = {}
-        for expert in experts.local_experts:
+        for expert in experts.get_submodule("local_experts").children():
             for name, parameter in expert.named_parameters():
                 if parameter.requires_grad:
                     found.setdefault(name, []).append(ExpertSlice(parameter))

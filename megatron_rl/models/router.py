@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,7 +32,7 @@ class ReplayRouter(TopKRouter):
 
     def add_predictor(self) -> None:
         """Give it an evolution predictor, at zero. The policy's optimizer and gradient buffers never see its weight."""
-        self.predictor = RoutePredictor(self.config.hidden_size, self.num_experts).to(self.weight.device)
+        self.predictor = RoutePredictor(self.config.hidden_size, self.weight.shape[0]).to(self.weight.device)
         self.predictor.requires_grad_(False)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ class ReplayRouter(TopKRouter):
         if route_pass is None:
             return logits
         hidden = input.detach().reshape(-1, input.shape[-1])
-        flat = logits.view(-1, self.num_experts)
+        flat = logits.view(-1, logits.shape[-1])
         return route_pass.see_logits(self.router_replay.layer, hidden, flat, self).view_as(logits)
 
     @torch.no_grad()
@@ -75,7 +76,7 @@ class ReplayTransformerLayer(TransformerLayer):
     def _forward_mlp(
         self,
         hidden_states: torch.Tensor,
-        inference_context: object = None,
+        inference_context: Any = None,
         padding_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ):

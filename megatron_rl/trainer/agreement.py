@@ -1,8 +1,9 @@
-"""Whether what the engine says of its samples can be of this model at all: checked before anything is learnt from it."""
+"""Whether what the engine says of its samples can be of this model at all: checked before anything is learned from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics
@@ -44,12 +45,13 @@ def check_agreement(metrics: Metrics, moe_layers: Iterable[int], floor: float) -
     if tokens < FEWEST:
         return
     start = f"rollout.agreement_floor = {floor:g}: before an update"
-    end = "nothing was learnt from it"
+    end = "nothing was learned from it"
     for layer in moe_layers:
         experts = metrics.get(layer_name(layer, "engine_agreement"))
         if experts is None or sum(experts.parts[0]) < FEWEST:
             continue
-        if (share := experts.finish(*experts.parts)) < floor:
+        share: Any = experts.finish(*experts.parts)
+        if share < floor:
             raise UserError(
                 f"{start} only {share:.0%} of the experts that SGLang reports in layer {layer} are the trainer's own choice for"
                 f" the same tokens and weights; {end}: look at its --moe-runner-backend (triton captures routes) and at the"

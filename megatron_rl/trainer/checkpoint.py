@@ -23,6 +23,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.dist_write import Write, read
@@ -47,7 +48,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """The step after which a checkpoint was written, by its folder's name."""
-    return int(_NAME.fullmatch(path.name)[1])
+    return int(path.name.removeprefix("step_"))
 
 
 def _model_state(trainer: Trainer) -> dict[str, Any]:
@@ -60,13 +61,19 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
     return states
 
 
+def _tracker() -> CudaRNGStatesTracker:
+    found = tensor_parallel.get_cuda_rng_tracker()
+    assert found is not None
+    return found
+
+
 def _random_states() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 (a verifier or a task may use it)
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": _tracker().get_states(),
     }
 
 
@@ -76,7 +83,7 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available() and states["device"] is not None:
         torch.cuda.set_rng_state(states["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    _tracker().set_states(states["tracker"])
 
 
 def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
@@ -98,7 +105,8 @@ def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedS
     if not trainer.config.parallel.distributed_optimizer:
         return []
     model = {key: value for key, value in state.items() if key.startswith("model")}
-    parts = [ShardedState(part, model) for part in trainer.optimizer.chained_optimizers]
+    optimizers: list[Any] = trainer.optimizer.chained_optimizers
+    parts = [ShardedState(part, model) for part in optimizers]
     state["optimizer"] = {index: part.sharded for index, part in enumerate(parts)}
     return parts
 
@@ -235,7 +243,7 @@ def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
     known = read_common(path)["hooks"] if hooks else {}
     _leave_out(state, (hook for hook in trainer.hooks if hook.name not in known))
     _load_model(trainer, _load(state, path))
-    if trainer.optimizer is not None:
+    if trainer.trains:
         trainer.optimizer.reload_model_params()
 
 
@@ -283,7 +291,7 @@ def _prepare_optimizers(trainer: Trainer) -> None:
         return
     _allocate_adam(trainer)
     for optimizer in trainer.optimizer.chained_optimizers:
-        state = optimizer.state_dict()
+        state: Any = optimizer.state_dict()
         for group in state["optimizer"]["param_groups"]:
             group["step"] = trainer.scheduler.num_steps
         optimizer.load_state_dict(state)

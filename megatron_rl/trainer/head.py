@@ -12,6 +12,7 @@ from megatron_rl.ops import linear_log_probs
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.ops.linear_log_probs import TokenLoss
+from megatron_rl.trainer.parallel import process_group
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ def log_prob_head(
     parallelism hidden states come sharded over the sequence and the vocabulary is sharded over the ranks; the gradient is
     reduce-scattered back.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = process_group(parallel_state.get_tensor_model_parallel_group())
     if group.size() > 1:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
     result = linear_log_probs(
         hidden_states.squeeze(1),
-        output_layer.weight if output_weight is None else output_weight,
+        output_layer.get_parameter("weight") if output_weight is None else output_weight,
         context.labels,
         log_rho=context.log_rho,
         temperature=context.temperature,
@@ -71,5 +72,5 @@ def log_prob_head(
         rows=context.rows,
         late=context.late,
     )
-    entropy = result.entropy if context.with_entropy else torch.zeros_like(result.log_probs)
+    entropy = torch.zeros_like(result.log_probs) if result.entropy is None else result.entropy
     return torch.stack([result.log_probs, entropy, result.coverage])

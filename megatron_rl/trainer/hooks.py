@@ -101,7 +101,7 @@ class UpdateHook:
         return {}
 
     def check(self, metrics: Metrics) -> None:
-        """Metrics of the update's passes, of all processes, before the step. Errors: UserError; nothing was learnt then."""
+        """Metrics of the update's passes, of all processes, before the step. Errors: UserError; nothing was learned then."""
 
     # -- between updates ----------------------------------------------------------------------------------------------
 

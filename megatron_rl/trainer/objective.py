@@ -113,8 +113,8 @@ class Policy(Objective):
     """A policy loss with rollout correction, KL to the reference and entropy bonus, as the config says."""
 
     config: Config
-    totals: Totals | None = None
-    """Of the update; `for_update` sets it."""
+    totals: Totals = Totals(1, 1)
+    """Those of the update; `for_update` sets them."""
     mean_weight: float = 1.0
     """By which importance weights are divided: their mean over the tokens of the update, with correction.normalize."""
 

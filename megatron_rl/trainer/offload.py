@@ -9,7 +9,7 @@ are emptied by its own verbs; gradients are not kept.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,7 +80,7 @@ class Residence:
         trainer, device = self._trainer, self._trainer.ranks.device
         if self.on_device == "all":
             gather_parameters(trainer.ddp)
-            if trainer.optimizer is not None:
+            if trainer.trains:
                 trainer.optimizer.zero_grad()  # the optimizer's gradients may be copies, or views of the buffers
             with _quiet():
                 for ddp in trainer.ddp:
@@ -98,10 +98,10 @@ class Residence:
     @torch.no_grad()
     def come_back(self, *, weights_only: bool = False) -> None:
         """Fill the device again, with the weights alone if weights_only."""
-        if self.on_device == "nothing":
+        if self._weights and self.on_device == "nothing":
             self._weights.restore()
             self.on_device = "weights"
-        if self.on_device == "weights" and not weights_only:
+        if self._rest and self.on_device == "weights" and not weights_only:
             self._rest.restore()
             with _quiet():
                 for ddp in self._trainer.ddp:
@@ -123,7 +123,7 @@ def _rest(trainer: Trainer) -> Iterator[Tensor]:
     weights = {t.untyped_storage()._cdata for t in _tensors(trainer.chunks)}
     others = [_tensors(trainer.reference or [])]
     others += [hook.tensors() for hook in trainer.hooks]
-    for part in trainer.optimizer.chained_optimizers if trainer.optimizer is not None else []:
+    for part in trainer.optimizer.chained_optimizers if trainer.trains else []:
         inner = getattr(part, "optimizer", None)
         inners = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner] if inner else []
         others += [_state(one) for one in inners]
@@ -131,7 +131,7 @@ def _rest(trainer: Trainer) -> Iterator[Tensor]:
         yield from (t for t in tensors if t.untyped_storage()._cdata not in weights)
 
 
-def _tensors(chunks: list[torch.nn.Module]) -> Iterator[Tensor]:
+def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
     for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()

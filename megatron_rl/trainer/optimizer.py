@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -18,7 +19,7 @@ from megatron_rl.models.precision import TRAIN
 
 
 def wrap_ddp(
-    config: Config, chunks: list[torch.nn.Module], bucket_size: int | None = None, *, reduce_early: bool = True
+    config: Config, chunks: Sequence[GPTModel], bucket_size: int | None = None, *, reduce_early: bool = True
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP around each model chunk: gradient buffers (fp32, or those of precision.gradients), reduced once a step.
 
@@ -69,7 +70,7 @@ def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
     """Megatron's Adam (decoupled weight decay) over the chunks' trainable parameters."""
     opt, dtype, gpu = config.optimizer, TRAIN[config.precision.train].dtype, torch.cuda.is_available()
     moments = torch.bfloat16 if opt.moments == "bf16" else torch.float32
@@ -97,22 +98,23 @@ def make_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Meg
             pin_cpu_grads=gpu,
             pin_cpu_params=gpu,
         ),
-        chunks,
+        [*chunks],
     )
+    assert isinstance(optimizer, ChainedOptimizer)
     for inner in torch_adams(optimizer):
         for group in inner.param_groups:  # by default torch's Adam keeps five temporaries of all it steps on a GPU
             group["fused"] = True
     return optimizer
 
 
-def torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Adam]:
+def torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.Adam]:
     """The inner optimizers that are torch's own: all without Transformer Engine and Apex, and those of the host."""
     inner = [getattr(part, "optimizer", None) for part in optimizer.chained_optimizers]
     parts = [one.sub_optimizers if isinstance(one, HybridDeviceOptimizer) else [one] for one in inner]
     return [one for part in parts for one in part if isinstance(one, torch.optim.Adam)]
 
 
-def make_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer, updates: int) -> OptimizerParamScheduler:
+def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, updates: int) -> OptimizerParamScheduler:
     """Linear warm-up, then constant, linear or cosine decay to min_lr_ratio over `updates` (or decay_steps)."""
     decay_steps = config.decay_steps or updates
     if config.warmup_steps >= decay_steps:

@@ -56,7 +56,7 @@ class Ranks:
 
     def gather_from_leaders(self, value: T) -> list[T]:
         """Every leader's value, by data-parallel rank, on every process."""
-        values = self.gather(value if self.is_leader else None)
+        values: list[Any] = self.gather(value if self.is_leader else None)
         return [values[leader] for leader in self.leaders]
 
     def main_does(self, work: Callable[[], T]) -> T:
@@ -69,7 +69,8 @@ class Ranks:
 
     def all_do(self, work: Callable[[], T]) -> T:
         """What `work` returns here; one process's error is every process's."""
-        return together(work, self.world_group)
+        done: Any = together(work, self.world_group)
+        return done
 
     def exchange(self, outgoing: list[T]) -> list[T]:
         """A leader's outgoing[d] goes to the leader of data-parallel rank d; what each of them sent here, in their order.
@@ -135,7 +136,9 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+            store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]: its documented name
+                "127.0.0.1", 0, 1, is_master=True, timeout=timeout
+            )
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
@@ -152,7 +155,7 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    world_group = dist.new_group(backend="gloo", timeout=timeout)
+    world_group = process_group(dist.new_group(backend="gloo", timeout=timeout))
     data_rank = parallel_state.get_data_parallel_rank()
     data_ranks: list[int] = [0] * world_size
     dist.all_gather_object(data_ranks, data_rank, group=world_group)
@@ -164,7 +167,7 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
         data_rank=data_rank,
         data_size=len(copies),
         is_leader=copies[data_rank][0] == rank,
-        copy_group=groups[data_rank],
+        copy_group=process_group(groups[data_rank]),
         leaders=tuple(copy[0] for copy in copies),
         world_group=world_group,
         device=device,

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -18,7 +19,7 @@ CLIP_EPS = 1e-6
 """Megatron's, in clip_grad_by_total_norm_fp32."""
 
 
-def owned_ranges(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, slice] | None:
+def owned_ranges(optimizer: ChainedOptimizer) -> dict[torch.nn.Parameter, slice] | None:
     """Which part of each flat parameter this process updates; None where it updates them all, whole."""
     found: dict[torch.nn.Parameter, slice] = {}
     for part in optimizer.chained_optimizers:
@@ -37,13 +38,15 @@ class StepPreview:
     Transformer Engine's or Apex's) its arithmetic is its own.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, norm: float | Tensor) -> None:
+    def __init__(self, optimizer: ChainedOptimizer, norm: float | Tensor) -> None:
         """norm: of all gradients, which decides how far they will be clipped; of the type that the optimizer gives it."""
         self.norm = norm
-        clip = optimizer.config.clip_grad
+        config: Any = optimizer.config
+        clip = config.clip_grad
         self._clip = clip / (norm + CLIP_EPS) if clip > 0 else 1.0
         self._clip = self._clip.clamp_max(1.0) if torch.is_tensor(self._clip) else min(1.0, self._clip)
-        self._optimizer, self._parts = optimizer, optimizer.chained_optimizers
+        self._optimizer = optimizer
+        self._parts: list[Any] = optimizer.chained_optimizers
 
     @cached_property
     def _owned(self) -> dict[torch.nn.Parameter, slice] | None:
@@ -75,9 +78,11 @@ class StepPreview:
             mains = [p if main is None else main for p, main in zip(parameters, mains, strict=True)]
             stepped = self._step([m for m in mains if id(m) in self._places], lr_scale)
             return [stepped.get(id(m), m).to(p.dtype) for p, m in zip(parameters, mains, strict=True)]
-        return self._after_sharded(parameters, lr_scale)
+        return self._after_sharded(parameters, self._owned, lr_scale)
 
-    def _after_sharded(self, parameters: Sequence[torch.nn.Parameter], lr_scale: float) -> list[Tensor]:
+    def _after_sharded(
+        self, parameters: Sequence[torch.nn.Parameter], owned: dict[torch.nn.Parameter, slice], lr_scale: float
+    ) -> list[Tensor]:
         """Of the distributed optimizer: each process steps its part, and the parts are put together."""
         results: dict[int, Tensor] = {}
         for part in self._parts:
@@ -89,7 +94,7 @@ class StepPreview:
             whole = torch.zeros(sum(p.numel() for p in chosen), device=chosen[0].device)
             for p, place in zip(chosen, whole.split([p.numel() for p in chosen]), strict=True):
                 if p in shards:
-                    place[self._owned[p]] = stepped[id(shards[p])].view(-1)
+                    place[owned[p]] = stepped[id(shards[p])].view(-1)
                 results[id(p)] = place
             if part.data_parallel_group.size() > 1:
                 dist.all_reduce(whole, group=part.data_parallel_group)  # the others' parts are zero here
@@ -123,7 +128,7 @@ def _main_shard(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Te
 
 
 @contextmanager
-def scaled_lr(optimizer: MegatronOptimizer, scale: float) -> Iterator[None]:
+def scaled_lr(optimizer: ChainedOptimizer, scale: float) -> Iterator[None]:
     """The learning rates times `scale` inside the block."""
     groups = optimizer.param_groups
     before = [group["lr"] for group in groups]

@@ -96,8 +96,10 @@ def _pieces(described: ShardedTensor | ShardedTensorFactory, parameter: Tensor) 
     built = described.build() if isinstance(described, ShardedTensorFactory) else described
     found = []
     for piece in [built] if isinstance(built, ShardedTensor) else nested_values(built):
-        first, rest = divmod(piece.data.data_ptr() - parameter.data_ptr(), parameter.element_size())
-        if rest or not piece.data.is_contiguous() or not 0 <= first <= parameter.numel() - piece.data.numel():
+        data = piece.data
+        assert data is not None, f"{piece.key} describes no tensor"
+        first, rest = divmod(data.data_ptr() - parameter.data_ptr(), parameter.element_size())
+        if rest or not data.is_contiguous() or not 0 <= first <= parameter.numel() - data.numel():
             raise ValueError(f"{piece.key}: not a run of the parameter's elements")
         found.append((piece, first))
     return found
@@ -118,6 +120,7 @@ def _cut(name: str, flat: Tensor, held: Any, piece: ShardedTensor, first: int) -
             global_shape=piece.global_shape,
             global_offset=tuple(a + b for a, b in zip(piece.global_offset, inside, strict=True)),
             axis_fragmentations=None,  # data-parallel ranks cut it anywhere
-            replica_id=(*piece.replica_id[:2], 0),  # data-parallel ranks hold no copies
+            # Data-parallel ranks hold no copies.
+            replica_id=(*piece.replica_id[:2], 0),  # pyright: ignore[reportIndexIssue]: those of parameters are triples
             allow_shape_mismatch=piece.allow_shape_mismatch,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl.config import Config
@@ -33,7 +35,7 @@ from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.objective import HeadOutputs, LogProbs, Objective, Result, Totals
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
-from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.trainer.parallel import Ranks, process_group
 from megatron_rl.trainer.preview import StepPreview, scaled_lr
 
 
@@ -82,7 +84,7 @@ class Trainer:
         self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
         self._export_plan: list | None = None
         self.ddp: list[DistributedDataParallel] = []
-        self.optimizer: MegatronOptimizer | None = None
+        self._optimizer: ChainedOptimizer | None = None
         self.hooks = list(hooks)
         if total_updates is not None:
             self._prepare_updates(total_updates)
@@ -95,18 +97,31 @@ class Trainer:
         for hook in self.hooks:
             hook.attach(self)
 
+    @property
+    def trains(self) -> bool:
+        """Whether it was built for updates, and has an optimizer."""
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> ChainedOptimizer:
+        """Megatron's optimizer. Errors: RuntimeError for a trainer that was built for scoring alone."""
+        if self._optimizer is None:
+            raise RuntimeError("this trainer was built for scoring alone (total_updates=None)")
+        return self._optimizer
+
     def _prepare_updates(self, total: int) -> None:
         # Gradients that are changed before they are reduced cannot be reduced beside the backward.
         early = not any(hook.changes_gradients for hook in self.hooks)
         self.ddp = wrap_ddp(self.config, self.chunks, reduce_early=early)
-        self.optimizer = make_optimizer(self.config, self.ddp)
-        self.scheduler = make_scheduler(self.config.optimizer, self.optimizer, total)
+        self._optimizer = make_optimizer(self.config, self.ddp)
+        self.scheduler = make_scheduler(self.config.optimizer, self._optimizer, total)
         settings = self.chunks[0].config
         settings.finalize_model_grads_func = self._finalize
-        settings.grad_scale_func = self.optimizer.scale_loss
-        settings.no_sync_func = [d.no_sync for d in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
+        settings.grad_scale_func = self._optimizer.scale_loss
+        waits = [d.no_sync for d in self.ddp]
+        settings.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]: as Megatron's
 
-    def _make_reference(self) -> list[torch.nn.Module]:
+    def _make_reference(self) -> list[GPTModel]:
         chunks = self.model.make_chunks(weights=self.config.algorithm.kl.reference)
         for chunk in chunks:
             chunk.requires_grad_(False)
@@ -115,14 +130,14 @@ class Trainer:
 
     # -- micro-batches ------------------------------------------------------------------------------------------------
 
-    def pack(self, samples: list[Sequence]) -> list[Batch]:
+    def pack(self, samples: Items[Sequence]) -> list[Batch]:
         """This data-parallel rank's samples as micro-batches, equally many on all ranks."""
         count = micro_batch_count([s.inputs for s in samples], self.config.batch.tokens_per_micro_batch)
         count = self.ranks.maximum(count)
         if self.config.parallel.virtual_pipeline > 1:  # the interleaved schedule works in rounds of `pipeline`
             stages = self.config.parallel.pipeline
             count = -(-count // stages) * stages
-        return [batch.to(self.ranks.device) for batch in pack_all(samples, count, self.layout)]
+        return [batch.to(self.ranks.device) for batch in pack_all([*samples], count, self.layout)]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -130,7 +145,7 @@ class Trainer:
     def compute_log_probs(
         self,
         batches: list[Batch],
-        chunks: list[torch.nn.Module] | None = None,
+        chunks: Items[torch.nn.Module] | None = None,
         *,
         support: SamplingSupport | None = None,
         place: Place = ALONE,
@@ -237,7 +252,7 @@ class Trainer:
         if self.config.parallel.context == 1:
             return tensor
         total = tensor.to(self.ranks.device)
-        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        dist.all_reduce(total, group=process_group(parallel_state.get_context_parallel_group()))
         return total.to(tensor.device)
 
     @contextmanager
@@ -255,7 +270,7 @@ class Trainer:
 
     def _run(
         self,
-        chunks: list[torch.nn.Module],
+        chunks: Items[torch.nn.Module],
         batches: list[Batch],
         passes: list[RoutePass | None],
         objective: Objective,
@@ -269,13 +284,13 @@ class Trainer:
             for chunk in chunks:
                 chunk.eval()
         results: list[Result | None] = [None] * len(batches)
-        data = [zip(range(len(batches)), batches, passes, strict=True) for _ in chunks]
+        data: list[Iterator] = [zip(range(len(batches)), batches, passes, strict=True) for _ in chunks]
         late = LateChecks()
         step = partial(self._forward_step, objective=objective, support=support, results=results, late=late)
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=data if len(chunks) > 1 else data[0],
-            model=chunks if len(chunks) > 1 else chunks[0],
+            model=[*chunks] if len(chunks) > 1 else chunks[0],
             num_microbatches=len(batches),
             seq_length=self.config.batch.tokens_per_micro_batch,
             micro_batch_size=1,

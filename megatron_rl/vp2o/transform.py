@@ -65,7 +65,6 @@ class Stein(UpdateHook):
     def attach(self, trainer: Trainer) -> None:
         """Find the experts and the gradients of this process."""
         self.experts = Experts(trainer.chunks, self.config.power_iterations)
-        assert trainer.optimizer is not None
         self.owned = owned_ranges(trainer.optimizer)
 
     # -- one update, in this order ------------------------------------------------------------------------------------

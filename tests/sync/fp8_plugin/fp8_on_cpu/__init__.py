@@ -5,12 +5,8 @@ Without it SGLang asserts that the CPU has AMX and packs the weights for it. The
 
 from __future__ import annotations
 
-import sys
-
 
 def install() -> None:
-    if "sglang.srt.managers.scheduler" not in sys.modules:
-        return
     from sglang.srt.layers.quantization import fp8
 
     for method in (fp8.Fp8LinearMethod, fp8.Fp8MoEMethod):

@@ -94,7 +94,7 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
 @functools.cache
 def _library() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script; it takes a second to put together."""
-    return vl_convert.javascript_bundle()
+    return vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]  # its stub lacks the default
 
 
 def _short(value: float) -> str:

@@ -50,6 +50,7 @@ MOST_ROWS, MOST_VALUES = 1000, 3000
 
 
 def color(index: int) -> str:
+    """Color of a series."""
     return f"var(--s{index % len(SERIES)})"
 
 
@@ -182,7 +183,7 @@ def bars(tails: Mapping[str, Sequence[float | None]], colors: Mapping[str, str])
     low = min([row["share"] for row in rows if row["share"]], default=0.1) / 3
     scale = {"domain": list(ids.values()), "range": list(colors.values())}
     paint = {"field": "series", "legend": None, "scale": scale}
-    y = {"field": "top", "type": "quantitative"} | log_axis(low, 1.0)
+    y: Spec = {"field": "top", "type": "quantitative", **log_axis(low, 1.0)}
     y["scale"] |= {"domain": [low, 1], "padding": 0}
     bar = {"mark": "bar", "transform": [{"filter": "datum.share > 0"}]}
     return {
@@ -262,8 +263,11 @@ def short(value: float) -> str:
 
 
 def probability(classes: Mapping[float, Mapping[str, float]], bounds: Mapping[float, float | None]) -> Spec:
-    """|d log p| of sampled tokens by their probability (figure 1 of papers/000): marks at the mean and the largest of each
-    class, the bound as a dashed line, and a dot at the mean of engine - trainer, filled where it is above 0."""
+    """|d log p| of sampled tokens by their probability (figure 1 of papers/000).
+
+    Marks at the mean and the largest of each class, the bound as a dashed line, and a dot at the mean of engine - trainer,
+    filled where it is above 0.
+    """
     rows = [
         {"class": f"< {below:g}|{found['tokens']:,.0f}", **found, "bound": bounds[below], "size": abs(found["bias"])}
         for below, found in classes.items()

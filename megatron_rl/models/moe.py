@@ -28,6 +28,7 @@ class ExpertSlice:
 
     @property
     def data(self) -> Tensor:
+        """Its values, a view."""
         return self.of(self.parameter.detach())
 
     @property
@@ -46,6 +47,7 @@ class ExpertMoELayer(MoELayer):
     router: ReplayRouter
 
     def combine(self, output: Tensor) -> Tensor:
+        """Megatron's sum of the experts' outputs; the pass sees the outputs first."""
         output = super().combine(output)
         route_pass = self.router.router_replay.route_pass
         if route_pass is None or not route_pass.reads_outputs or not torch.is_grad_enabled():

@@ -55,7 +55,7 @@ def hooks_of(source: str, router: Router, loss: str = "kl") -> list[UpdateHook]:
 
 def forward(hooks: list[UpdateHook], table: RouteTable, router: Router, stage: Stage, *others: RouteObserver, update=0):
     """One pass of a micro-batch; returns what observed it."""
-    batch, place = SimpleNamespace(routes=table), Place(update)
+    batch, place = SimpleNamespace(routes=table, without_route=0), Place(update)
     for hook in hooks:
         hook.before_forward([batch], stage, place)
     observers = [*(one for hook in hooks for one in hook.observers(table, stage, place)), *others]

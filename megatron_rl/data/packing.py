@@ -217,7 +217,7 @@ def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray
         sets[first : first + len(sample.kept or [])] = sample.kept or []
     chosen = [sets[position] for position in local]
     ends = np.cumsum([0] + [len(ids) for ids in chosen])
-    return KeptTokens(torch.from_numpy(np.concatenate(chosen).astype(np.int64)), torch.from_numpy(ends))
+    return KeptTokens.of(torch.from_numpy(np.concatenate(chosen).astype(np.int64)), torch.from_numpy(ends))
 
 
 def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndarray, shape: RouteShape) -> np.ndarray:

@@ -1,16 +1,17 @@
 """The compiled extensions of csrc/, or one line that says how to get them."""
 
+import importlib
+from typing import Any
+
 from megatron_rl.errors import UserError
 
 try:
-    from megatron_rl.ops import _masked_log_softmax as masked_log_softmax
-    from megatron_rl.ops import _sink_attention as sink_attention
+    masked_log_softmax: Any = importlib.import_module("megatron_rl.ops._masked_log_softmax")
+    sink_attention: Any = importlib.import_module("megatron_rl.ops._sink_attention")
 except ImportError as error:
     raise UserError(
         f"megatron_rl's kernels are not built for this Python and torch ({error}): tools/setup.sh --force builds them"
     ) from None
-
-__all__ = ["CAPABILITY", "have_cuda", "masked_log_softmax", "sink_attention"]
 
 CAPABILITY = (8, 0)
 """Least compute capability of a GPU that the CUDA part runs on: the oldest that setup.py compiles for."""

@@ -17,13 +17,14 @@ class KeptTokens:
     """[n] int64, those of the first token, then of the second, ..."""
     borders: torch.Tensor
     """[T + 1] int64: token t's are ids[borders[t] : borders[t + 1]]; none there: its whole vocabulary was kept."""
-    tokens: torch.Tensor | None = None
-    """[n] int64: the token of each id; made from the borders, on the host, where it is not given."""
+    tokens: torch.Tensor
+    """[n] int64: the token of each id."""
 
-    def __post_init__(self) -> None:
-        if self.tokens is None:
-            each = torch.arange(len(self.borders) - 1, device=self.borders.device)
-            object.__setattr__(self, "tokens", each.repeat_interleave(self.borders.diff()))
+    @classmethod
+    def of(cls, ids: torch.Tensor, borders: torch.Tensor) -> KeptTokens:
+        """The sets that `borders` cuts out of `ids`; a GPU would be waited for, so make them on the host."""
+        each = torch.arange(len(borders) - 1, device=borders.device)
+        return cls(ids, borders, each.repeat_interleave(borders.diff()))
 
     def remove_others(self, logits: torch.Tensor, rows: torch.Tensor, first_column: int) -> None:
         """Logits [m, V / tp] of tokens `rows`, the vocabulary's columns from first_column on: -inf outside the sets.
@@ -41,4 +42,5 @@ class KeptTokens:
         logits.masked_fill_(truncated[:, None] & ~kept[:-1].view(count, width), -torch.inf)
 
     def to(self, device: torch.device) -> KeptTokens:
-        return KeptTokens(*(upload(tensor, device) for tensor in (self.ids, self.borders, self.tokens)))
+        """The same on `device`, without waiting for it."""
+        return KeptTokens(upload(self.ids, device), upload(self.borders, device), upload(self.tokens, device))

@@ -17,6 +17,7 @@ class LateChecks:
         self._pending: list[tuple[torch.Tensor, MakeError]] = []
 
     def add(self, wrong: torch.Tensor, error: MakeError) -> None:
+        """Note wrong [n] bool, of which none may be true, and the error of a row."""
         self._pending.append((wrong, error))
 
     def look(self) -> None:
@@ -29,7 +30,7 @@ class LateChecks:
 
 
 def check(wrong: torch.Tensor, error: MakeError, late: LateChecks | None = None) -> None:
-    """wrong: [n] bool, none of which may be. Errors: error(row), at once or, where `late` is given, when that is looked at."""
+    """Raise error(row) of the first true row of wrong [n] bool: at once, or when `late`, if given, is looked at."""
     checks = LateChecks() if late is None else late
     checks.add(wrong, error)
     if late is None:

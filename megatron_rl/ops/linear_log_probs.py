@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def linear_log_probs(
     of bf16 are exact in fp32, so that nothing is rounded to bf16 before the softmax. A chunk takes twice the memory. The
     gradient of the logits is rounded to bf16 for its products with hidden and weight, which sum in fp32 as always.
 
-    token_loss: only for a loss that is a sum of terms of one token each, with a normaliser that is known beforehand
+    token_loss: only for a loss that is a sum of terms of one token each, with a normalizer that is known beforehand
     (PPO/GRPO clipping, REINFORCE, cross entropy), and not for one whose terms look at other tokens' log-probs (GSPO's
     ratio of a whole sequence). The caller computes the same loss from the values that come back, and what its backward
     sends must be token_loss's gradient times one number.
@@ -83,16 +84,23 @@ def linear_log_probs(
     settings = _Settings(
         log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss, fp32_logits, late
     )
-    found = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
-    empty = (0.0, 0.0, False, 1.0)
-    log_probs, entropy, in_support, coverage = (
-        None if x is None else x.new_full((len(targets),), value).index_copy(0, rows, x)
-        for x, value in zip(found, empty, strict=True)
+    found: Any = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
+    log_probs, entropy, in_support, coverage = found
+
+    def all_rows(values: torch.Tensor, ignored: float) -> torch.Tensor:
+        return values.new_full((len(targets),), ignored).index_copy(0, rows, values)
+
+    return MaskedLogSoftmax(
+        all_rows(log_probs, 0.0),
+        all_rows(in_support, False),
+        all_rows(coverage, 1.0),
+        None if entropy is None else all_rows(entropy, 0.0),
     )
-    return MaskedLogSoftmax(log_probs, in_support, coverage, entropy)
 
 
-def _check(hidden, weight, targets, vocab_size, chunk_tokens) -> None:
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int | None, chunk_tokens: int
+) -> None:
     def require(condition: bool, message: str) -> None:
         if not condition:
             raise ValueError(f"{_OP}: {message}")
@@ -158,14 +166,13 @@ def _fp32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Gradients:
-    """Of hidden and weight, chunk by chunk."""
+    """The gradients of hidden and weight, summed chunk by chunk."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunks: int) -> None:
         self.hidden = torch.empty_like(hidden)
         # Summed over chunks in fp32 at least.
-        self.weight = (
-            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if chunks > 1 else None
-        )
+        total = torch.promote_types(weight.dtype, torch.float32)
+        self.weight = torch.zeros_like(weight, dtype=total) if chunks > 1 else None
 
     def add(self, chunk: slice, hidden: torch.Tensor, weight: torch.Tensor, grad_logits: torch.Tensor) -> None:
         grad_logits = grad_logits.to(weight.dtype)
@@ -180,25 +187,33 @@ class _Gradients:
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, rows, settings: _Settings):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        rows: torch.Tensor,
+        settings: _Settings,
+    ) -> tuple[torch.Tensor | None, ...]:
         chunks = settings.chunks(len(hidden))
-        fused = settings.token_loss is not None and len(chunks) > 1 and any(ctx.needs_input_grad[:2])
-        gradients = _Gradients(hidden, weight, len(chunks)) if fused else None
+        token_loss = settings.token_loss if len(chunks) > 1 and any(ctx.needs_input_grad[:2]) else None
+        gradients = _Gradients(hidden, weight, len(chunks)) if token_loss is not None else None
         values, states, sent = [], [], []
         logits = weight.new_empty(0)
         for chunk in chunks:
             logits = settings.logits(hidden[chunk], weight, rows[chunk])
             value, state = settings.evaluate(logits, targets[chunk], rows[chunk])
-            values.append(value), states.append(state)
-            if fused:
-                grads = _token_gradients(settings.token_loss, value, rows[chunk])
+            values.append(value)
+            states.append(state)
+            if token_loss is not None and gradients is not None:
+                grads = _token_gradients(token_loss, value, rows[chunk])
                 write_gradient(state, logits, *grads, logits)
                 gradients.add(chunk, hidden[chunk], weight, logits)
                 sent.append(torch.stack([g if g is not None else torch.zeros_like(value.log_probs) for g in grads]))
 
-        ctx.settings, ctx.fused = settings, fused
+        ctx.settings, ctx.fused = settings, gradients is not None
         ctx.set_materialize_grads(False)
-        if fused:
+        if gradients is not None:
             ctx.save_for_backward(gradients.hidden, gradients.weight, torch.cat(sent, 1))
             ctx.weight_dtype = weight.dtype
         else:
@@ -210,13 +225,15 @@ class _LinearLogProbs(torch.autograd.Function):
             nothing = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
             values = [MaskedLogSoftmax(nothing, nothing > 0, nothing, nothing if settings.with_entropy else None)]
         joined = [torch.cat([getattr(v, name) for v in values]) for name in ("log_probs", "in_support", "coverage")]
-        entropy = torch.cat([v.entropy for v in values]) if settings.with_entropy else None
+        entropy = torch.cat([v.entropy for v in values if v.entropy is not None]) if settings.with_entropy else None
         ctx.mark_non_differentiable(*joined[1:])
         return joined[0], entropy, *joined[1:]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropy, *_):
+    def backward(
+        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: None
+    ) -> tuple[torch.Tensor | None, ...]:
         if ctx.fused:
             hidden, weight, sent = ctx.saved_tensors
             factor = _factor(sent, grad_log_probs, grad_entropy, ctx.settings.late)
@@ -228,8 +245,8 @@ class _LinearLogProbs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, len(chunks))
         for chunk, state in zip(chunks, states, strict=True):
             logits = ctx.settings.logits(hidden[chunk], weight, rows[chunk]) if made is None else made
-            parts = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
-            write_gradient(state, logits, *parts, logits)
+            of_log_probs, of_entropy = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
+            write_gradient(state, logits, of_log_probs, of_entropy, logits)
             gradients.add(chunk, hidden[chunk], weight, logits)
         if gradients.weight is None:
             gradients.weight = torch.zeros_like(weight)
@@ -239,10 +256,12 @@ class _LinearLogProbs(torch.autograd.Function):
 def _token_gradients(
     token_loss: TokenLoss, value: MaskedLogSoftmax, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    leaves = [None if x is None else x.detach().requires_grad_() for x in (value.log_probs, value.entropy)]
+    log_probs, entropy = value.log_probs.detach().requires_grad_(), value.entropy
+    if entropy is not None:
+        entropy = entropy.detach().requires_grad_()
     with torch.enable_grad():
-        loss = token_loss(*leaves, rows)
-    given = [x for x in leaves if x is not None]
+        loss = token_loss(log_probs, entropy, rows)
+    given = [log_probs] if entropy is None else [log_probs, entropy]
     grads = torch.autograd.grad(loss, given, allow_unused=True) if loss.requires_grad else [None] * len(given)
     return grads[0] if grads[0] is not None else torch.zeros_like(value.log_probs), grads[1] if len(grads) > 1 else None
 
@@ -267,6 +286,6 @@ def _factor(
 
 _WRONG_LOSS = (
     f"{_OP}: the gradient that came back is not token_loss's times one number: either token_loss is another loss, or"
-    " the loss is no sum over tokens with a normaliser known beforehand (GSPO is none); leave token_loss out,"
+    " the loss is no sum over tokens with a normalizer known beforehand (GSPO is none); leave token_loss out,"
     " and the logits are computed twice instead"
 )

@@ -1,7 +1,7 @@
 """Log-softmax over the min-p safe set, at given targets: Dynamic Vocabulary Pruning (papers/000, eq. 18-20).
 
 The safe set of a row is {j : z_j >= max(z) + log_rho} with z = logits / temperature in fp32; it is fixed in the
-backward. Probabilities are renormalised over it. log_rho=None keeps the whole vocabulary: plain log-softmax.
+backward. Probabilities are renormalized over it. log_rho=None keeps the whole vocabulary: plain log-softmax.
 
 The row kernels are csrc/masked_log_softmax/ (CPU, CUDA). What the backward needs besides the logits is five numbers a row.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class MaskedLogSoftmax:
     coverage: torch.Tensor
     """Share of the full softmax that the safe set holds; without gradient. 1 for an ignored row."""
     entropy: torch.Tensor | None
-    """Of the safe set's distribution, differentiable (it does not depend on the target). 0 for an ignored row."""
+    """Entropy of the safe set's distribution, differentiable (the target plays no part). 0 for an ignored row."""
 
 
 def masked_log_softmax(
@@ -63,9 +63,10 @@ def masked_log_softmax(
     _check(logits, targets, inplace_backward)
     check_options(log_rho, temperature)
     check_targets(targets, logits.shape[1] * (tp_group.size() if tp_group is not None else 1))
-    log_probs, entropy, in_support, coverage = _MaskedLogSoftmax.apply(
+    found: Any = _MaskedLogSoftmax.apply(
         logits, targets, log_rho, temperature, tp_group, with_entropy, inplace_backward
     )
+    log_probs, entropy, in_support, coverage = found
     return MaskedLogSoftmax(log_probs, in_support, coverage, entropy if with_entropy else None)
 
 
@@ -106,7 +107,7 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, inplace_backward: bool) 
     _require(logits.is_contiguous(), "logits are not contiguous: call .contiguous() first")
     _require(targets.device == logits.device, f"targets are on {targets.device}, logits on {logits.device}")
     _require(logits.device.type in ("cpu", "cuda"), f"logits are on {logits.device}, must be on a CPU or a CUDA GPU")
-    base = logits._base if logits._is_view() else logits
+    base = logits if logits._base is None else logits._base
     _require(
         not (inplace_backward and base.requires_grad and base.is_leaf),
         "inplace_backward would overwrite logits that no operation has made (a leaf, or a view of one)",
@@ -114,7 +115,7 @@ def _check(logits: torch.Tensor, targets: torch.Tensor, inplace_backward: bool) 
 
 
 def check_options(log_rho: float | None, temperature: float) -> None:
-    """Errors: ValueError."""
+    """Check what every call must obey. Errors: ValueError."""
     smallest, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
     _require(smallest <= temperature <= largest, f"temperature {temperature} must be above 0, and a number of fp32")
     share = "(rho is a share of the largest probability)"
@@ -122,7 +123,7 @@ def check_options(log_rho: float | None, temperature: float) -> None:
 
 
 def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
-    """One synchronisation with the device. Errors: ValueError."""
+    """Check that all targets are in the vocabulary; the host waits for the device once. Errors: ValueError."""
     check(
         (targets != IGNORE) & ((targets < 0) | (targets >= vocabulary)),
         lambda row: ValueError(
@@ -139,7 +140,7 @@ def _bad_logits(targets: torch.Tensor, names: torch.Tensor | None, row: int) -> 
     )
 
 
-def _kernels(logits: torch.Tensor) -> ModuleType:
+def _kernels(logits: torch.Tensor) -> Any:
     served = not logits.is_cuda or (compiled.cuda and torch.cuda.get_device_capability(logits.device) >= (8, 0))
     return compiled if served and logits.dtype != torch.float64 else plain
 
@@ -151,9 +152,9 @@ class Rows:
     targets: torch.Tensor
     in_support: torch.Tensor
     maximum: torch.Tensor
-    """Of the logits, over the whole vocabulary."""
+    """Each row's largest logit, over the whole vocabulary."""
     safe_sum: torch.Tensor
-    """Of exp((logit - maximum) / temperature) over the safe set."""
+    """The sum of exp((logit - maximum) / temperature) over the safe set."""
     entropy: torch.Tensor | None
     first_column: int
     log_rho: float | None
@@ -179,18 +180,18 @@ def evaluate(
     names [T]: the rows' numbers for an error. Errors: ValueError naming the row, when `late` is looked at if it is given;
     the values of such a row mean nothing.
     """
-    parallel = tp_group is not None and tp_group.size() > 1
-    first_column = tp_group.rank() * logits.shape[1] if parallel else 0
+    group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+    first_column = group.rank() * logits.shape[1] if group is not None else 0
     targets = targets.contiguous()
     counts = targets != IGNORE
     kernels = _kernels(logits)
 
-    if parallel:
+    if group is not None:
         extremes = kernels.extremes(logits, targets, first_column)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=tp_group)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         maximum, at_target = extremes
         sums = kernels.sums(logits, maximum, log_rho, temperature, with_entropy)
-        dist.all_reduce(sums, group=tp_group)
+        dist.all_reduce(sums, group=group)
     else:
         (maximum, at_target), sums = kernels.extremes_and_sums(logits, targets, log_rho, temperature, with_entropy)
     safe_sum, full_sum, weighted = sums
@@ -227,7 +228,7 @@ def write_gradient(
     if grad_log_probs is not None:
         at_target = torch.where(rows.in_support, grad_log_probs / rows.temperature, 0.0)
         factor = torch.where(rows.in_support, -at_target / rows.safe_sum, 0.0)
-    if grad_entropy is not None:
+    if grad_entropy is not None and rows.entropy is not None:
         scaled = torch.where(rows.targets != IGNORE, grad_entropy / rows.safe_sum / rows.temperature, 0.0)
         slope = -scaled
         factor = factor + torch.where(scaled != 0, scaled * (rows.safe_sum.log() - rows.entropy), 0.0)
@@ -238,7 +239,16 @@ def write_gradient(
 
 class _MaskedLogSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, log_rho, temperature, tp_group, with_entropy, inplace_backward):
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        log_rho: float | None,
+        temperature: float,
+        tp_group: dist.ProcessGroup | None,
+        with_entropy: bool,
+        inplace_backward: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
         values, rows = evaluate(logits, targets, log_rho, temperature, tp_group, with_entropy)
         ctx.save_for_backward(logits, *rows.tensors())
         ctx.numbers, ctx.inplace = (rows.first_column, log_rho, temperature), inplace_backward
@@ -248,7 +258,9 @@ class _MaskedLogSoftmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropy, *_):
+    def backward(
+        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: None
+    ) -> tuple[torch.Tensor | None, ...]:
         logits, *tensors = ctx.saved_tensors
         out = logits.detach() if ctx.inplace else torch.empty_like(logits)
         write_gradient(Rows(*tensors, *ctx.numbers), logits, grad_log_probs, grad_entropy, out)

@@ -32,6 +32,7 @@ def log_softmax_by_definition(
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The type of the softmax of logits: fp32, or fp64 for fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -67,7 +68,7 @@ def sums(
 def extremes_and_sums(
     logits: torch.Tensor, targets: torch.Tensor, log_rho: float | None, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both, for a vocabulary that is whole."""
+    """`extremes` and `sums` of logits that hold the whole vocabulary."""
     first = extremes(logits, targets, 0)
     return first, sums(logits, first[0], log_rho, temperature, with_entropy)
 

@@ -20,13 +20,14 @@ class OwnQueries:
     """This rank's queries and the keys that they may see, when keys and values of all ranks are at hand."""
 
     queries: PackedSequences
-    """Of this rank's T tokens: each chunk of a sequence is a sequence of its own."""
+    """Borders of this rank's T tokens: each chunk of a sequence is a sequence of its own."""
     keys: PackedSequences
-    """Of `rows`: the keys of a chunk are those of its sequence up to the chunk's end."""
+    """Borders of `rows`: the keys of a chunk are those of its sequence up to the chunk's end."""
     rows: torch.Tensor
     """[n] int64: places in the ranks' joined tokens; a sequence's first ones twice, once for each of its two chunks."""
 
     def to(self, device: torch.device) -> OwnQueries:
+        """The same on `device`, without waiting for it."""
         return OwnQueries(self.queries.to(device), self.keys.to(device), upload(self.rows, device))
 
 
@@ -48,8 +49,11 @@ class PackedLayout:
     """None without context parallelism."""
 
     def to(self, device: torch.device) -> PackedLayout:
+        """The same on `device`, without waiting for it."""
         return PackedLayout(
-            *(upload(tensor, device) for tensor in (self.cu_seqlens, self.order, self.positions)),
+            upload(self.cu_seqlens, device),
+            upload(self.order, device),
+            upload(self.positions, device),
             self.sequences.to(device),
             upload(self.place, device),
             self.own.to(device) if self.own is not None else None,
@@ -57,7 +61,7 @@ class PackedLayout:
 
     @classmethod
     def build(cls, cu_seqlens: torch.Tensor, tokens: int, context: int = 1, rank: int = 0) -> PackedLayout:
-        """Tokens behind the last sequence (padding of the micro-batch) count as one more sequence.
+        """Lay out the sequences that start at cu_seqlens [S + 1] for one rank; padding behind the last is one more sequence.
 
         Errors: ValueError when a sequence cannot be cut into 2 * context chunks, or the tokens are too few.
         """

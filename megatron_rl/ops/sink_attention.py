@@ -13,9 +13,12 @@ The kernels are csrc/sink_attention/.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl.ops import sink_attention_torch as plain
 from megatron_rl.ops.extensions import sink_attention as compiled
@@ -36,7 +39,10 @@ class PackedSequences:
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, device: torch.device) -> PackedSequences:
-        """One synchronisation where cu_seqlens is on a GPU. Errors: ValueError where it is no rising list from 0."""
+        """Read the borders cu_seqlens [S + 1]; the host waits for them where they are on a GPU.
+
+        Errors: ValueError where they do not rise from 0.
+        """
         _require(
             cu_seqlens.ndim == 1 and cu_seqlens.numel() > 0 and not cu_seqlens.is_floating_point(),
             f"cu_seqlens must be integers [S + 1], not {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
@@ -51,6 +57,7 @@ class PackedSequences:
         return cls(borders, cu_seqlens.to(device, torch.int32), int(lengths.max()) if len(lengths) else 0)
 
     def to(self, device: torch.device) -> PackedSequences:
+        """The same for tokens on `device`, without waiting for it."""
         return replace(self, on_device=upload(self.on_device, device))
 
 
@@ -85,7 +92,8 @@ def sink_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if window is not None and window >= key_sequences.max_length:
         window = None
-    return _SinkAttention.apply(q, k, v, sinks, sequences, key_sequences, window or 0, scale)
+    out: Any = _SinkAttention.apply(q, k, v, sinks, sequences, key_sequences, window or 0, scale)
+    return out
 
 
 def sink_attention_reference(
@@ -113,7 +121,7 @@ def _sequences(cu_seqlens: torch.Tensor | PackedSequences, device: torch.device)
     return cu_seqlens if isinstance(cu_seqlens, PackedSequences) else PackedSequences.of(cu_seqlens, device)
 
 
-def _check(q, k, v, sinks, window) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None) -> None:
     shapes = f"shapes of q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit"
     _require(q.ndim == k.ndim == v.ndim == 3, f"{shapes}: must be [T, H, D]")
     _require(min(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) > 0, f"{shapes}: heads and widths must be at least 1")
@@ -136,7 +144,7 @@ def _check(q, k, v, sinks, window) -> None:
     _require(window is None or window >= 1, f"window {window} is below 1")
 
 
-def _check_borders(q, k, sequences: PackedSequences, key_sequences: PackedSequences) -> None:
+def _check_borders(q: Tensor, k: Tensor, sequences: PackedSequences, key_sequences: PackedSequences) -> None:
     for name, x, borders in (("cu_seqlens", q, sequences.borders), ("keys' cu_seqlens", k, key_sequences.borders)):
         _require(
             int(borders[-1]) == x.shape[0], f"{name} must run from 0 to {x.shape[0]} tokens, not to {int(borders[-1])}"
@@ -153,8 +161,10 @@ def flash_takes(dtype: torch.dtype, width: int, value_width: int, capability: tu
     return dtype == torch.bfloat16 and widths and capability >= (8, 0)
 
 
-def _kernels(q: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, key_sequences: PackedSequences):
-    """(forward, backward, the borders as they take them)"""
+def _kernels(
+    q: Tensor, v: Tensor, sequences: PackedSequences, key_sequences: PackedSequences
+) -> tuple[Callable, Callable, tuple]:
+    """Forward, backward and the borders as these take them."""
     if q.is_cuda and flash_takes(q.dtype, q.shape[2], v.shape[2], torch.cuda.get_device_capability(q.device)):
         kernels = compiled if compiled.cuda else plain
         lengths = sequences.max_length, key_sequences.max_length
@@ -165,7 +175,17 @@ def _kernels(q: torch.Tensor, v: torch.Tensor, sequences: PackedSequences, key_s
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, sequences, key_sequences, window, scale):
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        sequences: PackedSequences,
+        key_sequences: PackedSequences,
+        window: int,
+        scale: float,
+    ) -> Tensor:
         fp32_sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
         forward, ctx.kernel, borders = _kernels(q, v, sequences, key_sequences)
         ctx.options = (*borders, window, scale)
@@ -176,7 +196,7 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *more = ctx.saved_tensors
         *grads, grad_sinks = ctx.kernel(grad.contiguous(), q, k, v, sinks, out, lse, *ctx.options, *more)
         return *grads, None if sinks is None else grad_sinks.to(ctx.sinks_dtype), None, None, None, None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 _BLOCK = 256
 """Sequences longer than this are cut into blocks of so many queries."""
@@ -19,15 +20,25 @@ _TILE_SCORES = 1 << 22
 """Scores (heads x queries x keys) of one tile at most: what bounds the memory."""
 
 
-def attention_by_definition(q, k, v, sinks, *, cu_seqlens, cu_seqlens_k=None, window=None, scale=None) -> torch.Tensor:
+def attention_by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """One sequence at a time, in the inputs' own precision. Arguments as in `ops.sink_attention`; differentiable."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     heads, groups = q.shape[1], q.shape[1] // k.shape[1]
     borders = [c.tolist() for c in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)]
     outputs = []
     for start, end, k_start, k_end in zip(borders[0], borders[0][1:], borders[1], borders[1][1:], strict=False):
         keys, values = (x[k_start:k_end].repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q[start:end], keys) * scale
+        scores = torch.einsum("ihd,jhd->hij", q[start:end], keys) * factor
         hidden = _mask(k_end - k_start - (end - start), k_end - k_start, 0, k_end - k_start, window, q.device)
         scores = scores.masked_fill(hidden, -math.inf)
         if sinks is not None:
@@ -38,7 +49,9 @@ def attention_by_definition(q, k, v, sinks, *, cu_seqlens, cu_seqlens_k=None, wi
     return torch.cat(outputs) if outputs else q.new_zeros((0, heads, v.shape[-1]))
 
 
-def forward(q, k, v, sinks, cu_q, cu_k, window: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, cu_k: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """(out [Tq, H, Dv] of q's type, lse [H, Tq]: log of the softmax's denominator, the sink included).
 
     cu_q, cu_k: int64 borders on the CPU; window 0: none. Softmax in fp32 (fp64 for fp64).
@@ -58,7 +71,19 @@ def forward(q, k, v, sinks, cu_q, cu_k, window: int, scale: float) -> tuple[torc
     return out, lse
 
 
-def backward(grad, q, k, v, sinks, out, lse, cu_q, cu_k, window: int, scale: float):
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(grad_q, grad_k, grad_v of q's type, grad_sinks or None). Each tile's weights are computed again from lse."""
     work = lse.dtype
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=work) for x in (q, k, v))
@@ -75,7 +100,7 @@ def backward(grad, q, k, v, sinks, out, lse, cu_q, cu_k, window: int, scale: flo
         grad_q[tile.queries] = (grad_scores @ keys).flatten(0, 1).transpose(0, 1)
         grad_k[tile.keys] += (grad_scores.transpose(-1, -2) @ queries).sum(1).transpose(0, 1)
     grad_sinks = None if sinks is None else -(torch.exp(sinks.to(work)[:, None] - lse) * delta).sum(1)
-    return *(x.to(q.dtype) for x in (grad_q, grad_k, grad_v)), grad_sinks
+    return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), grad_sinks
 
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
@@ -98,7 +123,18 @@ def sink_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink
     return -torch.where(sinks[:, None] == -math.inf, 0.0, weights * delta).sum(1)
 
 
-def flash_forward(q, k, v, sinks, cu_q, cu_k, max_q: int, max_k: int, window: int, scale: float):
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, and two tensors that the backward wants): csrc/sink_attention/binding.cpp in torch.
 
     cu_q, cu_k: int32 borders on the device.
@@ -115,7 +151,23 @@ def flash_forward(q, k, v, sinks, cu_q, cu_k, max_q: int, max_k: int, window: in
     return out[..., : v.shape[2]].contiguous(), lse, rng_state, unused
 
 
-def flash_backward(grad, q, k, v, sinks, out, lse, cu_q, cu_k, max_q, max_k, window, scale, rng_state, unused):
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+    scale: float,
+    rng_state: Tensor,
+    unused: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(grad_q, grad_k, grad_v, grad_sinks or None): flash attention's own backward of (dO', O', L')."""
     if len(q) == 0:
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v), None if sinks is None else 0 * sinks
@@ -177,7 +229,9 @@ def _mask(
     return (j > i) | (j <= i - window) if window else j > i
 
 
-def _scores(q, k, tile: _Tile, window: int, scale: float, work: torch.dtype):
+def _scores(
+    q: Tensor, k: Tensor, tile: _Tile, window: int, scale: float, work: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """([Hkv, G, Lq, Lk] scaled scores, -inf where hidden; queries [Hkv, G, Lq, D]; keys [Hkv, 1, Lk, D])."""
     kv_heads = k.shape[1]
     queries = q[tile.queries].to(work).transpose(0, 1).unflatten(0, (kv_heads, -1))

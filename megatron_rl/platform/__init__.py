@@ -77,7 +77,7 @@ def has_transformer_engine() -> bool:
     if importlib.util.find_spec("transformer_engine") is None:
         return False
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
         raise UserError(
             f"Transformer Engine is installed and cannot be imported ({type(error).__name__}:"

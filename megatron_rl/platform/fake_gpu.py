@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -46,22 +46,28 @@ def pretend(capability: tuple[int, int] = (9, 0), devices: int = 1) -> None:
     torch.cuda.device_count = lambda: devices
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda device=None: capability
-    torch.Tensor.cuda = lambda tensor, *_, **options: tensor.to("cuda", **options)  # its own asks the driver
-    torch.Tensor.record_stream = lambda *_: None
-    FakeTensor.tolist = lambda tensor: tensor.cpu().tolist()  # its own reads number by number
-    torch.nn.Module.cuda = _move
+    methods = (
+        (torch.Tensor, "cuda", lambda tensor, *_, **options: tensor.to("cuda", **options)),  # its own asks the driver
+        (torch.Tensor, "record_stream", lambda *_: None),
+        (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),  # its own reads number by number
+        (torch.nn.Module, "cuda", _move),
+    )
+    for owner, name, replacement in methods:
+        setattr(owner, name, replacement)
     torch._C._ensureCUDADeviceGuardSet()
 
 
 def _move(module: torch.nn.Module, *_) -> torch.nn.Module:
     """Module.cuda swaps tensors in place, which a fake one cannot take the part of."""
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
+        for tensors in (vars(part)["_parameters"], vars(part)["_buffers"]):
             for name, old in tensors.items():
                 if old is not None and not old.is_cuda:
                     new = old.detach().to("cuda")
-                    tensors[name] = torch.nn.Parameter(new, old.requires_grad) if tensors is part._parameters else new
-                    vars(tensors[name]).update(vars(old))
+                    if isinstance(old, torch.nn.Parameter):
+                        new = torch.nn.Parameter(new, old.requires_grad)
+                    tensors[name] = new
+                    vars(new).update(vars(old))
     return module
 
 
@@ -91,7 +97,7 @@ class FakeGPU(TorchDispatchMode):
         self.answer = answer
         self.transfers: list[Transfer] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         gpu = [t for t in tensors if isinstance(t, FakeTensor)]
@@ -121,11 +127,11 @@ class FakeGPU(TorchDispatchMode):
     def _as_fake(self, tensor: torch.Tensor) -> FakeTensor:
         return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor, static_shapes=True)
 
-    def _note(self, kind: Kind, func) -> Transfer:
+    def _note(self, kind: Kind, func: Any) -> Transfer:
         self.transfers.append(Transfer(kind, str(func), _place()))
         return self.transfers[-1]
 
-    def _read(self, func, tensor: torch.Tensor, read: Callable[[torch.Tensor], object]):
+    def _read(self, func: Any, tensor: torch.Tensor, read: Callable[[torch.Tensor], object]) -> object:
         seen = self.answer(self._note("wait", func), tensor)
         if seen is None:
             raise DataDependentOutputException(func)

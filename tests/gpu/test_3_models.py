@@ -158,7 +158,7 @@ def test_samples_with_kept_sets(references, device):
     """Top-p's kept tokens on the device: pruned and truncated log-probs against the CPU's own operator."""
     hidden, weight = torch.randn(20, 32), torch.randn(500, 32)
     sets = [torch.randperm(500)[: 3 + i].sort().values for i in range(20)]
-    kept = KeptTokens(torch.cat(sets), torch.tensor([0, *(len(s) for s in sets)]).cumsum(0))
+    kept = KeptTokens.of(torch.cat(sets), torch.tensor([0, *(len(s) for s in sets)]).cumsum(0))
     targets = torch.stack([s[1] for s in sets])
     here = linear_log_probs(hidden, weight, targets, log_rho=None, kept=kept, chunk_tokens=6)
     moved = (hidden.to(device), weight.to(device), targets.to(device))

@@ -256,7 +256,7 @@ def kept_sets(seed: int, targets: torch.Tensor, vocabulary: int) -> tuple[KeptTo
     sets = [ids[torch.randperm(len(ids), generator=generator)] for ids in sets]
     inside[::4] = True
     borders = torch.tensor([0] + [len(ids) for ids in sets]).cumsum(0)
-    return KeptTokens(torch.cat(sets), borders), inside
+    return KeptTokens.of(torch.cat(sets), borders), inside
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 64])

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.errors import UserError
 from megatron_rl.platform.megatron import cuda, rules
 
 UNREACHED: dict[str, str] = {
@@ -61,6 +62,8 @@ _TEXT = re.compile(r"^cuda(:.*)?$|^torch\.cuda(\.\w+)?$")
 
 @dataclass(frozen=True)
 class Place:
+    """A place of Megatron that still speaks of a GPU."""
+
     path: str
     """Below megatron/."""
     line: int
@@ -68,8 +71,11 @@ class Place:
 
 
 def megatron_root() -> Path:
-    """The installed megatron/ folder, without importing it."""
-    return Path(next(iter(importlib.util.find_spec("megatron").submodule_search_locations)))
+    """The installed megatron/ folder, without importing it. Errors: UserError where there is none."""
+    spec = importlib.util.find_spec("megatron")
+    if spec is None or spec.submodule_search_locations is None:
+        raise UserError("megatron-core is not installed: tools/setup.sh installs it")
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def rewritten(root: Path, package: str = "core") -> Iterator[tuple[str, ast.Module, list[rules.Site]]]:
@@ -109,8 +115,8 @@ def wrong_swaps(root: Path) -> list[str]:
 
 def _left(tree: ast.Module, path: str) -> Iterator[Place]:
     for node in ast.walk(tree):
-        for what in _mentions(node):
-            yield Place(path, node.lineno, what)
+        if isinstance(node, ast.expr | ast.stmt | ast.keyword):
+            yield from (Place(path, node.lineno, what) for what in _mentions(node))
 
 
 def _mentions(node: ast.AST) -> Iterator[str]:

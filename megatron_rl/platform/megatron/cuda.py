@@ -214,7 +214,7 @@ OutOfMemoryError = torch.cuda.OutOfMemoryError
 
 def for_host(copy: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
     """Mark what is on the host where there is a GPU; `like`: only if this is marked."""
-    copy.for_host = like is None or not on_device(like)
+    copy.for_host = like is None or not on_device(like)  # pyright: ignore[reportAttributeAccessIssue]: a mark of ours
     return copy
 
 

@@ -11,6 +11,7 @@ import struct
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -30,6 +31,7 @@ class RewritingLoader(SourceFileLoader):
         self.missing = missing
 
     def source_to_code(self, data: bytes, path: str, *, _optimize: int = -1) -> CodeType:
+        """Compile the rewritten source."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in Megatron's docstrings
             tree, _ = rules.rewrite(data, self.name, path, self.missing)
@@ -51,6 +53,7 @@ class RewritingLoader(SourceFileLoader):
         return code
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make the empty module, with our counterpart of torch.cuda in it where there is no GPU."""
         module = ModuleType(spec.name)
         if "GPU" in self.missing:
             setattr(module, rules.SHIM, cuda)
@@ -91,18 +94,23 @@ class Finder(MetaPathFinder):
     def __init__(self, missing: frozenset[rules.Missing]):
         self.missing = missing
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of Megatron that may have to be rewritten; None for all others."""
         if not fullname.startswith(PREFIX) or not rules.concerns(fullname, self.missing):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = RewritingLoader(fullname, spec.origin, self.missing)
+            spec.loader = RewritingLoader(fullname, spec.loader.path, self.missing)
         return spec
 
 
 def installed() -> Finder | None:
+    """The finder of this process, if one was installed."""
     return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
 
 
 def install(missing: frozenset[rules.Missing]) -> None:
+    """Rewrite for what is missing every module of Megatron that is imported from here on."""
     sys.meta_path.insert(0, Finder(missing))

@@ -30,6 +30,7 @@ LOG_LINES = {
 
 
 def silence() -> None:
+    """Install the filters, for this process."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message)
     for name, start in LOG_LINES.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 SHIM = "_megatron_rl_platform_"
 """Name under which a rewritten module sees `megatron_rl.platform.megatron.cuda`."""
@@ -166,17 +166,18 @@ class Rewriter(ast.NodeTransformer):
         self.sites: list[Site] = []
         self.swaps = {swap.old: swap for swap in SWAPS if swap.module == module and swap.missing in missing}
 
-    def _replace(self, node: ast.AST, new: ast.AST, rule: Rule, what: str) -> ast.AST:
+    def _replace(self, node: ast.expr | ast.stmt, new: ast.AST, rule: Rule, what: str) -> Any:
         self.sites.append(Site(self.module, node.lineno, rule, what))
         return ast.fix_missing_locations(ast.copy_location(new, node))
 
-    def visit(self, node: ast.AST) -> ast.AST:
+    def visit(self, node: ast.AST) -> Any:
+        """The node, or what a swap puts there."""
         if self.swaps and isinstance(node, ast.expr | ast.Import | ast.ImportFrom):
             swap = self.swaps.get(ast.unparse(node))
             if swap is not None:
-                mode = "exec" if isinstance(node, ast.stmt) else "eval"
-                new = ast.parse(swap.new, mode=mode)
-                return self._replace(node, new.body[0] if mode == "exec" else new.body, "swap", swap.old)
+                statement = isinstance(node, ast.stmt)
+                new = ast.parse(swap.new).body[0] if statement else ast.parse(swap.new, mode="eval").body
+                return self._replace(node, new, "swap", swap.old)
         return super().visit(node)
 
 
@@ -186,10 +187,10 @@ class CpuRewriter(Rewriter):
     def _shim(self, name: str) -> ast.Attribute:
         return ast.Attribute(ast.Name(SHIM, ast.Load()), name, ast.Load())
 
-    def visit_Import(self, node: ast.Import) -> ast.AST:
+    def visit_Import(self, node: ast.Import) -> Any:
         return self._without_gpu_package(node, [alias.name for alias in node.names])
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
         if isinstance(node.value, ast.Name) and node.value.id == "torch" and isinstance(node.ctx, ast.Load):
             if node.attr == "cuda":
                 return self._replace(node, ast.Name(SHIM, ast.Load()), "torch.cuda", "torch.cuda")
@@ -198,26 +199,26 @@ class CpuRewriter(Rewriter):
         if node.attr in ("cuda", "compile"):
             return self.generic_visit(node)
         value = node.value
-        node = self.generic_visit(node)
+        self.generic_visit(node)
         if value is not node.value and isinstance(node.value, ast.Name) and node.value.id == SHIM:
             site = self.sites[-1]
             self.sites[-1] = Site(site.module, site.line, site.rule, f"torch.cuda.{node.attr}")
         return node
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         if node.level == 0 and node.module and (node.module == "torch.cuda" or node.module.startswith("torch.cuda.")):
             what = ", ".join(f"{node.module}.{alias.name}" for alias in node.names)
             return self._replace(node, ast.ImportFrom(SHIM_MODULE, node.names, 0), "import", what)
         return self._without_gpu_package(node, [node.module or ""] if node.level == 0 else [])
 
-    def _without_gpu_package(self, node: ast.stmt, modules: list[str]) -> ast.AST:
+    def _without_gpu_package(self, node: ast.stmt, modules: list[str]) -> Any:
         packages = [package for package in (name.split(".")[0] for name in modules) if package in GPU_PACKAGES]
         if not packages:
             return node
         error = ast.Call(ast.Name("ModuleNotFoundError", ast.Load()), [ast.Constant(f"{packages[0]} needs a GPU")], [])
         return self._replace(node, ast.Raise(error, None), "GPU package", packages[0])
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
+    def visit_Call(self, node: ast.Call) -> Any:
         function, first = node.func, node.args[0] if node.args else None
         if isinstance(function, ast.Attribute):
             if ast.unparse(function) == "torch.device" and _is_cuda(first) and len(node.args) == 2:
@@ -234,9 +235,8 @@ class CpuRewriter(Rewriter):
         if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr", "setattr", "isinstance"):
             return self.generic_visit(node)
         imports = ast.unparse(function) in ("safe_import", "safe_import_from", "importlib.import_module")
-        if imports and isinstance(first, ast.Constant) and first.value.split(".")[0] in GPU_PACKAGES:
-            absent = ast.Constant(f"{SHIM}absent.{first.value}")
-            node.args[0] = self._replace(first, absent, "GPU package", first.value.split(".")[0])
+        if imports and isinstance(first, ast.Constant) and (package := str(first.value).split(".")[0]) in GPU_PACKAGES:
+            node.args[0] = self._replace(first, ast.Constant(f"{SHIM}absent.{first.value}"), "GPU package", package)
         node.args = [self._device_name(argument) for argument in node.args]
         for keyword in node.keywords:
             if keyword.arg == "pin_memory" and not isinstance(keyword.value, ast.Attribute | ast.Name):
@@ -245,26 +245,26 @@ class CpuRewriter(Rewriter):
                 keyword.value = self._device_name(keyword.value)
         return self.generic_visit(node)
 
-    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+    def visit_arguments(self, node: ast.arguments) -> Any:
         node.defaults = [self._device_name(default) for default in node.defaults]
         node.kw_defaults = [self._device_name(default) for default in node.kw_defaults]
         return self.generic_visit(node)
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
         node.body, node.orelse = self._device_name(node.body), self._device_name(node.orelse)
         return self.generic_visit(node)
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+    def visit_Assign(self, node: ast.Assign) -> Any:
         node.value = self._device_name(node.value)
         return self.generic_visit(node)
 
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+    def visit_Constant(self, node: ast.Constant) -> Any:
         if isinstance(node.value, str) and node.value in _TENSOR_TYPES:
             return self._replace(node, ast.Constant(node.value.replace(".cuda", "")), "tensor type", node.value)
         return node
 
-    def _device_name(self, node: ast.AST | None) -> ast.AST | None:
-        if _is_cuda(node):
+    def _device_name(self, node: ast.expr | None) -> Any:
+        if isinstance(node, ast.Constant) and node.value == "cuda":
             return self._replace(node, ast.Constant("cpu"), "device name", "'cuda'")
         return node
 

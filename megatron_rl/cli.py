@@ -179,7 +179,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.launch.fit import plan_command
 
         return plan_command(config, args.gpus, args.memory, as_json=args.json)
-    # Told before torch and its neighbours are imported, which takes long.
+    # Told before torch and its neighbors are imported, which takes long.
     from megatron_rl.environments.build import check_data
     from megatron_rl.launch.plan import check_group
 

@@ -191,7 +191,7 @@ class RoutingConfig:
     """Share of itself that a predictor forgets at each of its updates, because no drift goes on forever; for the same reason
     its Adam has no momentum. 0: it forgets nothing and has the optimizer's momentum."""
     cached_tokens: Positive = 1024
-    """Tokens of each response, evenly spread, whose router inputs and logits are kept for predictors and metrics."""
+    """Tokens of each response, evenly spaced, whose router inputs and logits are kept for predictors and metrics."""
     features: Literal["trainer", "engine"] = "trainer"
     """Data that Pr3's predictors learn from: the trainer's log-prob pass over the replayed routes, or what the engine saw."""
 
@@ -225,7 +225,7 @@ class VP2OConfig:
     orthogonality: NonNegativeFloat = 0.01
     """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens; 0: none."""
     orthogonality_tokens: Positive = 128
-    """Tokens of one micro-batch, evenly spread, that stand for all in it: each layer keeps the outputs of their experts."""
+    """Tokens of one micro-batch, evenly spaced, that stand for all in it: each layer keeps the outputs of their experts."""
     trust_region: PositiveFloat | None = None
     """kappa: no update may move the router-weighted prototypes of a layer further than this from those of the weights that the
     engine has (0 to 2). null: no limit."""
@@ -391,7 +391,7 @@ class RefreshConfig:
     max_staleness: Positive = 8
     """Largest number of steps for which the engine keeps its weights."""
     tokens: Positive = 1024
-    """Tokens of each data-parallel rank, from evenly spread sequences, on which the drift is measured after a step."""
+    """Tokens of each data-parallel rank, from evenly spaced sequences, on which the drift is measured after a step."""
 
 
 @section

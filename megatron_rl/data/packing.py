@@ -38,11 +38,11 @@ class Layout:
     routes: RouteShape | None = None
     """None: a dense model."""
     cached_tokens: int = 0
-    """Tokens of each response whose router features are kept."""
+    """Tokens of each response whose router features are stored."""
     multiple: int = 1
     """The tokens of a rank's products come in multiples of this (FP8)."""
     vocabulary: int | None = None
-    """Of the model: ids of tokens are below it. None: not checked."""
+    """Size of the model's vocabulary: ids of tokens are below it. None: not checked."""
     all_reduce: AllReduce | None = None
     """Over the context-parallel ranks; None where there is one."""
 
@@ -88,9 +88,9 @@ class Batch:
     samples: list[int]
     """Index of each of the S sequences in the list that was packed"""
     kept: KeptTokens | None = None
-    """Of the T tokens, where the sampler truncates its vocabulary."""
+    """Kept sets of the T tokens, where the sampler truncates its vocabulary."""
     routes: RouteTable | None = None
-    """Of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
+    """Routes of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
     without_route: int = 0
     """Tokens on this context-parallel rank whose experts the engine did not tell."""
 
@@ -208,7 +208,7 @@ def _check_tokens(sample: Sequence, vocabulary: int | None) -> None:
 
 
 def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray) -> KeptTokens | None:
-    """Of this context-parallel rank's tokens; None where no sampler truncated."""
+    """Kept sets of this context-parallel rank's tokens; None where no sampler truncated."""
     if all(sample.kept is None for sample in samples):
         return None
     sets = [np.zeros(0, np.int32)] * int(borders[-1])

@@ -158,7 +158,7 @@ def only_number(text: str) -> Literal | None:
 
 
 def squeeze(text: str) -> str:
-    """In one notation, to look for an expression in a text."""
+    """The text in one notation, to look for an expression in it."""
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text.translate(_SIGNS))
     text = re.sub(r"\\times|\\cdot", "*", text)
     text = text.replace(r"\div", "/")

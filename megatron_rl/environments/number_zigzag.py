@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError
 
 
 class NumberZigzag(NumberSorting):
-    """With the options of number_sorting."""
+    """The zigzag task, with the options of number_sorting."""
 
     name = "number_zigzag"
     verifier = "zigzag"

@@ -201,7 +201,7 @@ class Run:
             ) from None
 
     def clock(self) -> Clock:
-        """Of the step that begins; rank 0 traces those of logging.profile_steps."""
+        """The clock of the step that begins; rank 0 traces the steps of logging.profile_steps."""
         traced = self.ranks.rank == 0 and self.step + 1 in self.config.logging.profile_steps
         self.current_clock = Clock(self.folder / "profile" / f"step_{self.step + 1}.json.gz" if traced else None)
         return self.current_clock

@@ -188,7 +188,7 @@ class _Scorer:
 
     @torch.no_grad()
     def round_weights(self, dtypes: list[torch.dtype]) -> None:
-        """To the weights of a trainer with parameters of these types, which are those that the engine was given."""
+        """Round to the weights of a trainer with parameters of these types: those that the engine was given."""
         parameters = (p for chunk in self.trainer.chunks for p in chunk.parameters())
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             parameter.copy_(parameter.to(dtype))

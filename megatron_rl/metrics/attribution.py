@@ -27,7 +27,7 @@ class Source:
     kl: float | None
     """k3 estimate of KL(engine || trainer) without it, nats per token; None: not removed."""
     share: float | None = None
-    """Of the whole KL that went with it; below 0 where the mismatch grew."""
+    """Share of the whole KL that went with it; below 0 where the mismatch grew."""
     error: float | None = None
     """Standard error of the share, over the batch's sequences."""
 
@@ -38,12 +38,12 @@ class Attribution:
 
     step: int
     tokens: int
-    """Of the loss, without those outside the run's safe set."""
+    """Tokens of the loss, without those outside the run's safe set."""
     sequences: int
     left_out: int
     """Sequences that other weights have sampled too."""
     kl: float
-    """As the run scores it."""
+    """KL of the run's own log-probs."""
     sources: list[Source]
 
 

@@ -244,7 +244,7 @@ class _ProgressLine:
         self._first = resume_step
         self._start: float | None = None
         self._text = ""
-        """Of the last step."""
+        """Progress of the last step."""
         self._noted = time.monotonic()
         """When something was said last."""
         self._on = active and config.logging.progress

@@ -20,7 +20,7 @@ import torch
 
 Value = float | int | np.ndarray | torch.Tensor
 Figure = float | Mapping[str, float] | Sequence[float] | None
-"""Of a metric NAME; of a mapping those of NAME/KEY, of a sequence those of NAME_0, NAME_1, ...; None: it has no value."""
+"""Value of a metric NAME, or a mapping for NAME/KEY, or a sequence for NAME_0, NAME_1, ...; None: it has no value."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Metric:
     across: Literal["parts", "mean", "sum"] = "parts"
     """What updates, and layers, have together: their parts are merged, or their figures are averaged or added up."""
     also: tuple[str, ...] = ()
-    """Further names that it counts towards: a layer's, of all layers."""
+    """Further names that it counts for: a layer's, of all layers."""
 
 
 Metrics = dict[str, Metric]
@@ -149,7 +149,7 @@ def over_ranks(ranks: Gathers, several: Sequence[Mapping[str, Metric]]) -> Metri
 
 
 def of_update(metrics: Mapping[str, Metric]) -> Metrics:
-    """Metrics of one update over all its micro-batches and ranks, as they count towards those of a step."""
+    """Metrics of one update over all its micro-batches and ranks, as they count for those of a step."""
     found: list[Metrics] = []
     for name, metric in metrics.items():
         if metric.across != "parts":

@@ -46,7 +46,7 @@ SMOOTHED_FROM = 25
 """Points that a series must have to be shown with its running mean."""
 ROUNDED = ("share", "value", "abs", "abs_max", "bound", "bias")
 MOST_ROWS, MOST_VALUES = 1000, 3000
-"""Of a chart: steps, and numbers in it; above these, even pieces of the steps are averaged."""
+"""Most steps of a chart, and most numbers in it; above these, even pieces of the steps are averaged."""
 
 
 def color(index: int) -> str:

@@ -56,10 +56,10 @@ def sums(
     out = maximum.new_zeros(3, len(maximum))
     for b, d, safe in _blocks(logits, maximum, log_rho, temperature):
         e = d.exp()
-        kept = e * safe
-        out[0, b], out[1, b] = kept.sum(-1), e.sum(-1)
+        inside = e * safe
+        out[0, b], out[1, b] = inside.sum(-1), e.sum(-1)
         if with_entropy:
-            out[2, b] = kept.mul_(d).sum(-1)
+            out[2, b] = inside.mul_(d).sum(-1)
     if log_rho is None:
         out[1] = out[0]
     return out

@@ -104,7 +104,7 @@ def backward(
 
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """In place, from plain attention to attention with sinks: O' = O exp(L - L'), L' = log(exp(L) + exp(sink)).
+    """Turn plain attention into attention with sinks, in place: O' = O exp(L - L'), L' = log(exp(L) + exp(sink)).
 
     out [T, H, D]; lse [H, >= T], fp32, columns behind T stay as they are; sinks [H].
     """

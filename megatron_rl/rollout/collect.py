@@ -57,7 +57,7 @@ class Collection:
     """The requests that this process asks for; None: all. They are numbered prompt by prompt: `prompts` are those of all
     leaders, and request r is for a sample of prompt r // samples_per_prompt."""
     seed: str | None = None
-    """With it every request has a seed of its own (`request_seed`), so that its draws do not depend on the others."""
+    """Base of the requests' own seeds (`request_seed`): their draws do not depend on each other."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
     retries: int = 0
@@ -142,7 +142,7 @@ class Collection:
             self.on_progress(self.responses, len(self._requests))
 
     def trajectories(self) -> list[Trajectory]:
-        """In the order of the requests; a prompt's place is their group id."""
+        """The trajectories in the order of the requests; a prompt's place is their group id."""
         found = [(self._prompt_of(r), self._replies[r]) for r in self._requests]
         return [
             Trajectory(

@@ -33,7 +33,7 @@ def share_of_experts(counts: list[float]) -> float | None:
 
 
 def shares(counts: list[float]) -> list[float] | None:
-    """Of all tokens."""
+    """Each count as a share of their sum."""
     tokens = sum(counts)
     return [float(count / tokens) for count in counts] if tokens else None
 
@@ -46,14 +46,14 @@ class EngineAgreement(RouteObserver):
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         """Count how the engine's experts differ from the trainer's."""
-        engine, found = self.table.engine_route(layer), self.table.kept(EngineDeviations)
+        engine, found = self.table.engine_route(layer), self.table.left(EngineDeviations)
         if engine is not None and layer not in found:
-            trainers = self.table.kept(Foreseen).get(layer, own)
+            trainers = self.table.left(Foreseen).get(layer, own)
             found[layer] = deviation_counts(engine, trainers, self.table.counted_with_route(engine))
 
     def metrics(self) -> Metrics:
         """Return the engine's agreement by layer."""
-        found = self.table.kept(EngineDeviations).items()
+        found = self.table.left(EngineDeviations).items()
         return of_layers("engine_agreement", {n: derived(share_of_experts, c) for n, c in found}, self.update)
 
 
@@ -75,7 +75,7 @@ class RouteAgreement(RouteObserver):
             return
         counted = self.table.counted_with_route(reference)
         self.deviations[layer] = deviation_counts(reference, own, counted)
-        if (unpredicted := self.table.kept(Unpredicted).get(layer)) is not None:
+        if (unpredicted := self.table.left(Unpredicted).get(layer)) is not None:
             self.unpredicted[layer] = deviation_counts(unpredicted, own, counted)
 
     def metrics(self) -> Metrics:

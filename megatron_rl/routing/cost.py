@@ -13,7 +13,7 @@ class CacheCost(NamedTuple):
     feature_bytes: int
     """What the predictors learn from: router input (bf16) and logits (fp32) of the cached tokens."""
     flops_per_token: int
-    """Of the predictors while routes are recorded."""
+    """Operations of the predictors on a token while routes are recorded."""
 
 
 def cache_cost(

@@ -26,7 +26,7 @@ class Routes(UpdateHook):
         self._counts = False
         """Whether this process's tokens count: they are once in each copy of the model."""
         self._without_route = 0
-        """Of the tokens of the pass that began last."""
+        """Tokens without a route in the pass that began last."""
 
     def attach(self, trainer: Trainer) -> None:
         """Ask whether this process's tokens count."""

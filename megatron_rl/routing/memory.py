@@ -44,7 +44,7 @@ class RouteTable:
     counted: Tensor
     """[T] bool: tokens that metrics count, those whose prediction is in the loss."""
     cached: Tensor
-    """[C] int64: rows whose features are kept."""
+    """[C] int64: rows whose features are stored."""
     engine: Tensor | None = None
     """[T, moe_layers, k] expert ids of the rollout engine, sentinels where it has none."""
     recorded: dict[int, Tensor] = field(default_factory=dict)
@@ -52,22 +52,22 @@ class RouteTable:
     features: dict[int, Features] = field(default_factory=dict)
     counted_rows: Tensor = field(default_factory=lambda: torch.arange(0))
     """[M] int64: those that are counted; as rows, because a GPU would be waited for to find them."""
-    _kept: dict[type, Any] = field(default_factory=dict)
+    _left: dict[type, Any] = field(default_factory=dict)
     _evenly_spaced: dict[int, Tensor] = field(default_factory=dict)
     """What `evenly_spaced` answered, by budget: every layer asks."""
 
     def to(self, device: torch.device) -> RouteTable:
-        """On a device, as it was packed: before its first pass."""
+        """The same on `device`, to be called before the first pass."""
         moved = {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        features = {layer: kept.to(device) for layer, kept in self.features.items()}
+        features = {layer: features.to(device) for layer, features in self.features.items()}
         return replace(self, **moved, features=features)
 
-    def kept(self, kind: type[Kind]) -> Kind:
-        """What observers keep here from one pass to the next, in an object of a class of their own: empty at first."""
-        return self._kept.setdefault(kind, kind())
+    def left(self, kind: type[Kind]) -> Kind:
+        """What observers leave here for later passes, in an object of a class of their own: empty at first."""
+        return self._left.setdefault(kind, kind())
 
     def evenly_spaced(self, budget: int) -> Tensor:
-        """[C] int64: at most `budget` of the counted rows, evenly spread."""
+        """[C] int64: at most `budget` of the counted rows, evenly spaced."""
         if budget not in self._evenly_spaced:
             places = torch.from_numpy(evenly_spaced(len(self.counted_rows), budget))
             self._evenly_spaced[budget] = self.counted_rows[upload(places, self.counted_rows.device)]

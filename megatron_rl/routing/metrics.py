@@ -1,4 +1,4 @@
-"""Names of the routers' metrics: a layer's count towards those of all layers, and of its update."""
+"""Names of the routers' metrics: a layer's count for those of all layers, and of its update."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_rl.metrics.reduce import Metric, Metrics, Value, derived
 
 
 def of_layers(name: str, layers: Mapping[int, Metric], update: int, *, each: bool = False) -> Metrics:
-    """routing/layer_LL/NAME, which counts towards routing/NAME and routing/update_U/NAME.
+    """routing/layer_LL/NAME, which counts for routing/NAME and routing/update_U/NAME.
 
-    layers: by model layer, from 0. update: number in the rollout batch, from 1. each: towards routing/layer_LL/update_U/NAME
+    layers: by model layer, from 0. update: number in the rollout batch, from 1. each: for routing/layer_LL/update_U/NAME
     too.
     """
     found: Metrics = {}
@@ -24,7 +24,7 @@ def of_layers(name: str, layers: Mapping[int, Metric], update: int, *, each: boo
 
 
 def layer_name(layer: int, name: str) -> str:
-    """Of a layer's metric."""
+    """Name of a metric of one layer."""
     return f"routing/layer_{layer:02}/{name}"
 
 

@@ -32,7 +32,7 @@ class Router(Protocol):
 class RouteObserver:
     """What a feature does at the routers in one pass; by itself nothing. The methods are called in this order in each layer.
 
-    Recomputation runs a layer again: what is measured is kept by layer, and measured once.
+    Recomputation runs a layer again: what is measured is stored by layer, and measured once.
     """
 
     reads_outputs: bool = False
@@ -65,12 +65,12 @@ class RoutePass:
     """One forward (and backward) of one micro-batch."""
 
     def __init__(self, observers: Sequence[RouteObserver]) -> None:
-        """Of several that replay, the first that has routes of a layer is obeyed."""
+        """Where several observers replay, the first that has routes of a layer decides."""
         self.observers = observers
         self.reads_outputs = any(observer.reads_outputs for observer in observers)
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
-        """As `RouteObserver.see_logits`."""
+        """Show the logits to all observers (`RouteObserver.see_logits`)."""
         for observer in self.observers:
             logits = observer.see_logits(layer, hidden, logits, router)
         return logits
@@ -84,7 +84,7 @@ class RoutePass:
         return chosen
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """As `RouteObserver.see_outputs`."""
+        """Show the outputs to all observers (`RouteObserver.see_outputs`)."""
         for observer in self.observers:
             outputs = observer.see_outputs(layer, outputs, rows, weights)
         return outputs
@@ -95,7 +95,7 @@ class RouteSelector:
 
     def __init__(self) -> None:
         self.layer_number: int | None = None
-        """Of the model, from 1; Megatron's router sets it."""
+        """Number of the layer in the model, from 1; Megatron's router sets it."""
         self.route_pass: RoutePass | None = None
         self._asked = False
 

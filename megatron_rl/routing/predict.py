@@ -21,7 +21,7 @@ class PredictRoutes(RouteObserver):
     """
 
     def __init__(self, table: RouteTable, *, chosen_by_engine: bool, learns: bool) -> None:
-        """learns: an update of this micro-batch will, from the router inputs that are then kept too."""
+        """learns: an update of this micro-batch will, from the router inputs that are then stored too."""
         self.table, self.chosen_by_engine, self.learns = table, chosen_by_engine, learns
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
@@ -36,14 +36,14 @@ class PredictRoutes(RouteObserver):
         if features.hidden is None and self.learns:
             features.hidden = hidden[table.cached]
         # What the engine would choose here: it predicts where its routes are replayed.
-        table.kept(Foreseen)[layer] = router.choice(logits + bias if self.chosen_by_engine else logits)
+        table.left(Foreseen)[layer] = router.choice(logits + bias if self.chosen_by_engine else logits)
         return logits if self.chosen_by_engine else logits + bias
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         """Keep what would have been chosen without prediction."""
-        foreseen = self.table.kept(Foreseen).pop(layer)
+        foreseen = self.table.left(Foreseen).pop(layer)
         if not self.chosen_by_engine:
-            self.table.kept(Unpredicted)[layer] = foreseen.to(route_dtype(self.table.shape.experts))
+            self.table.left(Unpredicted)[layer] = foreseen.to(route_dtype(self.table.shape.experts))
 
 
 class PredictorGradients(RouteObserver):

@@ -119,7 +119,7 @@ class Predictors(UpdateHook):
         if self.adam is not None:
             yield from (value for state in self.adam.state.values() for value in state.values())
 
-    # -- checkpoints: the weights are part of the model's state, the moments are kept beside it ------------------------
+    # -- checkpoints: the weights are part of the model's state, the moments lie beside it ------------------------
 
     def progress(self) -> dict[str, int]:
         """Return how many updates the predictors have had."""

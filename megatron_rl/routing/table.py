@@ -33,7 +33,7 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of a table."""
+        """Type of a table's expert ids."""
         return np.dtype(np.uint8 if route_dtype(self.experts) == torch.uint8 else np.int16)
 
     def empty(self, tokens: int) -> np.ndarray:
@@ -71,7 +71,7 @@ def names_one_twice(routes: np.ndarray) -> bool:
 
 
 def evenly_spaced(count: int, budget: int) -> np.ndarray:
-    """At most `budget` of the positions 0..count-1, evenly spread from the first to the last (Pr2, Appendix E.1)."""
+    """At most `budget` of the positions 0..count-1, evenly spaced from the first to the last (Pr2, Appendix E.1)."""
     if count <= budget:
         return np.arange(count)
     return np.linspace(0, count - 1, budget).round().astype(np.int64)

@@ -57,7 +57,7 @@ class ExpertLoad(RouteObserver):
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         """Count the tokens of each expert."""
-        found = self.table.kept(Load)
+        found = self.table.left(Load)
         if layer not in found:
             tokens = self.table.counted.float()[:, None].expand(chosen.shape)
             load = torch.zeros(self.table.shape.experts, device=chosen.device)
@@ -68,7 +68,7 @@ class ExpertLoad(RouteObserver):
         found: Metrics = {}
         for name, figure in {"active_experts": active_experts, "load_max": load_max}.items():
             # Loads of several layers or updates are not to be added up.
-            loads = self.table.kept(Load).items()
+            loads = self.table.left(Load).items()
             of = {layer: replace(derived(figure, load), across="mean") for layer, load in loads}
             found |= of_layers(name, of, self.update)
         return found

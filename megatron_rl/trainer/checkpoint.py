@@ -314,7 +314,7 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _largest(ranks: Ranks, mine: dict[str, int]) -> dict[str, int]:
-    """Of each number that a hook has on some ranks: a pipeline stage may have none of what it is about."""
+    """The largest of each number over the ranks: a pipeline stage may have none of what a hook counts."""
     parts = ranks.gather(mine)
     return {name: max(part[name] for part in parts if name in part) for name in {n for part in parts for n in part}}
 

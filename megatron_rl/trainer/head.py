@@ -25,7 +25,7 @@ class HeadRequest:
     """[n] int64: the others."""
     temperature: float
     log_rho: float | None
-    """Of the safe set of a pruned vocabulary; None: not pruned."""
+    """Logarithm of the safe set's rho; None: the vocabulary is not pruned."""
     kept: KeptTokens | None
     """What a truncating sampler kept."""
     with_entropy: bool

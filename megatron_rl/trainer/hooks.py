@@ -26,13 +26,13 @@ class Place:
     """Where a pass stands in the work on a rollout batch."""
 
     update: int = 0
-    """Of which of its updates the micro-batches are."""
+    """Number of the update that the micro-batches belong to."""
     rollout: Sequence[Sequence[Batch]] = ()
     """The micro-batches of all its updates, as far as they are packed; empty: there is but this one."""
 
 
 ALONE = Place()
-"""Of a pass that belongs to no rollout batch, and of an update that is all that is done with one."""
+"""Place of a pass that belongs to no rollout batch, and of an update that is all that is done with one."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Step:
     done: bool
     """False: the gradients were not finite, or a hook refused it; nothing has changed."""
     norm: float
-    """Of all gradients, before clipping."""
+    """Norm of all gradients, before clipping."""
     lr: float
-    """Of the step: 0 where a hook refused it."""
+    """Learning rate of the step: 0 where a hook refused it."""
     scale: float = 1.0
     """What hooks made of the learning rate."""
 
@@ -53,7 +53,7 @@ class UpdateHook:
     """A feature of training; by itself it does nothing. The methods are called in this order, on all processes."""
 
     name: str = ""
-    """Of its state in checkpoints; none is kept without."""
+    """Name of its state in checkpoints; without one none is saved."""
     reads_outputs: bool = False
     """Whether its observers are shown what experts put out."""
     changes_gradients: bool = False
@@ -76,10 +76,10 @@ class UpdateHook:
         return []
 
     def after_backward(self) -> None:
-        """In an update: gradients are this process's own sums, not reduced yet."""
+        """Called in an update: gradients are this process's own sums, not reduced yet."""
 
     def after_reduction(self) -> None:
-        """In an update: gradients are means over the tokens of all processes, reduced where the optimizer wants them."""
+        """Called in an update: gradients are means over the tokens of all processes, reduced where the optimizer wants them."""
 
     def after_pass(self, stage: Stage) -> None:
         """The forward, and in an update the backward, of all micro-batches is done; weights are as they were."""

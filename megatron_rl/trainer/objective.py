@@ -50,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of a whole update: all micro-batches of all ranks."""
+    """Sums over a whole update: all micro-batches of all ranks."""
 
     tokens: int
     sequences: int
@@ -116,7 +116,7 @@ class Policy(Objective):
     totals: Totals = Totals(1, 1)
     """Those of the update; `for_update` sets them."""
     mean_weight: float = 1.0
-    """By which importance weights are divided: their mean over the tokens of the update, with correction.normalize."""
+    """Divisor of the importance weights: with correction.normalize their mean over the tokens of the update."""
 
     @cached_property
     def loss(self) -> losses.PolicyLoss:

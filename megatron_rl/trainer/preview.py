@@ -83,7 +83,7 @@ class StepPreview:
     def _after_sharded(
         self, parameters: Sequence[torch.nn.Parameter], owned: dict[torch.nn.Parameter, slice], lr_scale: float
     ) -> list[Tensor]:
-        """Of the distributed optimizer: each process steps its part, and the parts are put together."""
+        """The weights after a step of the distributed optimizer: each process steps its part, then all are gathered."""
         results: dict[int, Tensor] = {}
         for part in self._parts:
             chosen = [p for p in parameters if p in self._homes[id(part)]]

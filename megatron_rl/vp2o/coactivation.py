@@ -21,6 +21,6 @@ class CountCoactivation(RouteObserver):
 
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         """Count the pairs of experts of the counted tokens."""
-        found = self.table.kept(Coactivation)
+        found = self.table.left(Coactivation)
         if layer not in found:
             found[layer] = coactivation_counts(chosen, self.table.shape.experts, self.table.counted)

@@ -25,7 +25,7 @@ class ExpertLayer:
     slices: dict[str, list[ExpertSlice]]
     """This rank's experts, by parameter."""
     experts: int
-    """In all, N."""
+    """Number of experts of a layer on all ranks, N."""
     mine: slice
     """Which of them are this rank's."""
     start: Tensor

@@ -17,7 +17,7 @@ from megatron_rl.routing.passes import RouteObserver
 class Orthogonality(RouteObserver):
     """Adds the loss of the counted tokens to the model's, as a sum over tokens.
 
-    Its gradient is taken where outputs are seen, of some evenly spread tokens that stand for all: no more than that is kept
+    Its gradient is taken where outputs are seen, of some evenly spaced tokens that stand for all: no more than that is stored
     until the backward.
     """
 

@@ -32,9 +32,9 @@ from megatron_rl.vp2o.orthogonality import Orthogonality
 CHUNK = 1 << 22
 """Numbers of one [experts, columns] buffer: 16 MiB."""
 DAMPING = 0.01
-"""Of the kernel's gradient: what the power iterations could not tell apart does not decide where an expert is pushed."""
+"""Damping of the kernel's gradient: what power iterations could not tell apart does not decide where an expert is pushed."""
 ITERATIONS = 32
-"""Of its solve, at most."""
+"""Most iterations of the damped solve."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Stein(UpdateHook):
             return {}
         size, device = next(iter(layers.values())).experts, self._device
         nothing = torch.zeros(size, size, device=device)
-        found = [(table, table.kept(Coactivation)) for table in self._tables]
+        found = [(table, table.left(Coactivation)) for table in self._tables]
         counts = [sum((pairs[n] for _, pairs in found if n in pairs), start=nothing) for n in layers]
         seen = [table for table, pairs in found if any(n in pairs for n in layers)]
         tokens = sum((t.counted.sum() for t in seen), start=torch.zeros((), device=device))
@@ -219,7 +219,7 @@ class Stein(UpdateHook):
 
 
 def of_layers(layers: Mapping[int, Mapping[str, Metric]]) -> Metrics:
-    """vp2o/layer_LL/NAME of one update, which count towards vp2o/NAME; of several the means."""
+    """vp2o/layer_LL/NAME of one update, which count for vp2o/NAME; of several the means."""
     return {
         f"vp2o/layer_{layer:02}/{name}": replace(metric, across="mean", also=(f"vp2o/{name}",))
         for layer, metrics in layers.items()

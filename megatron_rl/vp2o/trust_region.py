@@ -62,14 +62,14 @@ class Verdict:
     """What became of a proposed step."""
 
     scale: float
-    """Of the learning rate: 1, a power of 1/2, or 0: leave the step out."""
+    """Factor of the learning rate: 1, a power of 1/2, or 0, which leaves the step out."""
     backtracks: int
     shifts: dict[int, float]
     """Barycenter shift by layer of this process's pipeline stage, of the step as it was proposed."""
 
 
 class Probe(RouteObserver):
-    """Keeps what routers see of some evenly spread counted tokens."""
+    """Keeps what routers see of some evenly spaced counted tokens."""
 
     def __init__(self, table: RouteTable, tokens: int) -> None:
         """tokens: at most so many."""
@@ -96,11 +96,11 @@ class TrustRegion(UpdateHook):
         self._anchors: dict[int, _Anchor] = {}
         self._probes: list[Probe] = []
         self._probe_tokens = 0
-        """At most so many of one micro-batch; 0: nothing is looked for."""
+        """Most tokens of one micro-batch that are probed; 0: none."""
         self.verdict: Verdict | None = None
-        """Of the last update, unless its gradients were not finite."""
+        """What became of the last update; None where its gradients were not finite."""
         self._refused = 0
-        """In a row."""
+        """Updates refused one after the other."""
 
     def attach(self, trainer: Trainer) -> None:
         """Take what is needed of the ranks."""

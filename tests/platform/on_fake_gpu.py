@@ -138,7 +138,7 @@ def samples(vocabulary: int, routes: RouteShape | None) -> list[Sequence]:
 
 
 def answer(transfer: fake_gpu.Transfer, seen: torch.Tensor) -> torch.Tensor | None:
-    """What Megatron's dispatcher and the log read. Tokens of each expert: evenly spread."""
+    """What Megatron's dispatcher and the log read. Tokens of each expert: evenly spaced."""
     if "_maybe_dtoh_and_synchronize" in transfer.place or "maybe_move_tensor_to_cpu" in transfer.place:
         number = torch.arange(seen.numel(), dtype=seen.dtype).view(seen.shape)
         return TOKENS // seen.numel() + (number < TOKENS % seen.numel()).to(seen.dtype)

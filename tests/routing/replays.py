@@ -120,7 +120,7 @@ def sums_of(metrics: Metrics) -> dict[str, float]:
 
 def loads_of(trainer: Trainer, batches) -> dict[str, float]:
     """Tokens of each expert, over all processes."""
-    mine = [(layer, load) for batch in batches for layer, load in batch.routes.kept(Load).items()]
+    mine = [(layer, load) for batch in batches for layer, load in batch.routes.left(Load).items()]
     found: dict[str, float] = {}
     for layer, load in (one for part in trainer.ranks.gather(mine) for one in part):
         for expert, count in enumerate(load.tolist()):

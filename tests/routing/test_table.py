@@ -106,7 +106,7 @@ def test_the_load_of_a_step_is_the_mean_over_its_layers_and_updates():
         per_batch = []
         for part in (0, 1):  # of two micro-batches
             table = RouteTable(RouteShape((0, 1), 4, 1), torch.ones(2, dtype=torch.bool), torch.arange(0))
-            table.kept(Load).update({n: torch.tensor(load) * (0.25 + 0.5 * part) for n, load in loads.items()})
+            table.left(Load).update({n: torch.tensor(load) * (0.25 + 0.5 * part) for n, load in loads.items()})
             per_batch.append(ExpertLoad(table, update).metrics())
         found.append(of_update(merge(on_host(per_batch))))
     metrics = figures(merge(found))

@@ -219,7 +219,7 @@ def never_active(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     after = [s.data for layer in layers for slices in layer.slices.values() for s in slices[:1]]
     repel = torch.stack([found.repel for found in transform._interactions.values()])
     pushed, pushes = bool(repel[:, 0].any()), bool(repel[:, 1:, 0].any())
-    load = sum(float(batch.routes.kept(Load)[0][0]) for batch in batches)
+    load = sum(float(batch.routes.left(Load)[0][0]) for batch in batches)
     return {"metrics": metrics, "load": load, "still": same(before, after), "pushed": pushed, "pushes": pushes}
 
 
@@ -323,7 +323,7 @@ def transform_of(
     transform.experts.layers = {0: ExpertLayer(None, slices, experts, slice(0, experts), start)}
     everywhere = torch.ones(len(topk), dtype=torch.bool)
     table = RouteTable(RouteShape((0,), experts, topk.shape[1]), everywhere, torch.arange(0))
-    table.kept(Coactivation)[0] = stein.coactivation(topk, experts) * len(topk)
+    table.left(Coactivation)[0] = stein.coactivation(topk, experts) * len(topk)
     transform.before_forward([SimpleNamespace(routes=table)], "update", Place())
     return transform, slices
 

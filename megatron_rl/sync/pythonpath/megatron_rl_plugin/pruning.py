@@ -12,7 +12,7 @@ class PruneTail(CustomLogitProcessor):
     """Keeps {j : z_j >= max(z) + log_rho} with z = logits / temperature (papers/000, eq. 19).
 
     custom_params of a request: log_rho, temperature. The sampler divides by the temperature afterwards and takes its
-    log-probs from what is left, so those are of the pruned, renormalised policy.
+    log-probs from what is left, so those are of the pruned, renormalized policy.
 
     SGLang keeps one instance for as long as requests stay in a batch and calls it for every token: the parameters of its
     last call stay on the device.

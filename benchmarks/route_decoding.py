@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megatron_rl.rollout.client import parse_reply
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 
 WARM_UP = 2
@@ -42,14 +42,14 @@ def reply(tokens: int, prompt: int, routes: torch.Tensor) -> bytes:
     return json.dumps([{"output_ids": list(range(tokens)), "meta_info": meta}]).encode()
 
 
-def decode_before(layout: RouteLayout, encoded: str, tokens: int) -> np.ndarray:
-    """RouteLayout.decode as it was."""
+def decode_before(layout: EngineRoutes, encoded: str, tokens: int) -> np.ndarray:
+    """EngineRoutes.decode as it was."""
     raw = base64.b64decode(encoded, validate=True)
     table = np.frombuffer(raw, np.int32).reshape(tokens, layout.layers, layout.topk)[:, layout.moe_layers]
     assert not (table.min() < 0 or table.max() >= layout.experts)
     ordered = np.sort(table, -1)
     assert not (ordered[..., 1:] == ordered[..., :-1]).any()
-    return table.astype(layout.kept.dtype)
+    return table.astype(layout.shape.dtype)
 
 
 def in_turns(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict]:
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    layout = RouteLayout(args.layers, tuple(range(args.layers)), args.experts, args.topk)
+    layout = EngineRoutes(args.layers, tuple(range(args.layers)), args.experts, args.topk)
     generator = np.random.default_rng(0)
     order = generator.random((args.tokens, args.layers, args.experts), np.float32).argsort(-1)[..., : args.topk]
     table = torch.from_numpy(order.astype(np.int32))  # of a prompt of one token, and all but the last of the response

@@ -15,8 +15,8 @@ from megatron_rl.algorithms.segments import AllReduce, Segments
 from megatron_rl.data.sequence import FIELDS, Sequence
 from megatron_rl.errors import UserError
 from megatron_rl.ops.kept_tokens import KeptTokens
-from megatron_rl.ops.packed_layout import PackedLayout
 from megatron_rl.ops.placement import upload
+from megatron_rl.ops.token_places import TokenPlaces
 from megatron_rl.routing.memory import Features, RouteTable
 from megatron_rl.routing.table import RouteShape, evenly_spaced, has_route
 
@@ -80,7 +80,7 @@ class Batch:
     """Which of the S sequences a token belongs to"""
     cu_seqlens: torch.Tensor
     """[S' + 1] int32: borders of the sequences over *all* context-parallel ranks, padding counted with its sequence"""
-    layout: PackedLayout
+    places: TokenPlaces
     """The same for attention, and where this rank's tokens lie"""
     max_seqlen: int
     sequence_lengths: torch.Tensor
@@ -105,7 +105,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Move the batch to a device."""
-        movable = (RouteTable, KeptTokens, PackedLayout)
+        movable = (RouteTable, KeptTokens, TokenPlaces)
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, movable)}
         moved |= {k: upload(v, device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         moved["fields"] = {name: upload(values, device) for name, values in self.fields.items()}
@@ -181,7 +181,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         fields={name: pick(values) for name, values in fields.items()},
         segments=Segments(pick(ids), len(indices), layout.all_reduce, counts=layout.context_rank == 0),
         cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
-        layout=PackedLayout.build(torch.from_numpy(borders), len(local), layout.context, layout.context_rank),
+        places=TokenPlaces.build(torch.from_numpy(borders), len(local), layout.context, layout.context_rank),
         max_seqlen=int(np.diff(borders).max()),
         sequence_lengths=torch.tensor([float(samples[i]["loss_mask"].sum()) for i in indices]),
         samples=list(indices),

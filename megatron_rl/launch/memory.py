@@ -316,15 +316,15 @@ def stage_activations(
     parallel, layers = config.parallel, stage_layers(shape, config.parallel, stage)
     width = TRAIN[config.precision.train].dtype.itemsize
     if config.model.recompute == "full":
-        kept = len(layers) * width * shape.hidden * tokens // parallel.tensor
+        stored = len(layers) * width * shape.hidden * tokens // parallel.tensor
     else:
-        kept = sum(layer_activations(config, shape, layer, tokens, kernels) for layer in layers)
+        stored = sum(layer_activations(config, shape, layer, tokens, kernels) for layer in layers)
     # Chunks whose forward is done and backward is not, in Megatron's schedules.
     behind, virtual = parallel.pipeline - stage - 1, parallel.virtual_pipeline
     warm_up = 2 * behind + (virtual - 1) * parallel.pipeline if virtual > 1 else behind
     in_flight = min(micro_batches * virtual, warm_up + 1)
     final = kernels.norm * width * shape.hidden * tokens // parallel.tensor if not behind else 0
-    return kept * in_flight // virtual + final
+    return stored * in_flight // virtual + final
 
 
 def layer_activations(
@@ -333,19 +333,19 @@ def layer_activations(
     """Bytes that one layer keeps for its backward, of one micro-batch, without full recomputation."""
     parallel = config.parallel
     width = TRAIN[config.precision.train].dtype.itemsize
-    kept = _attention_activations(config, shape, tokens, width, kernels)
+    stored = _attention_activations(config, shape, tokens, width, kernels)
     own = tokens // parallel.tensor  # by sequence parallelism
-    kept += width * own * shape.hidden * (kernels.norm + 1)  # the second norm, its output
+    stored += width * own * shape.hidden * (kernels.norm + 1)  # the second norm, its output
     plain = 3 if kernels.fused_swiglu else 5
     if layer not in shape.moe_layers:
-        return int(kept + width * plain * tokens * shape.intermediate // parallel.tensor)
-    kept += width * plain * tokens * shape.shared_intermediate // parallel.tensor
-    kept += own * (12 * shape.experts + 12 * shape.topk)  # logits, the order of all pairs, choices and their weights
+        return int(stored + width * plain * tokens * shape.intermediate // parallel.tensor)
+    stored += width * plain * tokens * shape.shared_intermediate // parallel.tensor
+    stored += own * (12 * shape.experts + 12 * shape.topk)  # logits, the order of all pairs, choices and their weights
     routed = imbalance * own * shape.topk * expert_tensor_size(parallel)
     inner = shape.expert_intermediate / expert_tensor_size(parallel)
     # gpt-oss's clamped activation, and biases that are weighted, are single operations of torch.
     of_token = 2 * shape.hidden + 8 * inner if shape.bias else shape.hidden + 3 * inner
-    return int(kept + routed * (width * of_token + 12))
+    return int(stored + routed * (width * of_token + 12))
 
 
 def _attention_activations(config: Config, shape: Shape, tokens: int, width: int, kernels: Kernels) -> int:

@@ -24,7 +24,7 @@ from megatron_rl.registry import resolve
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
 from megatron_rl.rollout.collect import PROGRAMS
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
@@ -154,7 +154,7 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
             f"config: vp2o.orthogonality needs what each expert of a token puts out, which model.moe_dispatcher ="
             f" {config.model.moe_dispatcher} adds up on the way; use alltoall, or set vp2o.orthogonality: 0"
         )
-    if vp2o.orthogonality and RouteLayout.from_config(hf_config.to_dict()).kept.topk < 2:
+    if vp2o.orthogonality and EngineRoutes.from_config(hf_config.to_dict()).shape.topk < 2:
         raise UserError(
             f"config: vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
             " be kept apart from; set vp2o.orthogonality: 0"

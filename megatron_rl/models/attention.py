@@ -31,7 +31,7 @@ from megatron.core.transformer.utils import (
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.norm import HeadsRMSNorm
-from megatron_rl.models.packed import PackedLayout, packed_layout
+from megatron_rl.models.packed import TokenPlaces, token_places
 from megatron_rl.models.rotary import rotate_packed
 from megatron_rl.ops import sink_attention
 
@@ -112,29 +112,29 @@ class CoreAttention(MegatronModule):
         if attn_mask_type not in _CAUSAL or attention_bias is not None:
             raise UserError("model: attention with a bias or a mask that is not causal is not supported")
         if packed_seq_params is not None:
-            layout = packed_layout(packed_seq_params, query.shape[0], self.cp_group)
-            return self._attend(query, key, value, layout).flatten(1)
+            places = token_places(packed_seq_params, query.shape[0], self.cp_group)
+            return self._attend(query, key, value, places).flatten(1)
         length, batch = query.shape[:2]
         context = self.cp_group.size()
         cu_seqlens = torch.arange(0, batch + 1) * (length * context)
-        layout = PackedLayout.build(cu_seqlens.to(query.device), batch * length, context, self.cp_group.rank())
+        places = TokenPlaces.build(cu_seqlens.to(query.device), batch * length, context, self.cp_group.rank())
         q, k, v = (x.transpose(0, 1).reshape(batch * length, *x.shape[2:]) for x in (query, key, value))
-        return self._attend(q, k, v, layout).view(batch, length, -1).transpose(0, 1).contiguous()
+        return self._attend(q, k, v, places).view(batch, length, -1).transpose(0, 1).contiguous()
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
         sinks = getattr(self, "zero_sinks", self.softmax_offset)
         if self.cp_group.size() == 1:
-            return self._sink_attention(q, k, v, sinks, cu_seqlens=layout.sequences)
-        if self.gathers_keys and layout.own is not None:
+            return self._sink_attention(q, k, v, sinks, cu_seqlens=places.sequences)
+        if self.gathers_keys and places.own is not None:
             # The gradients are summed over the ranks whose queries saw the key.
             keys, values = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (k, v))
-            rows = layout.own.rows
-            borders = {"cu_seqlens": layout.own.queries, "cu_seqlens_k": layout.own.keys}
+            rows = places.own.rows
+            borders = {"cu_seqlens": places.own.queries, "cu_seqlens_k": places.own.keys}
             return self._sink_attention(q, keys.index_select(0, rows), values.index_select(0, rows), sinks, **borders)
-        return self._attend_by_heads(q, k, v, sinks, layout)
+        return self._attend_by_heads(q, k, v, sinks, places)
 
     def _attend_by_heads(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: PackedLayout
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, places: TokenPlaces
     ) -> torch.Tensor:
         context, heads = self.cp_group.size(), q.shape[1]
         repeat = context // math.gcd(k.shape[1], context)
@@ -144,11 +144,11 @@ class CoreAttention(MegatronModule):
                 " cannot be shared; parallel.cp_comm_type: all_gather needs no sharing"
             )
         k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-        q, k, v = (_heads_for_tokens(x, self.cp_group).index_select(0, layout.place) for x in (q, k, v))
+        q, k, v = (_heads_for_tokens(x, self.cp_group).index_select(0, places.place) for x in (q, k, v))
         if sinks is not None:
             sinks = sinks.view(context, -1)[self.cp_group.rank()]
-        out = self._sink_attention(q, k, v, sinks, cu_seqlens=layout.sequences)
-        return _tokens_for_heads(out.index_select(0, layout.order.view(-1)), self.cp_group)
+        out = self._sink_attention(q, k, v, sinks, cu_seqlens=places.sequences)
+        return _tokens_for_heads(out.index_select(0, places.order.view(-1)), self.cp_group)
 
     def _sink_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, **borders: Any
@@ -245,7 +245,7 @@ class SelfAttention(MegatronSelfAttention):
         query, key, *rest = cast("tuple[torch.Tensor, ...]", projected)  # split, as nobody asks for the sizes
         if self._rotation is not None:
             rotary, packed_seq_params = self._rotation
-            positions = packed_layout(packed_seq_params, query.shape[0], self.pg_collection.cp).positions
+            positions = token_places(packed_seq_params, query.shape[0], self.pg_collection.cp).positions
             q_angles, k_angles = rotary if isinstance(rotary, tuple) else (rotary, rotary)
             options = {"interleaved": self.config.rotary_interleaved, "mscale": self._yarn_concentration_factor}
             query = rotate_packed(query, q_angles, positions, **options)
@@ -292,7 +292,7 @@ class MLASelfAttention(MegatronMLASelfAttention):
                 hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
             )
         tokens = hidden_states.shape[0] * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
-        positions = packed_layout(packed_seq_params, tokens, self.pg_collection.cp).positions
+        positions = token_places(packed_seq_params, tokens, self.pg_collection.cp).positions
         one_sequence = dataclasses.replace(packed_seq_params, qkv_format="sbhd", total_tokens=None)
         with self.rotary_pos_emb.of(positions):
             return super().get_query_key_value_tensors(

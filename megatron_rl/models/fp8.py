@@ -1,4 +1,4 @@
-"""Weights in block FP8, the layout that SGLang loads: `X.weight` in e4m3 and `X.weight_scale_inv`, fp32, for its blocks.
+"""Weights in block FP8, the format that SGLang loads: `X.weight` in e4m3 and `X.weight_scale_inv`, fp32, for its blocks.
 
 The matrices of attention, MLPs and experts are quantized; router, embedding, head and norms stay, as SGLang has them.
 The arithmetic is nvidia-modelopt's `FP8QTensor`. Both ways out of the trainer use it: the push to an engine and
@@ -81,7 +81,7 @@ def quantized(named_tensors: Iterable[tuple[str, Tensor]], *, simulate: bool = F
 class Dequantized(Mapping[str, Tensor]):
     """A folder's tensors by name; those in block FP8 are turned into fp32 matrices.
 
-    Errors: UserError for FP8 of another layout.
+    Errors: UserError for FP8 of another format.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -198,7 +198,7 @@ class Export:
             yield name, tensor
 
     def complete(self, folder: Path) -> None:
-        """Name the layout in the folder's config.json. SGLang's products of FP8 weights are bf16."""
+        """Name the format in the folder's config.json. SGLang's products of FP8 weights are bf16."""
         config = json.loads((folder / "config.json").read_text())
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         plain = [name for name in self._plain if not name.endswith("embed_tokens.weight")]

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.models.parallel_check import architecture, expert_count, expert_intermediate, expert_tensor_size
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import EngineRoutes
 
 Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "head"]
 
@@ -111,7 +111,7 @@ class Shape:
     def from_config(cls, config: PreTrainedConfig) -> Shape:
         """The sizes of a supported architecture (parallel_check.SUPPORTED)."""
         name, experts = architecture(config), expert_count(config)
-        routes = RouteLayout.from_config(config.to_dict()) if experts else None
+        routes = EngineRoutes.from_config(config.to_dict()) if experts else None
         heads = config.num_attention_heads
         kv_lora = (getattr(config, "kv_lora_rank", None) or 0) if name == "DeepseekV3ForCausalLM" else 0
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_rl.data.sequence import RouterFeatures
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 
 FIRST_PAUSE_S = 0.5
 """Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""
@@ -70,11 +70,11 @@ class Reply:
 def parse_reply(
     reply: dict[str, Any],
     prompt_length: int,
-    routes: RouteLayout | None,
+    routes: EngineRoutes | None,
     prompt_log_probs: bool,
     *,
     routes_start: int = 0,
-    features: FeatureLayout | None = None,
+    features: EngineFeatures | None = None,
     kept: bool = False,
 ) -> Reply:
     """One element of SGLang's answer. Errors: UserError that names the field that is missing or malformed."""
@@ -165,9 +165,9 @@ class SGLangClient:
         number: int = 0,
         total: int = 1,
         prefixes: Sequence[Sequence[int]] = (),
-        routes: RouteLayout | None = None,
+        routes: EngineRoutes | None = None,
         routes_start: int = 0,
-        features: FeatureLayout | None = None,
+        features: EngineFeatures | None = None,
         prompt_log_probs: bool = False,
         options: dict[str, Any] | None = None,
     ) -> list[Reply]:

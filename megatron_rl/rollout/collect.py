@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
 from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient, server_order
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport, request_seed
 
 TOKENS_PER_CALL = 4096
@@ -34,7 +34,7 @@ class Call(NamedTuple):
     requests: tuple[int, ...]
     shared: list[int]
     """Prompts of it of which the server gets several samples."""
-    features: FeatureLayout | None
+    features: EngineFeatures | None
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Collection:
     samples_per_prompt: int
     max_new_tokens: int
     stop_token_ids: Sequence[int] = ()
-    routes: RouteLayout | None = None
-    features: FeatureLayout | None = None
+    routes: EngineRoutes | None = None
+    features: EngineFeatures | None = None
     features_from: int = 0
     """The first request whose features are asked for; of those before it router logits alone."""
     share: range | None = None
@@ -99,7 +99,7 @@ class Collection:
     def _prompt_of(self, request: int) -> int:
         return request // self.samples_per_prompt
 
-    def _features_of(self, request: int) -> FeatureLayout | None:
+    def _features_of(self, request: int) -> EngineFeatures | None:
         if self.features is None or request >= self.features_from:
             return self.features
         return self.features.logits_alone

@@ -29,7 +29,7 @@ from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
 from megatron_rl.rollout.recover import Recovery, generate
 from megatron_rl.rollout.reward import give_rewards
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
+from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes, feature_stride
 from megatron_rl.rollout.turns import Turns
@@ -55,8 +55,8 @@ class Engine:
         rollout, model = self.config.rollout, run.hf_config.to_dict()
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
-        self._routes = RouteLayout.from_config(model) if asks_routes(self.config) else None
-        self._features = FeatureLayout.from_config(model, self._dtype) if feature_stride(self.config) else None
+        self._routes = EngineRoutes.from_config(model) if asks_routes(self.config) else None
+        self._features = EngineFeatures.from_config(model, self._dtype) if feature_stride(self.config) else None
         self._retries = 0
         self._loaded = 0, ""
         """Step and digest of the trainer's weights, where trajectories are read instead of sampled."""

@@ -7,12 +7,12 @@ from pathlib import Path
 from megatron_rl.data.record import load_trajectories
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 
 
 def read_recorded(
-    path: Path, support: SamplingSupport, routes: RouteLayout | None, features: FeatureLayout | None
+    path: Path, support: SamplingSupport, routes: EngineRoutes | None, features: EngineFeatures | None
 ) -> list[Trajectory]:
     """Trajectories of a file; without routes or features where these are None, though they were recorded.
 
@@ -25,7 +25,7 @@ def read_recorded(
         try:
             support.check_recorded(t.support)
             if routes and t.routes is not None:
-                routes.kept.check(t.routes, len(t.tokens) - 1)
+                routes.shape.check(t.routes, len(t.tokens) - 1)
             if features and t.features is not None:
                 features.check(t.features, t.response_length)
         except ValueError as error:

@@ -30,7 +30,7 @@ this model would have zeros between them: an expert twice."""
 
 
 @dataclass(frozen=True)
-class RouteLayout:
+class EngineRoutes:
     """Rows and columns of the engine's table for a model, read off its Hugging Face config."""
 
     layers: int
@@ -41,7 +41,7 @@ class RouteLayout:
     topk: int
 
     @classmethod
-    def from_config(cls, config: dict) -> RouteLayout:
+    def from_config(cls, config: dict) -> EngineRoutes:
         """config: the content of config.json. The fields, not the model's name, say which layers are dense."""
 
         def first(*names: str, default: int | None = None) -> int:
@@ -60,7 +60,7 @@ class RouteLayout:
         return cls(layers, moe, experts, first("num_experts_per_tok", "experts_per_token"))
 
     @property
-    def kept(self) -> RouteShape:
+    def shape(self) -> RouteShape:
         """The columns that a trajectory keeps."""
         return RouteShape(self.moe_layers, self.experts, self.topk)
 
@@ -95,7 +95,7 @@ class RouteLayout:
                 f"routed_experts from SGLang names expert {table.min() if table.min() < 0 else table.max()},"
                 f" but the model has {self.experts}"
             )
-        table = table.astype(self.kept.dtype)
+        table = table.astype(self.shape.dtype)
         if names_one_twice(table):
             raise UserError(
                 "routed_experts from SGLang names an expert twice in one row: were all tokens' routes captured?"
@@ -104,7 +104,7 @@ class RouteLayout:
 
 
 @dataclass(frozen=True)
-class FeatureLayout:
+class EngineFeatures:
     """Sizes of the router features that the engine exports for a response token."""
 
     moe_layers: int
@@ -115,13 +115,13 @@ class FeatureLayout:
     """The engine's: of the hidden part. Logits are fp32."""
 
     @classmethod
-    def from_config(cls, config: dict, dtype: torch.dtype) -> FeatureLayout:
+    def from_config(cls, config: dict, dtype: torch.dtype) -> EngineFeatures:
         """config: the content of config.json of a MoE model."""
-        routes = RouteLayout.from_config(config)
+        routes = EngineRoutes.from_config(config)
         return cls(len(routes.moe_layers), config["hidden_size"], routes.experts, dtype)
 
     @property
-    def logits_alone(self) -> FeatureLayout:
+    def logits_alone(self) -> EngineFeatures:
         """The same without hidden states: enough to compare routers, where no predictor learns."""
         return replace(self, hidden=0)
 

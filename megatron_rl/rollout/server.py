@@ -151,7 +151,7 @@ class RolloutServer:
     predictor: bool = False
     """A route predictor in every router, zero until it is pushed."""
     feature_stride: int = 0
-    """s > 0 sends the router features of every s-th response token along, in all replies (`FeatureLayout`)."""
+    """s > 0 sends the router features of every s-th response token along, in all replies (`EngineFeatures`)."""
     pruning: bool = False
     """Requests may prune the vocabulary's tail (`SamplingSupport`), for which pythonpath must hold the plugin."""
     kept_sets: bool = False

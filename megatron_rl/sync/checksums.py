@@ -17,7 +17,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron_rl.sync.layout import PREDICTOR_WEIGHT, Slot
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
     MODULUS,
     PREFIX,
@@ -26,6 +25,7 @@ from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import (
     fingerprint_tensor,
     to_integers,
 )
+from megatron_rl.sync.slots import PREDICTOR_WEIGHT, Slot
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ExpectedChecksums:
         """Expect nothing yet.
 
         engine: one dict (name -> parameter) per tensor-parallel rank, as it was reported at the connection. slot_of: a
-        tensor's place in it (`layout.locate`).
+        tensor's place in it (`slots.locate`).
         """
         self._engine = engine[0]
         self._ranks = len(engine)

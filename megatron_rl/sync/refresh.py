@@ -34,18 +34,22 @@ def drift_sums(log_ratios: torch.Tensor, alpha: float) -> torch.Tensor:
     and an infinite KL however new the weights are.
     """
     log_ratios = log_ratios.double()
-    kept = log_ratios != -torch.inf
+    possible = log_ratios != -torch.inf
     weights = torch.exp(alpha * log_ratios.clamp(max=MAX_LOG_RATIO))
     bounded = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3 = torch.where(kept, bounded.expm1() - bounded, 0.0)
-    terms = [torch.ones_like(weights), kept.double(), k3, weights, weights.square()]
+    k3 = torch.where(possible, bounded.expm1() - bounded, 0.0)
+    terms = [torch.ones_like(weights), possible.double(), k3, weights, weights.square()]
     return torch.stack([term.sum() for term in terms])
 
 
 def drift_of(sums: torch.Tensor) -> Drift:
     """The drift from the sums of `drift_sums`; without tokens there is none."""
-    tokens, kept, kl, weight, squared = sums.tolist()
-    return Drift(kl / max(kept, 1.0), weight**2 / (tokens * squared) if squared else 0.0) if tokens else Drift(0.0, 1.0)
+    tokens, possible, kl, weight, squared = sums.tolist()
+    return (
+        Drift(kl / max(possible, 1.0), weight**2 / (tokens * squared) if squared else 0.0)
+        if tokens
+        else Drift(0.0, 1.0)
+    )
 
 
 def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) -> Drift | None:

@@ -32,7 +32,7 @@ from megatron_rl.sync.checksums import EngineParameter, ExpectedChecksums, parse
 from megatron_rl.sync.disk import DiskTransport
 from megatron_rl.sync.distributed import DistributedTransport
 from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.layout import PREDICTOR_WEIGHT, Slot, keep_together, locate
+from megatron_rl.sync.slots import PREDICTOR_WEIGHT, Slot, keep_together, locate
 from megatron_rl.sync.tensor import TensorTransport
 from megatron_rl.sync.transport import Transport
 
@@ -265,11 +265,11 @@ class WeightSync:
             turn = sent["buckets"] % 2
             if sent["buckets"]:
                 calls[sent["buckets"] - 1].result()
-            kept = self._buffers[turn]
-            if kept is None or kept.numel() < nbytes:
-                kept = self._buffers[turn] = None  # freed before the larger one is made
-                kept = self._buffers[turn] = transport.allocate(nbytes)
-            return kept
+            buffer = self._buffers[turn]
+            if buffer is None or buffer.numel() < nbytes:
+                buffer = self._buffers[turn] = None  # freed before the larger one is made
+                buffer = self._buffers[turn] = transport.allocate(nbytes)
+            return buffer
 
         def send(previous: Future[None], bucket: Bucket, version: str | None) -> None:
             previous.result()

@@ -26,7 +26,7 @@ from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
 from megatron_rl.ops.late_checks import LateChecks
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.table import RouteShape
@@ -324,7 +324,7 @@ class Trainer:
             cu_seqlens_kv_padded=borders,
             max_seqlen_q=batch.max_seqlen,
             max_seqlen_kv=batch.max_seqlen,
-            layout=batch.layout,
+            places=batch.places,
             routing=route_pass,
         )
         values = chunk(
@@ -392,7 +392,7 @@ def route_shape(model: Model) -> RouteShape | None:
     """What the routes of a model look like; None for a dense one."""
     if not expert_count(model.hf_config):
         return None
-    return RouteLayout.from_config(model.hf_config.to_dict()).kept
+    return EngineRoutes.from_config(model.hf_config.to_dict()).shape
 
 
 def build_trainer(

@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention
-from megatron_rl.models.packed import PackedLayout
+from megatron_rl.models.packed import TokenPlaces
 from megatron_rl.models.rotary import rotate_packed
 from megatron_rl.models.spec import layer_spec
 
@@ -98,12 +98,12 @@ def test_the_zigzag_layout_is_megatrons(context):
             mine = [chunks[rank], chunks[2 * context - 1 - rank]] if length else []
             expected += [start + int(p) for chunk in mine for p in chunk]
             positions += [int(p) for chunk in mine for p in chunk]
-        layout = PackedLayout.build(cu_seqlens, tokens, context, rank)
+        layout = TokenPlaces.build(cu_seqlens, tokens, context, rank)
         assert layout.order[rank].tolist() == expected
         assert layout.positions.tolist() == positions
     if context > 1:
         with pytest.raises(ValueError, match="padded to multiples"):
-            PackedLayout.build(torch.tensor([0, 2 * context + 1, 6 * context]), 6, context)
+            TokenPlaces.build(torch.tensor([0, 2 * context + 1, 6 * context]), 6, context)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -126,7 +126,7 @@ def test_rotation_of_a_pack_is_bitwise_megatrons(kind, interleaved, mla_interlea
     a = torch.randn(tokens, 4, 16, requires_grad=True)
     b = a.detach().clone().requires_grad_()
     theirs = apply_rotary_pos_emb(a, angles, config, cu_seqlens=packed.cu_seqlens_q, **options)
-    positions = PackedLayout.build(packed.cu_seqlens_q, tokens).positions
+    positions = TokenPlaces.build(packed.cu_seqlens_q, tokens).positions
     names = {"interleaved": interleaved, "mla_interleaved": mla_interleaved, "mscale": mscale}
     ours = rotate_packed(b.unsqueeze(1), angles, positions, **names).squeeze(1)
     assert torch.equal(ours, theirs)
@@ -155,7 +155,7 @@ def attention_pass(family: str, context: int, cp_comm_type: str | None = None) -
     packed, whole = packed_params(LENGTHS), sum(LENGTHS)
     generator = torch.Generator().manual_seed(3)
     hidden, direction = (torch.randn(whole, 1, config.hidden_size, generator=generator) for _ in range(2))
-    order = PackedLayout.build(packed.cu_seqlens_q, whole // context, context).order[groups.cp.rank()]
+    order = TokenPlaces.build(packed.cu_seqlens_q, whole // context, context).order[groups.cp.rank()]
     mine = hidden[order].requires_grad_()
     rotary = {}
     if not config.multi_latent_attention:

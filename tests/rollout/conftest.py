@@ -16,7 +16,7 @@ from megatron_rl.config import ServerConfig
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
@@ -60,7 +60,7 @@ class Reference:
 
     def __post_init__(self):
         self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-        self.layout = RouteLayout.from_config(json.loads((self.folder / "config.json").read_text()))
+        self.layout = EngineRoutes.from_config(json.loads((self.folder / "config.json").read_text()))
 
     @torch.no_grad()
     def logits(self, tokens) -> torch.Tensor:

@@ -15,7 +15,7 @@ from megatron_rl.data.record import load_trajectories, save_trajectories
 from megatron_rl.data.trajectory import Trajectory, WeightSpan
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import EngineLost, SGLangClient, parse_reply
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout, drop_stale_routes, sampled_by
+from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
 from megatron_rl.rollout.server import RolloutServer, reserve_port
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 from tools.make_tiny_model import FAMILIES, Sizes
@@ -30,27 +30,27 @@ def encode(table: np.ndarray) -> str:
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("qwen3_moe", RouteLayout(4, (0, 1, 2, 3), 8, 2)),
-        ("olmoe", RouteLayout(4, (0, 1, 2, 3), 8, 2)),
-        ("mixtral", RouteLayout(4, (0, 1, 2, 3), 8, 2)),
-        ("gpt_oss", RouteLayout(4, (0, 1, 2, 3), 8, 2)),
-        ("deepseek_v3", RouteLayout(4, (1, 2, 3), 8, 2)),
+        ("qwen3_moe", EngineRoutes(4, (0, 1, 2, 3), 8, 2)),
+        ("olmoe", EngineRoutes(4, (0, 1, 2, 3), 8, 2)),
+        ("mixtral", EngineRoutes(4, (0, 1, 2, 3), 8, 2)),
+        ("gpt_oss", EngineRoutes(4, (0, 1, 2, 3), 8, 2)),
+        ("deepseek_v3", EngineRoutes(4, (1, 2, 3), 8, 2)),
     ],
 )
 def test_layout_of_each_family(family, expected):
-    assert RouteLayout.from_config(FAMILIES[family](Sizes()).to_dict()) == expected
+    assert EngineRoutes.from_config(FAMILIES[family](Sizes()).to_dict()) == expected
 
 
 def test_layout_of_mixed_dense_and_sparse_layers():
     """transformers: layer i of a Qwen-MoE is sparse where i is not in mlp_only_layers and (i + 1) % step == 0."""
     config = {"num_hidden_layers": 8, "num_experts": 16, "num_experts_per_tok": 4}
-    layout = RouteLayout.from_config(config | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    layout = EngineRoutes.from_config(config | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert layout.moe_layers == (1, 5, 7)
 
 
 def test_layout_of_a_dense_model_names_what_is_missing():
     with pytest.raises(UserError, match="n_routed_experts, num_local_experts, num_experts"):
-        RouteLayout.from_config({"num_hidden_layers": 2})
+        EngineRoutes.from_config({"num_hidden_layers": 2})
 
 
 def some_routes(experts: int, shape: tuple[int, int, int]) -> np.ndarray:
@@ -60,7 +60,7 @@ def some_routes(experts: int, shape: tuple[int, int, int]) -> np.ndarray:
 
 @pytest.mark.parametrize(("experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.int16)])
 def test_routes_survive_the_wire(experts, dtype):
-    layout = RouteLayout(layers=3, moe_layers=(1, 2), experts=experts, topk=2)
+    layout = EngineRoutes(layers=3, moe_layers=(1, 2), experts=experts, topk=2)
     table = some_routes(experts, (11, 3, 2))
     decoded = layout.decode(encode(table), 11)
     assert decoded.dtype == dtype
@@ -72,7 +72,7 @@ def test_routes_survive_the_wire(experts, dtype):
     [(8, torch.uint8, np.uint8), (256, torch.uint8, np.int16), (300, torch.int16, np.int16)],
 )
 def test_routes_of_the_plugin_are_smaller_and_the_same(experts, wire, dtype):
-    layout = RouteLayout(layers=3, moe_layers=(1, 2), experts=experts, topk=2)
+    layout = EngineRoutes(layers=3, moe_layers=(1, 2), experts=experts, topk=2)
     table = some_routes(experts, (11, 3, 2))
     table[0, 1] = 0, experts - 1
     sent = compact(torch.from_numpy(table.astype(np.int32)))
@@ -88,7 +88,7 @@ def test_the_plugin_hides_nothing():
 
 @pytest.mark.parametrize("damage", [lambda s: s[:-4], lambda s: s[:-3], lambda s: s[:20] + "*" + s[21:], lambda s: ""])
 def test_damaged_routes_are_refused(damage):
-    layout = RouteLayout(layers=3, moe_layers=(0, 1, 2), experts=8, topk=2)
+    layout = EngineRoutes(layers=3, moe_layers=(0, 1, 2), experts=8, topk=2)
     encoded = encode(some_routes(8, (11, 3, 2)))
     with pytest.raises(UserError, match="routed_experts.*cut off"):
         layout.decode(damage(encoded), 11)
@@ -96,7 +96,7 @@ def test_damaged_routes_are_refused(damage):
 
 @pytest.mark.parametrize("bad", [-1, 8])
 def test_an_expert_that_does_not_exist_is_refused(bad):
-    layout = RouteLayout(layers=1, moe_layers=(0,), experts=8, topk=2)
+    layout = EngineRoutes(layers=1, moe_layers=(0,), experts=8, topk=2)
     table = some_routes(8, (5, 1, 2))
     table[3, 0, 1] = bad
     with pytest.raises(UserError, match=f"expert {bad}"):
@@ -106,14 +106,14 @@ def test_an_expert_that_does_not_exist_is_refused(bad):
 @pytest.mark.parametrize("sent", [(11, 2, 2), (11, 4, 2), (11, 3, 3), (11, 3, 1), (10, 3, 2), (12, 3, 2)])
 def test_routes_of_another_shape_are_refused(sent):
     """Wrong layers, wrong topk, a row less (which is also a start that is off by one), a row more."""
-    layout = RouteLayout(layers=3, moe_layers=(1, 2), experts=8, topk=2)
+    layout = EngineRoutes(layers=3, moe_layers=(1, 2), experts=8, topk=2)
     with pytest.raises(UserError, match="11 tokens x 3 layers x 2 experts"):
         layout.decode(encode(some_routes(8, sent)), 11)
 
 
 def test_an_expert_twice_in_a_row_is_refused():
     """A row that the engine never wrote is all zeros, for one."""
-    layout = RouteLayout(layers=2, moe_layers=(1,), experts=8, topk=2)
+    layout = EngineRoutes(layers=2, moe_layers=(1,), experts=8, topk=2)
     table = some_routes(8, (5, 2, 2))
     table[:, 0] = 0  # a dense layer
     layout.decode(encode(table), 5)
@@ -122,7 +122,7 @@ def test_an_expert_twice_in_a_row_is_refused():
         layout.decode(encode(table), 5)
 
 
-FEATURES = FeatureLayout(moe_layers=3, hidden=4, experts=5, dtype=torch.bfloat16)
+FEATURES = EngineFeatures(moe_layers=3, hidden=4, experts=5, dtype=torch.bfloat16)
 
 
 def encode_features(hidden: torch.Tensor, logits: torch.Tensor) -> str:
@@ -263,7 +263,7 @@ def test_malformed_replies_are_refused(meta, message):
 
 def test_missing_routes_name_the_flag():
     with pytest.raises(UserError, match="--enable-return-routed-experts"):
-        parse_reply(reply(), 3, RouteLayout(1, (0,), 8, 2), False)
+        parse_reply(reply(), 3, EngineRoutes(1, (0,), 8, 2), False)
 
 
 async def generate(client: SGLangClient):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config import SyncConfig
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
@@ -20,7 +20,7 @@ from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of
 from tests.rollout.routers import PredictedReference, Weights, agreement, plant
 
 
-def prefill(server: RolloutServer, sequences: list[list[int]], layout: RouteLayout):
+def prefill(server: RolloutServer, sequences: list[list[int]], layout: EngineRoutes):
     """Per sequence of n tokens: log-probs [n - 1] and routes [n, moe_layers, topk]."""
 
     async def ask():
@@ -39,7 +39,7 @@ def served(request, tiny_model, tmp_path_factory) -> SimpleNamespace:
     """What a server of the family gives with predictors of zero, and after others were pushed by that transport."""
     family, transport = request.param
     folder, logs = tiny_model(family), tmp_path_factory.mktemp(family)
-    layout = RouteLayout.from_config(json.loads((folder / "config.json").read_text()))
+    layout = EngineRoutes.from_config(json.loads((folder / "config.json").read_text()))
     seed = int(np.random.SeedSequence().entropy % 2**31)
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
@@ -105,7 +105,7 @@ def test_a_prediction_below_the_resolution_of_bf16_routes(tiny_model, tmp_path):
     """The engine's routes against the top-k of its own exported logits and the prediction, which a bf16 sum would lose."""
     folder = tiny_model("gpt_oss", "--dtype", "bfloat16")
     config = json.loads((folder / "config.json").read_text())
-    layout, features = RouteLayout.from_config(config), FeatureLayout.from_config(config, torch.bfloat16)
+    layout, features = EngineRoutes.from_config(config), EngineFeatures.from_config(config, torch.bfloat16)
     planted = list(plant(folder, seed=1, scale=2e-4).items())
     with RolloutServer(
         folder,

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.config import SyncConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.routes import FeatureLayout, drop_stale_routes, join_routes, sampled_by
+from megatron_rl.rollout.routes import EngineFeatures, drop_stale_routes, join_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.routing.table import has_route
@@ -133,7 +133,7 @@ def test_features_are_those_of_the_token_before(predicted, reference, push, plan
     """Prompts of several lengths and chunks, two samples each, the second from a cached prefix."""
     push(planted, "planted")
     view = PredictedReference(reference.folder, planted)
-    layout = FeatureLayout.from_config(reference.model.config.to_dict(), torch.float32)
+    layout = EngineFeatures.from_config(reference.model.config.to_dict(), torch.float32)
     prompts = [Question(str(i), tokens(2, 3 * CHUNK)) for i in range(6)]
     settings = {"samples_per_prompt": 2, "max_new_tokens": 20, "features": layout, "features_from": 3}
     trajectories, _ = collect(client_of(predicted), prompts, SamplingSupport(), **settings)
@@ -169,13 +169,13 @@ def test_only_new_rows_travel_in_a_conversation(server, predicted, reference, pu
     """Three turns, joined, against one prefill of all their tokens; and with a push after the first turn."""
     push(zero, "zero")
     conversation, turns = converse(server, reference, lambda turn: None)
-    joined = join_routes(turns, turns[0][1], reference.layout.kept)
+    joined = join_routes(turns, turns[0][1], reference.layout.shape)
     [whole] = generate(predicted, [conversation[:-1]], GREEDY | {"max_new_tokens": 1}, routes=reference.layout)
     assert joined.shape == whole.routes.shape and joined.dtype == whole.routes.dtype
     assert agreement(joined, whole.routes) >= 0.99
     conversation, turns = converse(predicted, reference, lambda turn: push(planted, "late") if turn == 1 else None)
     assert [version for _, version in turns] == ["zero", "late", "late"]
-    joined, first = join_routes(turns, "late", reference.layout.kept), len(turns[0][0])
+    joined, first = join_routes(turns, "late", reference.layout.shape), len(turns[0][0])
     assert not has_route(torch.from_numpy(joined[:first])).any(), "rows of the old weights are no routes of the new"
     view = PredictedReference(reference.folder, planted)(conversation[:-1])
     assert agreement(joined[first:], view.routes[first:]) >= 0.99
@@ -207,7 +207,7 @@ def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, ref
     """What megatron_rl/rollout/routes.py says about retraction, and what drop_stale_routes makes of it."""
     versions = {"old": planted, "new": plant(reference.folder, seed=2)}
     views = {name: PredictedReference(reference.folder, predictors) for name, predictors in versions.items()}
-    layout = FeatureLayout.from_config(reference.model.config.to_dict(), torch.float32)
+    layout = EngineFeatures.from_config(reference.model.config.to_dict(), torch.float32)
     for delay_s in (0.3, 0.6, 1.2, 0.1):  # until the push meets the requests half-way
         push(planted, "old")
         prompts = [Question(str(i), tokens(10, 40)) for i in range(4)]

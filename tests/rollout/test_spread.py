@@ -18,11 +18,11 @@ from megatron_rl.launch.plan import share_of
 from megatron_rl.rollout import client as client_module
 from megatron_rl.rollout.client import SGLangClient, server_order
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.routes import FeatureLayout, RouteLayout
+from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from tests.rollout.conftest import Question
 
-LAYOUT = RouteLayout(layers=2, moe_layers=(0, 1), experts=8, topk=2)
+LAYOUT = EngineRoutes(layers=2, moe_layers=(0, 1), experts=8, topk=2)
 
 
 @dataclass
@@ -181,8 +181,8 @@ def test_a_failed_call_samples_what_it_did_not_get_and_no_more(endpoints, monkey
 def test_calls_are_as_large_as_what_they_carry_allows():
     """Short responses share a call, by tokens and, with routes and features, by bytes."""
     questions = [Question(str(i), [5]) for i in range(8)]
-    wide = RouteLayout(layers=100, moe_layers=tuple(range(100)), experts=128, topk=8)  # 4,266 bytes a token
-    features = FeatureLayout(moe_layers=100, hidden=2048, experts=128, dtype=torch.bfloat16)
+    wide = EngineRoutes(layers=100, moe_layers=tuple(range(100)), experts=128, topk=8)  # 4,266 bytes a token
+    features = EngineFeatures(moe_layers=100, hidden=2048, experts=128, dtype=torch.bfloat16)
 
     def sizes(max_new_tokens: int, **settings) -> list[int]:
         collection = Collection(
@@ -214,7 +214,7 @@ def test_each_server_gets_a_call_in_turn():
 def test_replies_are_decoded_beside_the_event_loop(endpoints):
     threads = []
 
-    class Watched(RouteLayout):
+    class Watched(EngineRoutes):
         def decode(self, encoded, tokens):
             threads.append(threading.current_thread())
             return super().decode(encoded, tokens)

@@ -14,7 +14,7 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.metrics.reduce import Metrics, figures
 from megatron_rl.models.router import routers
-from megatron_rl.rollout.routes import RouteLayout
+from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.hook import Routes
 from megatron_rl.routing.memory import RouteTable
@@ -37,7 +37,7 @@ POLICY_LR = 1e-10
 
 
 def shape_of(hf_config) -> RouteShape:
-    return RouteLayout.from_config(hf_config.to_dict()).kept
+    return EngineRoutes.from_config(hf_config.to_dict()).shape
 
 
 def random_routes(rng: np.random.Generator, shape: RouteShape, tokens: int, missing: float = 0.1) -> np.ndarray:

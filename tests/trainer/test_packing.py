@@ -17,7 +17,7 @@ from megatron_rl.data.record import load_trajectories, save_trajectories
 from megatron_rl.data.sequence import FIELDS, Field, Sequence
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.ops.packed_layout import PackedLayout
+from megatron_rl.ops.token_places import TokenPlaces
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 17)), min_size=1, max_size=12)
 
@@ -121,9 +121,9 @@ def test_what_a_gpu_would_be_waited_for_comes_with_the_batch(sizes, layout, seed
     for rank in range(context):
         batch = pack(samples, list(range(len(samples))), Layout(tensor, context, rank))
         assert torch.equal(batch.label_rows, (batch.labels != IGNORED).nonzero()[:, 0])
-        later = PackedLayout.build(batch.cu_seqlens, batch.tokens.shape[1], context, rank)
-        assert torch.equal(batch.layout.positions, later.positions) and torch.equal(batch.layout.place, later.place)
-        assert torch.equal(batch.layout.sequences.on_device, batch.cu_seqlens)
+        later = TokenPlaces.build(batch.cu_seqlens, batch.tokens.shape[1], context, rank)
+        assert torch.equal(batch.places.positions, later.positions) and torch.equal(batch.places.place, later.place)
+        assert torch.equal(batch.places.sequences.on_device, batch.cu_seqlens)
 
 
 @pytest.mark.parametrize("token", [-1, 50])

@@ -32,7 +32,7 @@ class OwnQueries:
 
 
 @dataclass(frozen=True)
-class PackedLayout:
+class TokenPlaces:
     """One micro-batch on one context-parallel rank. T tokens on this rank, c * T in all."""
 
     cu_seqlens: torch.Tensor
@@ -48,9 +48,9 @@ class PackedLayout:
     own: OwnQueries | None
     """None without context parallelism."""
 
-    def to(self, device: torch.device) -> PackedLayout:
+    def to(self, device: torch.device) -> TokenPlaces:
         """The same on `device`, without waiting for it."""
-        return PackedLayout(
+        return TokenPlaces(
             upload(self.cu_seqlens, device),
             upload(self.order, device),
             upload(self.positions, device),
@@ -60,7 +60,7 @@ class PackedLayout:
         )
 
     @classmethod
-    def build(cls, cu_seqlens: torch.Tensor, tokens: int, context: int = 1, rank: int = 0) -> PackedLayout:
+    def build(cls, cu_seqlens: torch.Tensor, tokens: int, context: int = 1, rank: int = 0) -> TokenPlaces:
         """Lay out the sequences that start at cu_seqlens [S + 1] for one rank; padding behind the last is one more sequence.
 
         Errors: ValueError when a sequence cannot be cut into 2 * context chunks, or the tokens are too few.

@@ -321,7 +321,7 @@ def _check_refresh(config: Config) -> None:
         raise UserError(
             f"config: sync.refresh.when = drift with routing.source = {config.routing.source}: what is replayed must be of the"
             " weights that are trained, and the engine's would be older; set sync.refresh.when: always, or routing.source:"
-            " recorded"
+            " r2"
         )
     if not correction.bypass and correction.mode == "none":
         raise UserError(
@@ -460,7 +460,7 @@ def _check_routing(config: Config, hf_config: PreTrainedConfig) -> None:
     if source in PREDICTING and config.batch.updates_per_step < 2:
         raise UserError(
             f"config: routing.source = {source} predicts how routers move from one update of a rollout batch to the next;"
-            " batch.updates_per_step = 1 has no next: raise it, or use recorded or rollout"
+            " batch.updates_per_step = 1 has no next: raise it, or use r2 or r3"
         )
     if config.routing.features == "engine" and source != "pr3":
         raise UserError("config: routing.features = engine goes with routing.source = pr3 alone")

@@ -45,6 +45,7 @@ def test_a_slurm_job_says_it_once_on_each_machine(tmp_path):
     assert len(errors_of({0: "a.yaml"}, requeued, tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_conversion_that_cannot_be_spread_says_so(tiny_model, tmp_path):
     """All three processes find it, and torchrun ends the others as soon as one has ended."""
     model = tiny_model("qwen3_moe", "--layers", "2")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from megatron_rl.algorithms.advantages import ADVANTAGES
+from megatron_rl.algorithms.losses import POLICY_LOSSES
 from megatron_rl.cli import make_parser
 from megatron_rl.config import build_config, key_paths, load_config
 
@@ -77,6 +82,31 @@ def test_config_keys_exist():
             if name.split(".")[0] in sections and not name.endswith((".py", ".sh", ".md", ".yaml")):
                 known = any(k == name or k.startswith(f"{name}.") for k in key_paths())
                 assert known or name.startswith("data.options."), f"{document.name} names config key {name}"
+
+
+def texts(module: Path) -> list[str]:
+    """The strings of a module, docstrings too; what an f-string fills in is left blank."""
+    found = []
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.append(" ".join(part.value for part in node.values if isinstance(part, ast.Constant)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_values_exist():
+    """What an error or a document tells the user to set, `section.key: value`, is a value that the key takes."""
+    choices = {key: typing.get_args(kind) for key, kind in key_paths().items() if typing.get_origin(kind) is Literal}
+    choices |= {"algorithm.loss": (*POLICY_LOSSES,), "algorithm.advantage": (*ADVANTAGES,)}
+    checked = 0
+    for file in [*DOCUMENTS, *(REPOSITORY / "megatron_rl").rglob("*.py")]:
+        for text in texts(file) if file.suffix == ".py" else [file.read_text()]:
+            for key, value in re.findall(r"\b([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+)(?::| =) ([a-z][a-z0-9_]*)\b(?!:)", text):
+                if key in choices:
+                    assert value in choices[key], f"{file.name}: {key} has no value {value}"
+                    checked += 1
+    assert checked > 30
 
 
 def test_the_configuration_page_is_current():

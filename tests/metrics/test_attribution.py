@@ -132,6 +132,7 @@ def found(tiny_model):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_planted_source_is_the_largest(name, found):
     result = found[name]

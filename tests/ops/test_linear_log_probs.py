@@ -299,6 +299,7 @@ def fp32_on_two_ranks(seed: int) -> tuple:
     return out.log_probs.detach().numpy(), grad.numpy()
 
 
+@pytest.mark.slow
 def test_fp32_logits_over_a_sharded_vocabulary():
     seed = torch.seed() % 2**31
     print(f"seed {seed}")

@@ -82,6 +82,7 @@ def freely(model: str) -> tuple[list, list]:
     return tuple([of_batch.tolist() for of_batch in found] for found in (with_pass, without))
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_bit(tiny_model):
     [(with_pass, without)] = run_ranks(1, f"{__name__}:freely", (str(tiny_model("deepseek_v3")),))
     assert torch.equal(

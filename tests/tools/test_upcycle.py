@@ -14,6 +14,7 @@ def dense():
     return load_dense(layers=2)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_moe_computes_what_the_dense_model_does(dense, tmp_path):
     model, tokenizer = dense

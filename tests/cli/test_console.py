@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from megatron_rl.cli import main
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.models.precision import Machine, has_bf16_instructions, slow_bf16

@@ -11,7 +11,7 @@ bin=$PWD/.venv/bin
 mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -path .ci/run)
 "$bin/shellcheck" --external-sources "${scripts[@]}"
 "$bin/ruff" check --quiet .
-"$bin/pyright"
+"$bin/pyright" --project .
 # Two files of tests at a time; more would want more memory than a laptop has.
 [[ ${1:-} != --fast ]] || set -- -m "not slow" "${@:2}"
 exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -18,6 +18,8 @@ from megatron_rl.errors import UserError
 SLOW_DOUBLE = """
 import os, pathlib, signal, time
 
+pytestmark = pytest.mark.slow
+
 def double(folder, number):
     (pathlib.Path(folder) / f"pid_{os.getpid()}").touch()
     deadline = time.monotonic() + 30

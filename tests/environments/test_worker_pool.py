@@ -15,10 +15,10 @@ import pytest
 from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 SLOW_DOUBLE = """
 import os, pathlib, signal, time
-
-pytestmark = pytest.mark.slow
 
 def double(folder, number):
     (pathlib.Path(folder) / f"pid_{os.getpid()}").touch()

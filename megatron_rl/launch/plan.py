@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.config import BatchConfig, ParallelConfig
 from megatron_rl.errors import UserError
+
+Kind = Literal["train", "sft", "ask"]
+"""train and sft build the trainer; ask (eval, rollout) only asks the engine."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,15 @@ class Plan:
     """Trajectories of one update, over all ranks."""
     updates_per_step: int
 
-    def lines(self) -> list[str]:
-        """The table printed at the start of a run."""
+    def lines(self, kind: Kind) -> list[str]:
+        """The table printed at the start of a run of this kind."""
+        processes = f"{self.world_size} = {self.data_parallel} data-parallel x {self.model_parallel} per model"
+        if kind != "train":
+            demonstrations = [f"demonstrations       {self.trajectories_per_step} per step, in one update"]
+            return [f"processes            {processes}", *(demonstrations if kind == "sft" else [])]
         trajectories = f"{self.trajectories_per_step} per step ({self.trajectories_per_leader} per leader)"
         return [
-            f"processes            {self.world_size} = {self.data_parallel} data-parallel x {self.model_parallel} per model",
+            f"processes            {processes}",
             f"trajectories         {trajectories}, {self.trajectories_per_update} per update",
             f"updates per step     {self.updates_per_step}{' (on-policy)' if self.updates_per_step == 1 else ''}",
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from packaging.version import Version
@@ -15,7 +15,7 @@ from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
-from megatron_rl.launch.plan import Plan, check_group, make_plan
+from megatron_rl.launch.plan import Kind, Plan, check_group, make_plan
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.ops import extensions, flash
@@ -31,8 +31,6 @@ from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.sync.allocator import shares_expandable_memory
 from megatron_rl.trainer.objective import correction_of, policy_loss
 
-Kind = Literal["train", "sft", "ask"]
-"""train and sft build the trainer; ask (eval, rollout) only asks the engine."""
 PRECISION_AWARE_TE = Version("2.1")
 """The first release whose Adam keeps only what the bf16 weights lack of the fp32 ones; before, it kept these whole."""
 
@@ -47,7 +45,9 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     machine = this_machine()
     check_precision(config.precision, machine, trains=kind != "ask", rolls_out=kind != "sft")
     check_parallel(hf_config, config.parallel, world_size)
-    plan = make_plan(config.batch, config.parallel, world_size)
+    # A demonstration is one sequence of one update.
+    batch = replace(config.batch, samples_per_prompt=1, updates_per_step=1) if kind == "sft" else config.batch
+    plan = make_plan(batch, config.parallel, world_size)
     if kind == "train":
         check_group(config.batch)
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)

@@ -19,7 +19,8 @@ from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.launch.preflight import Kind, preflight
+from megatron_rl.launch.plan import Kind
+from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.models.precision import slow_bf16, this_machine
@@ -81,7 +82,7 @@ class Run:
 
     def __init__(self, config: Config, *, kind: Kind) -> None:
         self.config = config
-        self.kind = kind
+        self.kind: Kind = kind
         self.hf_config, self.plan, self.support = preflight(config, kind)
         self.ranks = parallel.initialize(config.parallel, config.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -135,7 +136,7 @@ class Run:
 
     def __enter__(self) -> Run:
         if self.ranks.rank == 0:
-            for line in self.plan.lines():
+            for line in self.plan.lines(self.kind):
                 self.logger.say(line)
             sides = {
                 "trains": self.kind != "ask",

@@ -20,6 +20,16 @@ def test_sizes():
     assert (p.trajectories_per_step, p.trajectories_per_update) == (256, 64)
 
 
+def test_the_table_speaks_of_what_the_command_does():
+    p = plan(2, {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 2})
+    processes, trajectories, updates = p.lines("train")
+    assert processes.endswith("2 = 2 data-parallel x 1 per model") and updates.endswith(" 2")
+    assert trajectories.endswith("32 per step (16 per leader), 16 per update")
+    alone = plan(2, {"prompts_per_step": 8, "samples_per_prompt": 1})
+    assert alone.lines("sft") == [processes, "demonstrations       8 per step, in one update"]
+    assert alone.lines("ask") == [processes]
+
+
 @pytest.mark.parametrize(
     ("world_size", "batch", "parallel", "fragments"),
     [

@@ -45,7 +45,7 @@ REFUSED = {
         {"rollout": {"server": {"extra_args": ["--base-gpu-id", "4"]}}},
         "extra_args has --base-gpu-id, which is rollout.server.count, or rollout.colocate; set that key",
     ),
-    "turns with inactive_neighbors": (
+    "turns with servers of others": (
         {"rollout": {"colocate": True, "addresses": ["http://10.0.0.1:30000"]}},
         r"colocate with rollout.addresses.*set addresses: \[\], or colocate: false",
     ),
@@ -239,6 +239,17 @@ def test_vp2o_needs_experts(case, tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = build_config({"model": {"path": str(tiny_model(*model))}, **changes})
     with pytest.raises(UserError, match=message):
+        preflight(config, "train")
+
+
+def test_a_demonstration_is_one_sequence_of_one_update(tiny_model, monkeypatch):
+    """SFT asks for no responses: its sizes are those of the demonstrations, and what RL would refuse is none of its."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    batch = {"prompts_per_step": 5, "samples_per_prompt": 4, "updates_per_step": 3}
+    config = build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, "batch": batch})
+    _, plan, _ = preflight(config, "sft")
+    assert (plan.trajectories_per_step, plan.trajectories_per_update, plan.updates_per_step) == (5, 5, 1)
+    with pytest.raises(UserError, match="updates_per_step = 3 does not divide"):
         preflight(config, "train")
 
 

@@ -64,8 +64,8 @@ class DataConfig:
     """Prompts, their rewards and the order in which they come."""
 
     task: str = "file"
-    """file | hub | reasoning_gym:NAME | number_sorting | number_zigzag, or a task of your own as module:name or
-    path/to/file.py:name."""
+    """file | hub | reasoning_gym:NAME | number_sorting | number_zigzag | sums, or a task of your own as module:name
+    or path/to/file.py:name."""
     path: str | None = None
     """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder."""
     eval_path: str | None = None
@@ -371,7 +371,40 @@ class RolloutConfig:
     load: str | None = None
     """A rollouts/ folder to train from instead of asking an engine; evaluation has to be off."""
     program: str = "single_turn"
-    """How responses are asked for: single_turn, or your own class, module:name (CONTRIBUTING.md says which)."""
+    """How responses are asked for: single_turn; agent: conversations of several turns with tools, as the section agent says;
+    or your own class, module:name (CONTRIBUTING.md says which)."""
+
+
+@section
+class AgentConfig:
+    """Conversations of several turns with tools (rollout.program: agent). rollout.max_new_tokens bounds a whole one."""
+
+    dialect: str = "qwen"
+    """How calls are written: qwen (also of the Hermes models): JSON in <tool_call>; react: Action and Action Input; or your
+    own class, module:name."""
+    tools: list[str] = dataclasses.field(default_factory=list)
+    """calculator | python (a contained interpreter, stateful within a conversation) | search (over a folder), or a function or
+    class of your own as module:name or path/to/file.py:name."""
+    tool_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the tools by their names, such as {search: {folder: documents}, python: {timeout_s: 5}}."""
+    mcp_servers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Model Context Protocol servers whose tools are offered: {NAME: {command: ..., args: [...]}} (stdio) or {NAME: {url: ...}}
+    (streamable HTTP)."""
+    max_turns: Positive = 8
+    """Most replies of a conversation."""
+    max_turn_tokens: Positive | None = None
+    """Most tokens of one reply; by default what is left of rollout.max_new_tokens, which observations count for too."""
+    time_limit_s: PositiveFloat = 600.0
+    """Longest time of a conversation, generation and tools together."""
+    tool_timeout_s: PositiveFloat = 60.0
+    """Longest time of one call; a tool that takes longer has failed, and its conversation does not train."""
+    tool_concurrency: Positive = 64
+    """Calls under way per data-parallel leader, apart from rollout.concurrency."""
+    max_tool_response: Positive = 4096
+    """Characters of a result that the policy sees; of a longer one the first and the last."""
+    on_truncation: Literal["score", "zero", "mask"] = "score"
+    """Treatment of a conversation that a limit ended (turns, tokens, time). score: by its last reply, where that is an answer;
+    zero: its reward is 0; mask: it does not train, and its group's baseline leaves it out."""
 
 
 @section
@@ -471,6 +504,7 @@ class Config:
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     rollout: RolloutConfig = RolloutConfig()
+    agent: AgentConfig = AgentConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

@@ -12,6 +12,7 @@ from megatron_rl.config import Config
 from megatron_rl.environments.evaluation import average_at_n, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
+from megatron_rl.metrics.agents import agent_metrics
 from megatron_rl.metrics.logger import METRICS_FILE
 from megatron_rl.metrics.reduce import figures, over_ranks
 from megatron_rl.metrics.responses import readable, write_responses
@@ -32,20 +33,25 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         return {}
     n = config.eval.samples
     sampled = engine.ask(prompts, run.support, samples=n, seed=f"eval/{run.step}")
-    rewards = run.gather_groups(sampled, lambda t: t.reward)
-    answers = run.gather_groups(sampled, lambda t: run.task.extract(t.text))
+    judged = [t for t in sampled if not t.masked]
+    rewards = run.gather_groups(judged, lambda t: t.reward)
+    answers = run.gather_groups(judged, lambda t: run.task.extract(t.text))
     scores = {
         "eval/score": average_at_n(rewards),
-        f"eval/pass@{n}": pass_at_k(rewards, n, threshold=0.5),
+        f"eval/pass@{n}": pass_at_k([row for row in rewards if len(row) == n], n, threshold=0.5),
         f"eval/maj@{n}": majority_at_n(answers, rewards),
         f"eval/distinct@{n}": float(np.mean(distinct_right(answers, rewards, threshold=0.5))),
         "eval/response_length": run.mean([float(t.response_length) for t in sampled]),
         "eval/prompts": float(len(rewards)),
     }
+    if config.rollout.program != "single_turn":
+        scores |= {
+            f"eval/{name}": value for name, value in figures(over_ranks(run.ranks, [agent_metrics(sampled)])).items()
+        }
     rows = run.gather_from_leaders([{"greedy": False, **readable(run.tokenizer, t)} for t in sampled])
     if config.eval.greedy:
         greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1, seed="greedy")
-        scores["eval/greedy"] = average_at_n(run.gather_groups(greedy, lambda t: t.reward))
+        scores["eval/greedy"] = average_at_n(run.gather_groups([t for t in greedy if not t.masked], lambda t: t.reward))
         rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
     run.scores[run.step] = scores["eval/score"]
@@ -82,7 +88,7 @@ def rollout_command(config: Config) -> None:
         trajectories = engine.collect(prompts, step=0)
         rows = run.gather_from_leaders([readable(run.tokenizer, t) for t in trajectories])
         run.ranks.main_does(lambda: write_responses(folder / "step_000000.jsonl", rows))
-        run.logger.say(json.dumps(figures(over_ranks(run.ranks, [reward_metrics(trajectories)])), indent=2))
+        run.logger.say(json.dumps(figures(over_ranks(run.ranks, [reward_metrics(config, trajectories)])), indent=2))
         run.logger.say(f"trajectories are in {folder}: step_000000.jsonl to read, .npz for rollout.load")
 
 

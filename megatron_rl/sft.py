@@ -18,20 +18,14 @@ def sft(config: Config) -> None:
     """config.steps updates on batch.prompts_per_step demonstrations each; ends with a Hugging Face folder `hf/`."""
     with Run(config, kind="sft") as run:
         trainer = run.build()
-        held_out = [
-            Sequence.demonstration(prompt.tokens, response)
-            for prompt, response in held_out_demonstrations(
-                run.task, run.held_out, run.tokenizer, config.rollout.context_length
-            )
-        ]
+        held_out = held_out_demonstrations(run.held_out, run.program, config.rollout.context_length)
         if run.step == 0:
             run.logger.log_eval(0, evaluate(run, held_out))
         clock = run.clock()
         while run.step < config.steps and not run.stop_requested():
             with clock("train"):
                 rng = random.Random(f"{config.seed}/{run.step}")
-                pairs = run.stream.next_demonstrations(config.batch.prompts_per_step, rng)
-                samples = [Sequence.demonstration(prompt.tokens, response) for prompt, response in pairs]
+                samples = run.stream.next_demonstrations(config.batch.prompts_per_step, rng)
                 [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
                 mine = [samples[i] for i in shares[run.ranks.data_rank]]
                 update = trainer.update(trainer.pack(mine), SFT())

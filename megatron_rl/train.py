@@ -67,11 +67,15 @@ def train(config: Config) -> None:
 
 
 def add_advantages(config: AlgorithmConfig, run: Run, trajectories: list[Trajectory]) -> None:
-    """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are."""
-    parts = run.ranks.gather_from_leaders([(t.group_id, t.reward) for t in trajectories])
+    """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are.
+
+    What is masked gets none, and the others' baseline leaves it out.
+    """
+    judged = [t for t in trajectories if not t.masked]
+    parts = run.ranks.gather_from_leaders([(t.group_id, t.reward) for t in judged])
     groups = torch.tensor([group for part in parts for group, _ in part])
     rewards = torch.tensor([reward for part in parts for _, reward in part], dtype=torch.float32)
     everyones = resolve("advantage", config.advantage, ADVANTAGES, "algorithm.advantage")(rewards, groups)
     first = sum(len(part) for part in parts[: run.ranks.data_rank])
-    for trajectory, advantage in zip(trajectories, everyones[first : first + len(trajectories)].tolist(), strict=True):
+    for trajectory, advantage in zip(judged, everyones[first : first + len(judged)].tolist(), strict=True):
         trajectory["advantages"] = advantage

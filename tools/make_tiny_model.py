@@ -12,6 +12,7 @@ one token a number ("numbers", for arithmetic tasks).
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -199,7 +200,48 @@ def numbers_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     )
 
 
-TOKENIZERS = {"text": text_tokenizer, "numbers": numbers_tokenizer}
+CALLS_TEMPLATE = (
+    "{% if tools %}<tools>{% endif %}{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}<tool_response>{{ message['content'] }}</tool_response>"
+    "{% elif message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<eos>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def calls_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """One token for each digit, for + and =, and for each piece of a calculator's call in Qwen's form.
+
+    Its chat template tells of tools by <tools> alone, so that conversations are short. Other text becomes <pad>.
+    """
+    roles = ["<user>", "<assistant>", "<tools>", "<tool_response>", "</tool_response>"]
+    pieces = [
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "',
+        "calculator",
+        '", "arguments": {"expression": "',
+        '"}}',
+        "\n",
+    ]
+    words = ["<pad>", "<eos>", *roles, *pieces, *"0123456789+-=", "Error"]
+    if vocab < len(words):
+        raise ValueError(f"--vocab {vocab}: the calls tokenizer needs {len(words)}")
+    words += [f"<reserved_{i}>" for i in range(len(words), vocab)]
+    level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    longest_first = sorted(pieces, key=len, reverse=True)
+    level.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join(map(re.escape, longest_first)) + r"|Error|[\s\S]"), "isolated"
+    )
+    level.decoder = decoders.Fuse()
+    level.add_special_tokens(["<pad>", "<eos>", *roles])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=level, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CALLS_TEMPLATE
+    return tokenizer
+
+
+TOKENIZERS = {"text": text_tokenizer, "numbers": numbers_tokenizer, "calls": calls_tokenizer}
 
 
 def make_tiny_model(

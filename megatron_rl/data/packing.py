@@ -70,9 +70,9 @@ class Batch:
     position_ids: torch.Tensor
     """[1, T] int64, from 0 in each sequence"""
     labels: torch.Tensor
-    """[T] int64, IGNORED outside the response"""
+    """[T] int64, IGNORED outside the response, and where a label does not count: the head computes no row for it"""
     label_rows: torch.Tensor
-    """[n] int64: those inside; as rows, because a GPU would be waited for to find them"""
+    """[n] int64: the others; as rows, because a GPU would be waited for to find them"""
     fields: dict[str, torch.Tensor]
     """[T] values of each label by name of `data.sequence.FIELDS`. What a pass over the batch computes is added by whoever asked
     for it, on the pipeline stage that has it."""
@@ -165,7 +165,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         _check_tokens(sample, layout.vocabulary)
         tokens[start : start + n] = sample.tokens[:-1]
         response = slice(start + p - 1, start + n)
-        labels[response] = sample.tokens[p:]
+        labels[response] = np.where(sample["loss_mask"], sample.tokens[p:], IGNORED)
         for name, values in fields.items():
             values[response] = sample[name]
         ids[start : start + n] = row

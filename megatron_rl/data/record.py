@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,12 +13,12 @@ import numpy as np
 import torch
 
 from megatron_rl.data.sequence import FIELDS, RouterFeatures
-from megatron_rl.data.trajectory import Trajectory, WeightSpan
+from megatron_rl.data.trajectory import Trajectory, Turn, WeightSpan
 from megatron_rl.errors import UserError
 
 _PLAIN = (
     *("prompt_id", "group_id", "prompt_length", "finish_reason", "support", "weights", "text", "reward"),
-    "reward_parts",
+    *("reward_parts", "masked"),
 )
 
 
@@ -34,6 +35,7 @@ def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
     for index, t in enumerate(trajectories):
         row = {key: getattr(t, key) for key in _PLAIN}
         row["weight_spans"] = [[s.version, s.start, s.end] for s in t.weight_spans]
+        row["turns"] = [asdict(turn) for turn in t.turns]
         row["kept"] = None if t.kept is None else [len(k) for k in t.kept]
         rows.append(row)
         arrays[f"{index}.tokens"] = t.tokens
@@ -90,4 +92,5 @@ def _trajectory(arrays: Mapping[str, np.ndarray], index: int, row: dict) -> Traj
         routes=routes,
         features=features,
         weight_spans=[WeightSpan(*span) for span in row["weight_spans"]],
+        turns=[Turn(**turn) for turn in row.get("turns", [])],
     )

@@ -16,6 +16,22 @@ class WeightSpan:
     end: int
 
 
+@dataclass
+class Turn:
+    """A stretch of a conversation's response tokens: what the policy said, or what it was answered."""
+
+    role: str
+    """assistant: sampled; tool or user: an observation."""
+    start: int
+    end: int
+    calls: list[str] = field(default_factory=list)
+    """Tools that a reply calls."""
+    malformed: str = ""
+    """What is wrong with a reply's call."""
+    seconds: float = 0.0
+    """The tools' time, of an observation."""
+
+
 @dataclass(kw_only=True)
 class Trajectory(Sequence):
     """A prompt with a sampled response. Of its fields the engine gives loss_mask and rollout_log_probs."""
@@ -25,13 +41,22 @@ class Trajectory(Sequence):
     group_id: int
     """Samples of one prompt in one step share it."""
     finish_reason: str = "stop"
-    """stop | length | abort."""
+    """stop | length | abort; of a conversation stop | turns | tokens | time | failure."""
     support: dict[str, float] = field(default_factory=dict)
     """Fields of the `SamplingSupport` that it was sampled under; empty where a record does not say."""
     weight_spans: list[WeightSpan] = field(default_factory=list)
     weights: str = ""
     """Digest of the weights that its last token, and so its routes, came from; of a recorded trajectory with routes."""
     text: str = ""
-    """The response, decoded."""
+    """The response, decoded; of a conversation its final answer."""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    masked: bool = False
+    """Nothing of it trains, and its group's baseline leaves it out: what went wrong was not the policy's fault."""
+    turns: list[Turn] = field(default_factory=list)
+    """Of a conversation."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it before the policy did."""
+        return self.finish_reason in ("length", "turns", "tokens", "time")

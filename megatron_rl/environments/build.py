@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.files import FileTask, HubTask
 from megatron_rl.environments.number_sorting import NumberSorting
 from megatron_rl.environments.number_zigzag import NumberZigzag
 from megatron_rl.environments.reasoning import ReasoningGym
+from megatron_rl.environments.sums import Sums
 from megatron_rl.environments.task import Task, resolve_weights
 from megatron_rl.environments.verifiers import VERIFIERS
 from megatron_rl.errors import UserError
@@ -21,6 +23,7 @@ TASKS: dict[str, type[Task]] = {
     "number_sorting": NumberSorting,
     "number_zigzag": NumberZigzag,
     "reasoning_gym": ReasoningGym,
+    "sums": Sums,
 }
 
 
@@ -45,19 +48,23 @@ def check_data(data: DataConfig) -> None:
         check_name("function", data.prepare, {}, "data.prepare")
 
 
-def build_task(data: DataConfig, *, demonstrations: bool = False) -> Task:
-    """The task that `data` describes, with its weights resolved. demonstrations: for SFT.
+def build_task(data: DataConfig, *, demonstrations: bool = False, more_parts: Sequence[str] = ()) -> Task:
+    """The task that `data` describes, with its weights resolved.
+
+    demonstrations: for SFT; more_parts: reward parts that others give, and the task does not score.
 
     Errors: UserError for a misspelled name, missing data, or a verifier or reward part that does not fit.
     """
     check_data(data)
     make = resolve("task", _kind(data), TASKS, "data.task")
     _check_takes(make, f"{data.task} cannot be made from (data, demonstrations)", data, demonstrations)
-    task = make(data, demonstrations)
+    own = {part: weight for part, weight in data.rewards.items() if part not in more_parts}
+    task = make(replace(data, rewards=own), demonstrations)
     if not isinstance(task, Task):
         given = type(task).__name__
         raise UserError(f"config: data.task: {data.task} gives {given}, not a megatron_rl.environments.Task")
     _check_takes(task.score, f"{data.task}.score does not take (prompts, texts, truncated)", [], [], None)
+    task.parts = (*task.parts, *more_parts)
     task.weights = resolve_weights(task, data.rewards)
     return task
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
-from megatron_rl.environments.task import Prompt, Task, encode_response
+from megatron_rl.data.sequence import Sequence as Tokens
+from megatron_rl.environments.task import Prompt, Task
 from megatron_rl.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +17,24 @@ SHOWN = 5
 """Prompts that are named in the log when they are skipped; there may be thousands."""
 
 
-def fitting(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, context_length: int, max_new_tokens: int
-) -> list[Prompt]:
+class Form(Protocol):
+    """How prompts and demonstrations become tokens: the rollout program (`rollout.program`)."""
+
+    def encode(self, prompt: Prompt) -> Prompt:
+        """The prompt with its tokens."""
+        ...
+
+    def demonstration(self, prompt: Prompt, rng: random.Random) -> Tokens:
+        """A demonstration for an encoded prompt."""
+        ...
+
+
+def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_tokens: int) -> list[Prompt]:
     """Tokenized held-out prompts that leave room for max_new_tokens; the others are counted in one line of the log.
 
     Errors: UserError where there are some, and none fits.
     """
-    encoded = [prompt.encode(tokenizer) for prompt in prompts]
+    encoded = [form.encode(prompt) for prompt in prompts]
     short = [p for p in encoded if len(p.tokens) + max_new_tokens <= context_length]
     if encoded and not short:
         raise _none_fits(len(encoded), "held-out prompts", context_length, max_new_tokens)
@@ -41,21 +47,16 @@ def fitting(
     return short
 
 
-def held_out_demonstrations(
-    task: Task, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, context_length: int
-) -> list[tuple[Prompt, list[int]]]:
-    """Held-out prompts, each with the tokens of its demonstration, the same at every call; the log counts too long ones.
+def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Tokens]:
+    """Demonstrations of held-out prompts, the same at every call; the log counts too long ones.
 
     Errors: UserError where there are some, and none fits.
     """
-    encoded = [prompt.encode(tokenizer) for prompt in prompts]
-    pairs = [
-        (p, encode_response(tokenizer, task.demonstration(p, random.Random(f"eval/{p.prompt_id}")))) for p in encoded
-    ]
-    fits = [(prompt, response) for prompt, response in pairs if len(prompt.tokens) + len(response) <= context_length]
-    if len(fits) < len(pairs):
+    found = [form.demonstration(form.encode(p), random.Random(f"eval/{p.prompt_id}")) for p in prompts]
+    fits = [demonstration for demonstration in found if len(demonstration.tokens) <= context_length]
+    if len(fits) < len(found):
         problem = (
-            f"data: {len(pairs) - len(fits)} of {len(pairs)} held-out demonstrations exceed rollout.context_length"
+            f"data: {len(found) - len(fits)} of {len(found)} held-out demonstrations exceed rollout.context_length"
             f" {context_length}"
         )
         if not fits:
@@ -79,14 +80,12 @@ class PromptStream:
     Errors: UserError where nothing of an epoch fits.
     """
 
-    def __init__(
-        self, task: Task, tokenizer: PreTrainedTokenizerBase, context_length: int, max_new_tokens: int, seed: int
-    ) -> None:
+    def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
         self.task = task
         self.prompts = task.prompts("train")
         if not len(self.prompts):
             raise UserError(f"data: task '{task.name}' has no training prompt")
-        self.tokenizer = tokenizer
+        self.form = form
         self.context_length = context_length
         self.max_new_tokens = max_new_tokens
         self.seed = seed
@@ -96,7 +95,7 @@ class PromptStream:
 
     def check_room(self) -> None:
         """Errors: UserError where no prompt leaves room for max_new_tokens; told before a server is started."""
-        if not any(self._fits(self.prompts[index].encode(self.tokenizer)) for index in self._order):
+        if not any(self._fits(self.form.encode(self.prompts[index])) for index in self._order):
             raise _none_fits(len(self.prompts), "prompts", self.context_length, self.max_new_tokens)
 
     def _fits(self, prompt: Prompt) -> bool:
@@ -119,17 +118,17 @@ class PromptStream:
 
         return self._take(count, examine, f"prompts leaves room for rollout.max_new_tokens {self.max_new_tokens} in")
 
-    def next_demonstrations(self, count: int, rng: random.Random) -> list[tuple[Prompt, list[int]]]:
-        """The next `count` prompts, each with the tokens of a demonstration, that fit together into context_length."""
+    def next_demonstrations(self, count: int, rng: random.Random) -> list[Tokens]:
+        """The next `count` demonstrations that fit into context_length."""
 
-        def examine(prompt: Prompt) -> tuple[tuple[Prompt, list[int]], str]:
-            response = encode_response(self.tokenizer, self.task.demonstration(prompt, rng))
-            total = len(prompt.tokens) + len(response)
+        def examine(prompt: Prompt) -> tuple[Tokens, str]:
+            demonstration = self.form.demonstration(prompt, rng)
+            total = len(demonstration.tokens)
             problem = (
                 f"data: demonstration {prompt.prompt_id} skipped: its {total} tokens, the prompt's {len(prompt.tokens)}"
                 f" included, exceed rollout.context_length {self.context_length}"
             )
-            return (prompt, response), problem if total > self.context_length else ""
+            return demonstration, problem if total > self.context_length else ""
 
         return self._take(count, examine, "demonstrations fits into")
 
@@ -143,7 +142,7 @@ class PromptStream:
                         f"data: none of the {len(self.prompts)} {wanted} rollout.context_length {self.context_length}"
                     )
                 self._start_epoch(self.epoch + 1)
-            prompt = self.prompts[self._order[self.position]].encode(self.tokenizer)
+            prompt = self.form.encode(self.prompts[self._order[self.position]])
             item, problem = examine(prompt)
             self.position += 1
             if not problem:

@@ -15,6 +15,10 @@ from megatron_rl.registry import nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_rl.environments.environment import Environment
+    from megatron_rl.environments.toolbox import Toolbox
+    from megatron_rl.environments.tools import Tool
+
 Split = Literal["train", "eval"]
 Parts = dict[str, float]
 """Named parts of a reward."""
@@ -29,8 +33,8 @@ class Prompt:
     text: str
     """The prompt as it is given to the model; of a conversation, its last message."""
     answer: Any = None
-    response: str | None = None
-    """A demonstration that came with the prompt."""
+    response: str | list[dict[str, Any]] | None = None
+    """A demonstration that came with the prompt: text, or the messages of a conversation."""
     messages: list[dict[str, str]] | None = None
     """A conversation; the tokenizer's chat template is applied to it."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -94,8 +98,21 @@ class Task:
         """The answer inside a response, in a form in which equal answers are equal strings (for maj@n and distinct@n)."""
         return text.strip()
 
-    def demonstration(self, prompt: Prompt, rng: random.Random) -> str:
-        """A response to learn from in SFT. Errors: UserError where the task has none."""
+    def tools(self) -> Sequence[Tool]:
+        """Tools that the task brings along, beside those of agent.tools."""
+        return ()
+
+    def environment(self, prompt: Prompt, toolbox: Toolbox) -> Environment:
+        """What a conversation about the prompt talks with, under rollout.program: agent. By default the tools."""
+        from megatron_rl.environments.environment import Environment
+
+        return Environment(toolbox)
+
+    def demonstration(self, prompt: Prompt, rng: random.Random) -> str | list[dict[str, Any]]:
+        """A response to learn from in SFT, or the messages of a conversation in OpenAI's form (assistant, tool).
+
+        Errors: UserError where the task has none.
+        """
         if prompt.response is None:
             raise UserError(f"data.task '{self.name}' has no demonstrations, so it cannot be used for SFT")
         return prompt.response

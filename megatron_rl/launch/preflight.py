@@ -23,7 +23,7 @@ from megatron_rl.ops.sink_attention import flash_takes
 from megatron_rl.registry import resolve
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
-from megatron_rl.rollout.collect import PROGRAMS
+from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes
@@ -73,7 +73,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f" take {math.gcd(server.tensor, server.expert)}"
         )
     if kind != "sft":
-        resolve("rollout program", config.rollout.program, PROGRAMS, "rollout.program")
+        rollout_program(config.rollout.program)
     if kind != "sft" and not config.rollout.addresses:
         _check_extra_args(config, hf_config)
     _check_servers(config, kind, world_size)

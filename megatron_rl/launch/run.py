@@ -24,6 +24,7 @@ from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.models.precision import slow_bf16, this_machine
+from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.trainer import Trainer, build_trainer
@@ -73,8 +74,8 @@ class Run:
     Making it looks at all that the user may have got wrong; `build` makes the trainer, which takes long. Between the two an
     engine starts its servers.
 
-    Public fields: config, plan, ranks, hf_config, tokenizer, task, stream, held_out, eval_prompts, trainer, logger, step,
-    current_clock.
+    Public fields: config, plan, ranks, hf_config, tokenizer, task, program, stream, held_out, eval_prompts, trainer, logger,
+    step, current_clock.
     """
 
     trainer: Trainer
@@ -86,13 +87,15 @@ class Run:
         self.hf_config, self.plan, self.support = preflight(config, kind)
         self.ranks = parallel.initialize(config.parallel, config.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        self.task = build_task(config.data, demonstrations=kind == "sft")
+        program = rollout_program(config.rollout.program)
+        self.task = build_task(config.data, demonstrations=kind == "sft", more_parts=program.parts)
+        self.program = program(config, self.tokenizer, self.task, self.ranks)
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
-        self.stream = PromptStream(self.task, self.tokenizer, *lengths, seed=config.data.seed)
+        self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
         if kind != "sft":
             self.stream.check_room()
         self.held_out = self.task.prompts("eval")[: config.eval.prompts]
-        self.eval_prompts = [] if kind == "sft" else fitting(self.held_out, self.tokenizer, *lengths)
+        self.eval_prompts = [] if kind == "sft" else fitting(self.held_out, self.program, *lengths)
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"
         self._lock: TextIO | None = None
@@ -160,6 +163,7 @@ class Run:
                 self.finish_save()
         finally:
             self.logger.close()
+            self.program.close()
             self.task.close()
             if self._lock:
                 self._lock.close()

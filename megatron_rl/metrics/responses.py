@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Trajectory, Turn
 from megatron_rl.errors import UserError
 
 
@@ -25,7 +25,16 @@ def readable(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> dict
         **{f"reward/{part}": value for part, value in t.reward_parts.items()},
         "finish": t.finish_reason,
         "weights": ",".join(span.version for span in t.weight_spans),
+        **({"turns": [_turn(tokenizer, t, turn) for turn in t.turns], "masked": t.masked} if t.turns else {}),
     }
+
+
+def _turn(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory, turn: Turn) -> dict[str, Any]:
+    """A turn of a conversation, its tokens decoded with the template's; whether it trains."""
+    labels = trajectory.tokens[trajectory.prompt_length :][turn.start : turn.end]
+    trains = bool(trajectory["loss_mask"][turn.start : turn.end].any())
+    note = {"malformed": turn.malformed} if turn.malformed else {}
+    return {"role": turn.role, "text": str(tokenizer.decode(labels.tolist())), "trains": trains} | note
 
 
 def write_responses(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

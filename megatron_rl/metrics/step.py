@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.run import Clock, Run
+from megatron_rl.metrics.agents import agent_metrics
 from megatron_rl.metrics.hardware import hardware_metrics, per_second
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
 from megatron_rl.metrics.reduce import Metrics, derived, figures, maximum, mean, over_ranks, total
@@ -29,7 +32,7 @@ def log_step(
     clock: Clock,
 ) -> None:
     """Log the training step that has just ended (all ranks call; rank 0 writes). engine: this process's metrics of it."""
-    measured = reward_metrics(trajectories) | engine
+    measured = reward_metrics(run.config, trajectories) | engine
     mismatch = mismatch_metrics(run.config, rollout_batch, updates, run.task.weights)
     if run.trainer.reports:
         measured |= mismatch
@@ -54,13 +57,16 @@ def log_line(
     run.logger.log_step(run.step, figures(over_ranks(run.ranks, mine)))
 
 
-def reward_metrics(trajectories: list[Trajectory]) -> Metrics:
+def reward_metrics(config: Config, trajectories: list[Trajectory]) -> Metrics:
     """Rewards and lengths of this leader's trajectories of a step."""
     return {
-        "reward": derived(_reward_figures, tuple((t.group_id, t.reward, t.reward_parts) for t in trajectories)),
+        "reward": derived(
+            _reward_figures, tuple((t.group_id, t.reward, t.reward_parts) for t in trajectories if not t.masked)
+        ),
         "response/length": mean(sum(t.response_length for t in trajectories), len(trajectories)),
-        "response/truncated": mean(sum(t.finish_reason == "length" for t in trajectories), len(trajectories)),
+        "response/truncated": mean(sum(t.truncated for t in trajectories), len(trajectories)),
         "tokens": total(sum(len(t.tokens) for t in trajectories)),
+        **(agent_metrics(trajectories) if config.rollout.program != "single_turn" else {}),
     }
 
 
@@ -70,6 +76,8 @@ def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> di
     rows: (group, reward, parts) of each response of a step.
     """
     rewards = np.asarray([reward for _, reward, _ in rows])
+    if not rows:  # all are masked
+        return {"mean": math.nan, "std": math.nan, "zero_std": math.nan}
     groups: dict[int, list[float]] = {}
     for group, reward, _ in rows:
         groups.setdefault(group, []).append(reward)

@@ -1,7 +1,7 @@
 """All prompts of a step, asked at once; trajectories in the order of the prompts, whatever happened in between.
 
-A rollout program (`rollout.program`) is a class like `Collection`, or a subclass, with its fields, `run`, `complete`,
-`trajectories` and `retries`.
+A rollout program (program.py) names a class like `Collection`, with its fields, `run`, `complete`, `trajectories` and
+`retries`.
 """
 
 from __future__ import annotations
@@ -114,6 +114,10 @@ class Collection:
             tasks = [self._ask(client, call) for call in self._calls(len(client.addresses))]
             done = await asyncio.gather(*tasks, return_exceptions=True)
         self.retries += client.retried - before
+        self._raise(done)
+
+    @staticmethod
+    def _raise(done: Sequence[BaseException | None]) -> None:
         problems = [problem for problem in done if isinstance(problem, BaseException)]
         # A lost engine can be mended, anything else cannot: it goes first.
         for problem in sorted(problems, key=lambda p: isinstance(p, EngineLost)):
@@ -161,6 +165,3 @@ class Collection:
             )
             for p, reply in found
         ]
-
-
-PROGRAMS = {"single_turn": Collection}

@@ -20,10 +20,8 @@ from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import Metrics, maximum, total
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.models.served import check_served
-from megatron_rl.registry import resolve
 from megatron_rl.rollout.children import ChildServers, place_here
 from megatron_rl.rollout.client import SGLangClient
-from megatron_rl.rollout.collect import PROGRAMS
 from megatron_rl.rollout.external import check_servers
 from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
@@ -50,7 +48,6 @@ class Engine:
         self.run, self.trains = run, run.kind == "train"
         self.config = run.config if self.trains else replace(run.config, routing=RoutingConfig())
         self._stack = ExitStack()
-        self._program = resolve("rollout program", self.config.rollout.program, PROGRAMS, "rollout.program")
         self._servers = ChildServers(self.config, [], sleeps=False)  # of rank 0 may get some
         rollout, model = self.config.rollout, run.hf_config.to_dict()
         self._shares = rollout.colocate and self.trains and not rollout.load
@@ -201,7 +198,7 @@ class Engine:
         """
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
-        collection = self._program(
+        collection = self.run.program.collect(
             prompts=prompts,
             support=support,
             samples_per_prompt=samples,

@@ -13,12 +13,19 @@ from megatron_rl.environments import Prompt, Task, combine
 def give_rewards(
     task: Task, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], trajectories: list[Trajectory]
 ) -> list[Trajectory]:
-    """The trajectories with text, reward parts and reward. prompts: those that their group ids count."""
-    texts = tokenizer.batch_decode(
-        [t.tokens[t.prompt_length :].tolist() for t in trajectories], skip_special_tokens=True
-    )
-    asked = [prompts[t.group_id] for t in trajectories]
-    truncated = [t.finish_reason == "length" for t in trajectories]
-    for t, text, parts in zip(trajectories, texts, task.score(asked, texts, truncated), strict=True):
-        t.text, t.reward_parts, t.reward = text, parts, combine(parts, task.weights)
+    """The trajectories with text, reward parts and reward. prompts: those that their group ids count.
+
+    What has reward parts already, from the environment that it talked with, keeps them. What is masked is not scored.
+    """
+    for t in trajectories:
+        if not t.turns:
+            t.text = str(tokenizer.decode(t.tokens[t.prompt_length :].tolist(), skip_special_tokens=True))
+    asked = [t for t in trajectories if not t.masked and not t.reward_parts.keys() >= set(task.parts)]
+    scored = task.score([prompts[t.group_id] for t in asked], [t.text for t in asked], [t.truncated for t in asked])
+    for t, parts in zip(asked, scored, strict=True):
+        t.reward_parts = parts | t.reward_parts
+    for t in trajectories:
+        if t.masked:
+            t.reward_parts = dict.fromkeys(task.parts, 0.0)
+        t.reward = combine(t.reward_parts, task.weights)
     return trajectories

@@ -1,0 +1,127 @@
+"""The Python interpreter as a tool: contained, and stateful within a conversation as ReTool's (arXiv:2504.11536)."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any, ClassVar, override
+
+from megatron_rl.environments import sandbox
+from megatron_rl.environments.tools import Tool, ToolError, ToolLost
+
+DRIVER = """
+import ast, os, sys, traceback
+
+calls = os.fdopen(os.dup(0), "rb")
+os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+scope = {"__name__": "__main__"}
+while header := calls.readline():
+    length, mark = header.split()
+    code = calls.read(int(length)).decode()
+    try:
+        tree = ast.parse(code, "main.py")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "main.py", "exec"), scope)
+        if last is not None and (value := eval(compile(ast.Expression(last.value), "main.py", "eval"), scope)) is not None:
+            print(repr(value))
+    except SystemExit:
+        pass
+    except BaseException as error:
+        trace = error.__traceback__.tb_next if not isinstance(error, SyntaxError) else None
+        sys.stdout.flush()
+        traceback.print_exception(type(error), error, trace)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:
+            pass
+    os.write(1, mark)
+"""
+"""Inside the container: reads `LENGTH MARK` and so many bytes of code, runs them, and ends its output with the mark."""
+OUTPUT_BYTES = 65536
+
+
+class Session:
+    """The interpreter of one conversation; started by its first call, and anew after one that broke a limit."""
+
+    def __init__(self, *, timeout_s: float, memory_mb: int) -> None:
+        self.timeout_s, self.memory_mb = timeout_s, memory_mb
+        self._container: sandbox.Container | None = None
+
+    def run(self, code: str) -> str:
+        """The output of code, and its last expression's value.
+
+        Errors: ToolError where it breaks a limit (variables are lost then); ToolLost where it cannot be contained.
+        """
+        encoded, mark = code.encode(errors="replace"), secrets.token_hex(16).encode()
+        try:
+            if self._container is None:
+                # Seconds of CPU over all calls of a conversation; each call has its wall clock.
+                self._container = sandbox.Container(DRIVER.encode(), cpu_s=3600, memory_mb=self.memory_mb, merge=True)
+        except (OSError, ImportError) as error:
+            raise ToolLost(str(error)) from None
+        outputs, reason = sandbox.watch(
+            self._container,
+            b"%d %s\n%s" % (len(encoded), mark, encoded),
+            timeout_s=self.timeout_s,
+            memory_mb=self.memory_mb,
+            output_bytes=OUTPUT_BYTES,
+            until=mark,
+        )
+        (output,) = outputs
+        if reason == "ok" and output.endswith(mark):
+            return output.removesuffix(mark).decode(errors="replace").rstrip("\n")
+        started = reason != "ok" or self._container.started
+        self.end()
+        text = bytes(output[:OUTPUT_BYTES]).decode(errors="replace")
+        if not started:
+            raise ToolLost(f"the sandbox does not start: {' '.join(text.split())[:300]}")
+        problem = {
+            "timeout": f"it took longer than {self.timeout_s:g} s",
+            "memory": f"it needed more than {self.memory_mb} MB",
+            "output": f"it wrote more than {OUTPUT_BYTES} bytes",
+        }.get(reason, "the interpreter ended")
+        raise ToolError(f"{problem}; all variables are lost\n{text}".strip())
+
+    def end(self) -> None:
+        """Kill the interpreter."""
+        container, self._container = self._container, None
+        if container is not None:
+            container.end()
+
+
+class PythonTool(Tool):
+    """`python`: runs code, and shows what it printed and its last expression's value."""
+
+    name = "python"
+    description = (
+        "Runs Python code and returns what it prints, and the value of a last line that is an expression."
+        " Variables stay until the end of the conversation."
+    )
+    parameters: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "Python code"}},
+        "required": ["code"],
+        "additionalProperties": False,
+    }
+
+    def __init__(self, timeout_s: float = 10.0, memory_mb: int = 512) -> None:
+        """timeout_s: of one call."""
+        self.timeout_s, self.memory_mb = timeout_s, memory_mb
+
+    @override
+    async def open(self) -> None:
+        if problem := await asyncio.to_thread(sandbox.problem):
+            raise ToolLost(problem)
+
+    @override
+    def session(self) -> Session:
+        return Session(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+
+    @override
+    async def call(self, arguments: dict[str, Any], session: Session) -> str:
+        return await asyncio.to_thread(session.run, arguments["code"])
+
+    @override
+    async def end(self, session: Session) -> None:
+        await asyncio.to_thread(session.end)

@@ -1,0 +1,327 @@
+"""Model-written Python in a container: bubblewrap's namespaces, resource limits, a seccomp filter, a wall clock.
+
+A program sees /usr (read-only), an empty /tmp of 64 MB, its own processes and no network. It runs as nobody, also where the
+trainer is root: the limit on processes does not bind root. Its memory is bounded twice, each process's by the kernel and
+that of all together by looking at it ten times a second. What a machine cannot contain is not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Reason = Literal["ok", "error", "timeout", "memory", "output", "refused"]
+
+PYTHON = "/usr/bin/python3"
+"""Python inside: the system's, because other ones may lie in folders that nobody may read."""
+NOBODY = 65534
+PROCESSES = 16
+TMP_BYTES = 64 * 2**20
+LOOK_S = 0.1
+"""Seconds between two looks at the memory of all processes."""
+END_S = 5.0
+"""Longest wait for a container that was killed."""
+REMEDY = "install it (apt-get install bubblewrap), or name a remote tool server in agent.mcp_servers"
+
+FORBIDDEN = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "kcmp", "pidfd_getfd"),  # other processes
+    *(
+        "mount",
+        "umount2",
+        "pivot_root",
+        "chroot",
+        "fsopen",
+        "fsmount",
+        "fspick",
+        "move_mount",
+        "open_tree",
+        "mount_setattr",
+    ),
+    *("unshare", "setns", "open_by_handle_at", "name_to_handle_at"),  # out of the namespaces
+    *(
+        "bpf",
+        "perf_event_open",
+        "userfaultfd",
+        "io_uring_setup",
+        "keyctl",
+        "add_key",
+        "request_key",
+    ),  # the kernel's depths
+    *(
+        "init_module",
+        "finit_module",
+        "delete_module",
+        "kexec_load",
+        "reboot",
+        "swapon",
+        "swapoff",
+        "acct",
+        "quotactl",
+        "syslog",
+    ),
+    *("shmget", "msgget", "semget", "memfd_create", "mq_open"),  # memory that no limit counts
+)
+_NEW_USER_NAMESPACE = 0x10000000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program."""
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    """None where it was killed."""
+    reason: Reason
+    """ok, error (it ended with another status than 0), timeout, memory, output (more than allowed), refused (it could not be
+    contained, and was not run)."""
+
+
+@functools.cache
+def _filter() -> bytes:
+    """The seccomp filter as the kernel takes it. Errors: OSError, ImportError where libseccomp is missing."""
+    import pyseccomp
+
+    filtered = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    refuse = pyseccomp.ERRNO(errno.EPERM)
+    for name in FORBIDDEN:
+        with contextlib.suppress(ValueError, OSError):  # a call that this architecture does not have
+            filtered.add_rule(refuse, name)
+    flags, masked = pyseccomp.Arg, pyseccomp.MASKED_EQ
+    filtered.add_rule(refuse, "clone", flags(0, masked, _NEW_USER_NAMESPACE, _NEW_USER_NAMESPACE))
+    filtered.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags are in memory; libc then takes clone
+    filtered.add_rule(refuse, "socket", flags(0, pyseccomp.NE, 1))  # all but AF_UNIX
+    with tempfile.TemporaryFile() as file:
+        filtered.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+def _file(data: bytes) -> int:
+    """A descriptor to read `data` from."""
+    descriptor = os.memfd_create("sandbox")
+    os.write(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+@functools.cache
+def _disable_userns(bwrap: str) -> bool:
+    """Whether this bubblewrap has the option; where it is older, the filter alone forbids new user namespaces."""
+    return "--disable-userns" in subprocess.run([bwrap, "--help"], capture_output=True, text=True, timeout=20).stdout
+
+
+def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, memory_mb: int) -> list[str]:
+    command = [bwrap, "--unshare-all", "--unshare-user"]
+    command += ["--disable-userns"] if _disable_userns(bwrap) else []
+    command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
+    for name in ("lib", "lib64", "bin", "sbin"):
+        link = Path("/") / name
+        if link.is_symlink():
+            command += ["--symlink", f"usr/{name}", f"/{name}"]
+        elif link.is_dir():
+            command += ["--ro-bind", str(link), str(link)]
+    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev"]
+    command += ["--size", str(TMP_BYTES), "--tmpfs", "/dev/shm", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
+    command += ["--ro-bind-data", str(script), "/main.py", "--remount-ro", "/dev", "--remount-ro", "/"]
+    command += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
+    command += ["--setenv", "LANG", "C.UTF-8", "--seccomp", str(seccomp), "--"]
+    limits = [f"--cpu={cpu_s}", f"--as={memory_mb * 2**20}", f"--fsize={TMP_BYTES}", f"--nproc={PROCESSES}"]
+    limits += ["--nofile=64", "--core=0", "--memlock=0", "--msgqueue=0"]
+    # What stands in the status pipe says that everything before the program worked.
+    start = f'echo started >&{status}; exec {status}>&-; exec prlimit "$@"'
+    return [*command, "sh", "-c", start, "sh", *limits, "--", PYTHON, "-I", "-S", "-B", "-u", "/main.py"]
+
+
+class Container:
+    """A Python script that runs contained: `stdin` and `stdout` are its pipes, `end` kills it with all its processes."""
+
+    def __init__(self, script: bytes, *, cpu_s: int, memory_mb: int, merge: bool = False) -> None:
+        """cpu_s: CPU seconds of each of its processes; merge: what it writes to stderr comes out of stdout.
+
+        Errors: OSError or ImportError where it could not be started; whether it was contained says `started`.
+        """
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise FileNotFoundError(f"bubblewrap (bwrap) is not installed: {REMEDY}")
+        filtered = _filter()
+        self._status: int | None
+        self._status, status = os.pipe()
+        self._started = False
+        files = [_file(filtered), _file(script)]
+        as_nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        try:
+            self.process = subprocess.Popen(
+                _command(bwrap, files[0], files[1], status, cpu_s=cpu_s, memory_mb=memory_mb),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if merge else subprocess.PIPE,
+                pass_fds=(*files, status),
+                env={"PATH": "/usr/bin:/bin"},
+                cwd="/",
+                start_new_session=True,
+                bufsize=0,
+                **as_nobody,
+            )
+        except BaseException:
+            os.close(self._status)
+            raise
+        finally:
+            for descriptor in (*files, status):
+                os.close(descriptor)
+
+    @property
+    def started(self) -> bool:
+        """Whether the script was begun. To be asked after it has ended, or written something."""
+        if self._status is None:
+            return self._started
+        self._started = os.read(self._status, 16).startswith(b"started")
+        os.close(self._status)
+        self._status = None
+        return self._started
+
+    def memory(self) -> int:
+        """Resident bytes of all processes of the container."""
+        found, frontier = 0, [self.process.pid]
+        while frontier:
+            pid = frontier.pop()
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    frontier += map(int, (task / "children").read_text().split())
+        return found
+
+    def end(self) -> None:
+        """Kill it with all that it started, and let go of its pipes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # the container dies with bubblewrap's outer process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        if self._status is not None:
+            os.close(self._status)
+            self._status, self._started = None, False
+
+
+def watch(
+    container: Container, stdin: bytes, *, timeout_s: float, memory_mb: int, output_bytes: int, until: bytes = b""
+) -> tuple[list[bytearray], Reason]:
+    """Feed and read a container until it has closed its output, has written `until`, or breaks a limit.
+
+    Returns what it wrote to stdout, and to stderr where that is a pipe of its own, and why the watch ended.
+    """
+    process, deadline = container.process, time.monotonic() + timeout_s
+    assert process.stdin and process.stdout  # they are pipes
+    pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe]
+    outputs = [bytearray() for _ in pipes]
+    waiting = memoryview(stdin)
+    with selectors.DefaultSelector() as ready:
+        for pipe, output in zip(pipes, outputs, strict=True):
+            os.set_blocking(pipe.fileno(), False)
+            ready.register(pipe, selectors.EVENT_READ, output)
+        if not process.stdin.closed:
+            os.set_blocking(process.stdin.fileno(), False)
+            ready.register(process.stdin, selectors.EVENT_WRITE)
+        looked, reading = time.monotonic(), len(pipes)
+        while reading:
+            now = time.monotonic()
+            if now >= deadline:
+                return outputs, "timeout"
+            if now - looked >= LOOK_S:
+                looked = now
+                if container.memory() > memory_mb * 2**20:
+                    return outputs, "memory"
+            for key, _ in ready.select(min(LOOK_S, deadline - now)):
+                output: bytearray | None = key.data
+                try:
+                    if output is None:
+                        waiting = waiting[os.write(key.fd, waiting[:65536]) :] if waiting else waiting
+                    else:
+                        read = os.read(key.fd, 65536)
+                except BlockingIOError:
+                    continue
+                except OSError:  # it reads no more
+                    waiting = memoryview(b"")
+                if output is None:
+                    if not waiting:
+                        ready.unregister(key.fileobj)
+                        if not until:
+                            process.stdin.close()
+                    continue
+                output += read
+                if not read:
+                    ready.unregister(key.fileobj)
+                    reading -= 1
+                if until and output.endswith(until):
+                    return outputs, "ok"
+                if len(output) > output_bytes + len(until):
+                    return outputs, "output"
+    return outputs, "ok"
+
+
+def run_python(
+    code: str, *, stdin: str = "", timeout_s: float = 10.0, memory_mb: int = 512, output_bytes: int = 65536
+) -> Outcome:
+    """Run a program contained, with at most so much wall-clock time, memory (of all its processes) and output (of each kind).
+
+    Never raises because of what the program does; `reason` is refused where this machine cannot contain it.
+    """
+    try:
+        container = Container(_encode(code), cpu_s=int(timeout_s) + 1, memory_mb=memory_mb)
+    except (OSError, ImportError) as error:
+        return Outcome("", str(error), None, "refused")
+    try:
+        outputs, reason = watch(
+            container, _encode(stdin), timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=output_bytes
+        )
+        if reason == "ok":
+            try:
+                container.process.wait(max(0.1, timeout_s))
+            except subprocess.TimeoutExpired:  # it closed its output and goes on
+                reason = "timeout"
+        stdout, stderr = (bytes(output[:output_bytes]).decode(errors="replace") for output in outputs)
+        if reason in ("ok", "output") and not container.started:
+            return Outcome("", f"bubblewrap contains nothing here: {' '.join(stderr.split())[:300]}", None, "refused")
+    finally:
+        container.end()
+    if reason != "ok":
+        return Outcome(stdout, stderr, None, reason)
+    status = container.process.returncode
+    if status == 0:
+        return Outcome(stdout, stderr, 0, "ok")
+    last = stderr.rstrip().rpartition("\n")[2]
+    if status == 128 + signal.SIGXCPU or status == 128 + signal.SIGKILL:
+        return Outcome(stdout, stderr, None, "timeout")
+    return Outcome(stdout, stderr, status, "memory" if last.startswith("MemoryError") else "error")
+
+
+def _encode(text: str) -> bytes:
+    """UTF-8, whatever the text has in it."""
+    return text.encode(errors="replace")
+
+
+def problem() -> str:
+    """Why this machine cannot contain programs, with the remedy; '' where it can."""
+    probe = "import os, socket\nprint(os.path.exists('/etc/passwd'), os.getuid())\nsocket.socket()"
+    found = run_python(probe, timeout_s=30.0)
+    if found.reason == "refused":
+        hint = "" if REMEDY in found.stderr else f"; {REMEDY}, or allow user namespaces"
+        return f"programs cannot be contained here ({found.stderr}){hint}"
+    if found.stdout.split() != ["False", str(NOBODY)] or "PermissionError" not in found.stderr:
+        return f"the container leaks: the probe said {found.stdout!r} {found.stderr[-200:]!r}; {REMEDY}"
+    return ""

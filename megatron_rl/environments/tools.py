@@ -1,0 +1,95 @@
+"""Tools: what a policy may call in a conversation, and whose fault it is when a call fails."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, override
+
+from jsonschema.exceptions import best_match
+from jsonschema.validators import validator_for
+
+from megatron_rl.errors import UserError
+
+
+class ToolError(Exception):
+    """The model's fault: a call that cannot be done. Its text is the observation, and the conversation goes on and trains."""
+
+
+class ToolLost(Exception):
+    """The infrastructure's fault: a tool server that is gone, a sandbox that does not start. The conversation is masked."""
+
+
+class Tool:
+    """What the policy may call: a name, a description, the JSON schema of its arguments, and the call itself.
+
+    One object serves all conversations of a run, in one event loop.
+    """
+
+    name: str = ""
+    description: str = ""
+    parameters: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
+    """JSON schema of an object."""
+
+    async def open(self) -> None:
+        """Begin, once for the run. Errors: ToolLost saying why it cannot, and the remedy."""
+
+    async def close(self) -> None:
+        """End with the run."""
+
+    def session(self) -> Any:
+        """State of a conversation, made before its first call."""
+        return None
+
+    async def call(self, arguments: dict[str, Any], session: Any) -> str:
+        """The observation of a call. arguments: checked against the schema. Errors: ToolError, ToolLost."""
+        raise NotImplementedError
+
+    async def end(self, session: Any) -> None:
+        """End a conversation's state; `session` is what `session()` gave."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as chat templates and the OpenAI API want it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+class FunctionTool(Tool):
+    """A function with type hints and a docstring in Google's style; a plain one is called in a thread."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Errors: UserError where the function does not say what a model needs to know."""
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        try:
+            schema = get_json_schema(function)["function"]
+        except Exception as error:  # of the library, about hints and docstrings
+            name = getattr(function, "__name__", function)
+            raise UserError(f"config: agent.tools: {name} cannot be a tool: {' '.join(str(error).split())}") from None
+        self.name, self.description, self.parameters = schema["name"], schema["description"], schema["parameters"]
+        self._function = function
+
+    @override
+    async def call(self, arguments: dict[str, Any], session: Any) -> str:
+        if inspect.iscoroutinefunction(self._function):
+            return str(await self._function(**arguments))
+        return str(await asyncio.to_thread(self._function, **arguments))
+
+
+def check_arguments(tool: Tool, arguments: Any) -> None:
+    """Errors: ToolError saying which argument does not fit the tool's schema."""
+    checker = validator_for(tool.parameters)(tool.parameters)
+    problem = best_match(checker.iter_errors(arguments))
+    if problem is not None:
+        place = ".".join(map(str, problem.absolute_path))
+        raise ToolError(f"arguments of {tool.name}{f', {place}' if place else ''}: {problem.message[:300]}")
+
+
+def shorten(text: str, most: int) -> str:
+    """At most about `most` characters: where there are more, the first and the last ones."""
+    text = text.encode(errors="replace").decode()  # lone surrogates
+    cut = len(text) - most
+    return text if cut <= 0 else f"{text[: most // 2]}\n[... {cut} characters ...]\n{text[len(text) - most // 2 :]}"

@@ -1,0 +1,229 @@
+"""The loop of agents: generate, parse, act, observe; many conversations at once, each exact to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import Any, override
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import AgentConfig, Config
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments import Prompt, Task
+from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.toolbox import Toolbox
+from megatron_rl.environments.tools import ToolLost
+from megatron_rl.rollout.client import Reply, SGLangClient
+from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.conversation import Conversation
+from megatron_rl.rollout.dialects import Dialect, dialect
+from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.rollout.sampling import request_seed
+from megatron_rl.trainer.parallel import Ranks
+
+log = logging.getLogger(__name__)
+
+WELL_FORMED = "well_formed"
+"""Reward part: 1 where no call of the conversation was malformed."""
+
+
+class Agents(SingleTurn):
+    """Conversations of several turns with tools, in the dialect of the model."""
+
+    parts = (WELL_FORMED,)
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
+        super().__init__(config, tokenizer, task, ranks)
+        self.settings: AgentConfig = config.agent
+        self.dialect: Dialect = dialect(self.settings.dialect, tokenizer)
+        self.toolbox: Toolbox | None = ranks.leaders_do(self._open)
+        # Prompts are the same on every process, so the tools that they tell of are too.
+        self.schemas = ranks.from_main(self.toolbox.schemas if self.toolbox else None)
+
+    def _open(self) -> Toolbox:
+        toolbox = Toolbox(self.settings, self.task.tools())
+        toolbox.open()
+        return toolbox
+
+    @override
+    def encode(self, prompt: Prompt) -> Prompt:
+        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+        return replace(prompt, tokens=self.dialect.prompt(messages, self.schemas))
+
+    @override
+    def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
+        return demonstration(self.dialect, prompt, self.task.demonstration(prompt, rng))
+
+    @override
+    def collect(self, **settings: Any) -> Collection:
+        return AgentCollection(**settings, agents=self)
+
+    @override
+    def close(self) -> None:
+        if self.toolbox is not None:
+            self.toolbox.close()
+
+
+def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any]]) -> Sequence:
+    """A conversation to imitate: replies count, observations do not.
+
+    turns: the answer, or messages in OpenAI's form (assistant with content and tool_calls, tool).
+    """
+    messages = [{"role": "assistant", "content": turns}] if isinstance(turns, str) else turns
+    sequence, counted, results = list[int](), list[bool](), list[dict[str, Any]]()
+    for message in messages:
+        if message["role"] != "assistant":
+            results.append(message)
+            continue
+        between = form.observation(results) if results else []
+        reply, results = form.reply(form.message_text(message)), []
+        sequence += [*between, *reply]
+        counted += [False] * len(between) + [True] * len(reply)
+    found = Sequence.demonstration(prompt.tokens, sequence)
+    found["loss_mask"] = np.asarray(counted, bool)
+    return found
+
+
+@dataclass
+class AgentCollection(Collection):
+    """The conversations of one step. What was answered stays: `run` goes on where an engine that died left them."""
+
+    agents: Agents = None  # type: ignore[assignment]  # the fields of Collection have defaults
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._talks = {r: Conversation(self.prompts[self._prompt_of(r)].tokens) for r in self._requests}
+        self._worlds: dict[int, Environment] = {}
+        self._finals: dict[int, str] = {}
+
+    @property
+    @override
+    def responses(self) -> int:
+        """Conversations that have ended."""
+        return sum(bool(talk.finish_reason) for talk in self._talks.values())
+
+    @override
+    def run(self, client: SGLangClient) -> None:
+        toolbox = self.agents.toolbox
+        assert toolbox is not None  # of a leader, and others ask for nothing
+        toolbox.loop.run(self._run(client))
+
+    @override
+    async def _run(self, client: SGLangClient) -> None:
+        before = client.retried
+        async with client:
+            waiting = [r for r in self._requests if not self._talks[r].finish_reason]
+            done = await asyncio.gather(*(self._converse(client, r) for r in waiting), return_exceptions=True)
+        self.retries += client.retried - before
+        self._raise(done)
+
+    async def _converse(self, client: SGLangClient, request: int) -> None:
+        """Lead a conversation to its end. Errors: EngineLost, with which it stays as it is."""
+        talk, settings, begun = self._talks[request], self.agents.settings, time.monotonic()
+        assert self.agents.toolbox is not None
+        world = self._worlds.get(request)
+        if world is None:
+            world = self._worlds[request] = self.agents.task.environment(
+                self.prompts[self._prompt_of(request)], self.agents.toolbox
+            )
+        try:
+            async with asyncio.timeout(settings.time_limit_s - talk.seconds) as limit:
+                while not talk.finish_reason:
+                    await self._turn(client, request, talk, world)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            talk.finish_reason = "time"
+        except ToolLost as error:
+            log.warning(f"conversation {self.prompts[self._prompt_of(request)].prompt_id} does not train: {error}")
+            talk.finish_reason = "failure"
+        finally:
+            talk.seconds += time.monotonic() - begun
+        talk.drop_open_observation()
+        await world.close()
+        if self.on_progress:
+            self.on_progress(self.responses, len(self._requests))
+
+    async def _turn(self, client: SGLangClient, request: int, talk: Conversation, world: Environment) -> None:
+        """A reply, and what it is answered."""
+        settings, form = self.agents.settings, self.agents.dialect
+        room = self.max_new_tokens - len(talk.tokens)
+        reply = await self._reply(client, request, talk, min(room, settings.max_turn_tokens or room))
+        turn = talk.add_reply(reply)
+        parsed = form.parse(reply.tokens.tolist())
+        turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
+        self._finals[request] = parsed.final or ""
+        cut = reply.finish_reason != "stop"
+        if cut and not parsed.calls:
+            talk.finish_reason = "tokens"
+            return
+        replies = len(talk.replies)
+        if replies == settings.max_turns and (parsed.calls or parsed.malformed):
+            talk.finish_reason = "turns"
+            return
+        world.seconds = 0.0
+        messages = await world.respond(parsed)
+        if messages is None:
+            talk.finish_reason = "stop"
+            return
+        if replies == settings.max_turns:
+            talk.finish_reason = "turns"
+            return
+        tokens = form.observation(messages, after=reply.tokens.tolist())
+        if len(talk.tokens) + len(tokens) >= self.max_new_tokens:
+            talk.finish_reason = "tokens"
+            return
+        talk.add_observation(tokens, str(messages[-1]["role"])).seconds = world.seconds
+
+    async def _reply(self, client: SGLangClient, request: int, talk: Conversation, most: int) -> Reply:
+        number = len(talk.replies)
+        sampling = self.support.request() | {
+            "max_new_tokens": most,
+            "stop_token_ids": sorted({*map(int, self.stop_token_ids), *self.agents.dialect.stop_token_ids}),
+        }
+        if self.seed is not None:
+            key = f"{self.seed}/turn {number}" if number else self.seed
+            sampling["sampling_seed"] = request_seed(key, request)
+        shared = [talk.prompt] if not number and self.samples_per_prompt > 1 else []
+        (reply,) = await client.call(
+            [talk.context],
+            sampling,
+            number=request,  # of the conversation, so that it stays with its server
+            total=self._total,
+            prefixes=shared,
+            routes=self.routes,
+            routes_start=talk.known_routes if self.routes else 0,
+            features=self._features_of(request),
+            options=self.support.options(),
+        )
+        return reply
+
+    @override
+    def trajectories(self) -> list[Trajectory]:
+        return [self._trajectory(request) for request in self._requests]
+
+    def _trajectory(self, request: int) -> Trajectory:
+        talk, p = self._talks[request], self._prompt_of(request)
+        found = talk.trajectory(
+            self.routes,
+            prompt_id=self.prompts[p].prompt_id,
+            group_id=p,
+            support=vars(self.support).copy(),
+            text=self._finals.get(request, ""),
+        )
+        found.reward_parts = self._worlds[request].reward_parts() | {
+            WELL_FORMED: float(not any(turn.malformed for turn in talk.turns))
+        }
+        treatment = self.agents.settings.on_truncation if found.truncated else "score"
+        if treatment == "zero":
+            found.reward_parts = dict.fromkeys(self.agents.task.parts, 0.0)
+        found.masked = talk.finish_reason == "failure" or treatment == "mask"
+        if found.masked:
+            found["loss_mask"] = False
+        return found

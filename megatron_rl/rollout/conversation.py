@@ -1,0 +1,126 @@
+"""One sample's growing record: the prompt, replies as they were sampled, and observations, which do not train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.data.sequence import FIELDS, RouterFeatures
+from megatron_rl.data.trajectory import Trajectory, Turn, WeightSpan
+from megatron_rl.rollout.client import Reply
+from megatron_rl.rollout.routes import EngineRoutes, join_routes
+
+
+@dataclass
+class Conversation:
+    """Tokens of a conversation so far. Replies and observations take turns, the first reply coming first."""
+
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    """All tokens after the prompt."""
+    turns: list[Turn] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    finish_reason: str = ""
+    """Empty while it goes on."""
+    seconds: float = 0.0
+    """Time that it took so far."""
+
+    @property
+    def context(self) -> list[int]:
+        """What the next reply is asked after."""
+        return [*self.prompt, *self.tokens]
+
+    @property
+    def known_routes(self) -> int:
+        """Rows of the routing table that earlier replies brought: the last token of a reply is routed in the next turn."""
+        last = next((turn for turn in reversed(self.turns) if turn.role == "assistant"), None)
+        return len(self.prompt) + last.end - 1 if last else 0
+
+    def add_reply(self, reply: Reply) -> Turn:
+        """Append a reply's tokens as they are."""
+        self.replies.append(reply)
+        return self._add("assistant", reply.tokens.tolist())
+
+    def add_observation(self, tokens: Sequence[int], role: str = "tool") -> Turn:
+        """Append what the policy is answered, with the template's separators."""
+        return self._add(role, tokens)
+
+    def _add(self, role: str, tokens: Sequence[int]) -> Turn:
+        turn = Turn(role, len(self.tokens), len(self.tokens) + len(tokens))
+        self.tokens += tokens
+        self.turns.append(turn)
+        return turn
+
+    def drop_open_observation(self) -> None:
+        """Forget an observation that no reply follows: there is nothing to learn behind it."""
+        if self.turns and self.turns[-1].role != "assistant":
+            self.tokens = self.tokens[: self.turns.pop().start]
+
+    def trajectory(self, routes: EngineRoutes | None, **settings: Any) -> Trajectory:
+        """The trajectory of all turns. routes: the shape of the replies' tables, where they have some.
+
+        settings: the other fields of `Trajectory`.
+        """
+        said = [turn for turn in self.turns if turn.role == "assistant"]
+        pairs = list(zip(said, self.replies, strict=True))
+        return Trajectory(
+            tokens=np.asarray(self.context, np.int32),
+            prompt_length=len(self.prompt),
+            fields={name: self._field(name, pairs) for name in ("loss_mask", "rollout_log_probs")},
+            finish_reason=self.finish_reason,
+            kept=self._kept(pairs),
+            routes=self._routes(routes),
+            features=_features(pairs),
+            weight_spans=_spans(pairs),
+            turns=self.turns,
+            **settings,
+        )
+
+    def _field(self, name: str, pairs: list[tuple[Turn, Reply]]) -> np.ndarray:
+        values = np.full(len(self.tokens), FIELDS[name].default, FIELDS[name].dtype)
+        for turn, reply in pairs:
+            values[turn.start : turn.end] = reply.fields[name]
+        return values
+
+    def _kept(self, pairs: list[tuple[Turn, Reply]]) -> list[np.ndarray] | None:
+        if all(reply.kept is None for _, reply in pairs):
+            return None
+        kept = [np.zeros(0, np.int32)] * len(self.tokens)
+        for turn, reply in pairs:
+            kept[turn.start : turn.end] = reply.kept or []
+        return kept
+
+    def _routes(self, shape: EngineRoutes | None) -> np.ndarray | None:
+        tables = [(reply.routes, reply.weight_spans[-1].version) for reply in self.replies if reply.routes is not None]
+        if shape is None or not tables:
+            return None
+        return join_routes(tables, tables[-1][1], shape.shape)
+
+
+def _features(pairs: list[tuple[Turn, Reply]]) -> RouterFeatures | None:
+    """Those of all replies; positions are counted over the whole response."""
+    found = [(turn.start, reply.features) for turn, reply in pairs if reply.features is not None]
+    if not found:
+        return None
+    return RouterFeatures(
+        torch.cat([features.positions + start for start, features in found]),
+        torch.cat([features.hidden for _, features in found]),
+        torch.cat([features.logits for _, features in found]),
+    )
+
+
+def _spans(pairs: list[tuple[Turn, Reply]]) -> list[WeightSpan]:
+    """Spans over the whole response; one goes on through an observation where the weights stayed the same."""
+    spans: list[WeightSpan] = []
+    for turn, reply in pairs:
+        for span in reply.weight_spans:
+            start, end = turn.start + span.start, turn.start + span.end
+            if spans and spans[-1].version == span.version:
+                spans[-1].end = end
+            else:
+                spans.append(WeightSpan(span.version, start, end))
+    return spans

@@ -1,0 +1,170 @@
+"""What all dialects share: the template's suffixes between turns, without ever rendering what was sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+"""A message as chat templates take it: role and content."""
+Schemas = Sequence[Mapping[str, Any]]
+"""Tools as chat templates and the OpenAI API take them (`Tool.schema`)."""
+
+_PLACE = "\u2e28{}\u2e29"
+"""Stands for a content while a template is rendered: signs that no template has."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a reply says: calls, or a final answer, or neither because it is malformed."""
+
+    calls: list[Call] = field(default_factory=list)
+    """All calls of the reply, none where one is malformed."""
+    final: str | None = None
+    """The answer, without the model's thinking; None where it calls, or is malformed."""
+    malformed: str | None = None
+    """What is wrong with a call, as the model is told."""
+
+
+class Dialect:
+    """The conversation's form for one tokenizer. Subclasses say how calls are written and results are shown.
+
+    A conversation's tokens are `prompt`, then in turn a reply as it was sampled and `observation`. Nothing that was sampled is
+    rendered again, so a template that strips earlier thinking does not strip it here.
+    """
+
+    instruction: str = ""
+    """System prompt that tells of the tools ({tools}: their JSON, one a line), where the template does not."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._special = sorted(map(str, tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a reply."""
+        end: Any = self.tokenizer.eos_token_id
+        return [] if end is None else [end]
+
+    # -- what a dialect says of itself ----------------------------------------------------------------------------------
+
+    def parse_text(self, text: str) -> Parsed:
+        """What the text of a reply says."""
+        raise NotImplementedError
+
+    def call_text(self, call: Call) -> str:
+        """A call as the model writes it: for demonstrations."""
+        raise NotImplementedError
+
+    def message_text(self, message: Message) -> str:
+        """An assistant's message in OpenAI's form (content, tool_calls) as the model writes it."""
+        texts = [str(message["content"])] if message.get("content") else []
+        for call in message.get("tool_calls") or []:
+            arguments = call["function"]["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            texts.append(self.call_text(Call(call["function"]["name"], arguments)))
+        return "\n".join(texts)
+
+    def result_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages in a form that the tokenizer's template shows as the model is used to."""
+        return list(messages)
+
+    # -- tokens ---------------------------------------------------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message], tools: Schemas = ()) -> list[int]:
+        """Tokens of a conversation's beginning, up to where the model's first reply begins."""
+        shown, contents = self._hide(messages)
+        return self._encode(self._template(self._with_tools(shown, tools), tools), contents)
+
+    def parse(self, token_ids: Sequence[int]) -> Parsed:
+        """What a reply says. token_ids: as sampled; the token that ended it is no part of what it says."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        return self.parse_text(self.text(ids))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text, special ones included."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def reply(self, text: str) -> list[int]:
+        """Tokens of a reply that was not sampled, with its end: for demonstrations."""
+        return [*self.tokenizer.encode(text, add_special_tokens=False), *self.stop_token_ids[:1]]
+
+    def observation(self, results: Sequence[str | Message], after: Sequence[int] | None = None) -> list[int]:
+        """Tokens between a reply and the next one: the template's separator, the results, and the beginning of a reply.
+
+        results: results of calls as text, or messages (role, content). after: the reply's tokens; what the template has between
+        its text and them, and was not sampled (the end token of a reply that was cut off), comes first. None: the reply has its
+        end token.
+        """
+        messages = [{"role": "tool", "content": r} if isinstance(r, str) else r for r in results]
+        hidden, contents = self._hide(messages)
+        asked, answered = {"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACE.format("reply")}
+        rendered = self._template([asked, answered, *self.result_messages(hidden)])
+        separator = rendered.partition(answered["content"])[2]
+        ids = self._encode(separator, contents)
+        last = self.stop_token_ids[0] if after is None and self.stop_token_ids else (list(after or []) or [None])[-1]
+        return ids[1:] if ids and ids[0] == last else ids
+
+    def _with_tools(self, messages: Sequence[Message], tools: Schemas) -> list[Message]:
+        """The messages; with the dialect's own instruction where the template says nothing of the tools."""
+        messages = list(messages)
+        if not tools or self._template_tells(messages, tools):
+            return messages
+        text = self.instruction.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if messages and messages[0]["role"] == "system":
+            return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+        return [{"role": "system", "content": text}, *messages]
+
+    def _template_tells(self, messages: Sequence[Message], tools: Schemas) -> bool:
+        return self._template(messages, tools) != self._template(messages)
+
+    def _template(self, messages: Sequence[Message], tools: Schemas = ()) -> str:
+        if not self.tokenizer.chat_template:
+            return "".join(f"{message['content']}\n" for message in messages)
+        options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], **options))
+
+    def _hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+        """The messages with places for contents that would be read as special tokens, and these contents.
+
+        A tool that returns `<|im_end|>` must not end a turn.
+        """
+        contents: dict[str, str] = {}
+        shown = []
+        for number, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, str) and self._has_special(content):
+                place = _PLACE.format(number)
+                contents[place] = content
+                message = {**message, "content": place}
+            shown.append(message)
+        return shown, contents
+
+    def _has_special(self, text: str) -> bool:
+        return any(token in text for token in self._special)
+
+    def _encode(self, text: str, contents: Mapping[str, str]) -> list[int]:
+        """Tokens of a rendered text; contents that stand in places have no special tokens."""
+        ids: list[int] = []
+        for place, content in contents.items():
+            before, found, after = text.partition(place)
+            if not found:
+                continue
+            ids += self.tokenizer.encode(before, add_special_tokens=False)
+            ids += self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+            text = after
+        return ids + list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,48 @@
+"""Rollout programs (`rollout.program`): how prompts become tokens, and how responses are asked for."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import Config
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.environments import Prompt, Task, encode_response
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.collect import Collection
+from megatron_rl.trainer.parallel import Ranks
+
+
+class SingleTurn:
+    """One response to each prompt. Other programs are subclasses; one object serves the whole run, on each process."""
+
+    collection: type[Collection] = Collection
+    """How the responses of a step are asked for."""
+    parts: tuple[str, ...] = ()
+    """Reward parts that the program adds to the task's; they weigh 0 unless data.rewards says otherwise."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
+        """Every process makes one. Errors: UserError for what the config has wrong."""
+        self.config, self.tokenizer, self.task, self.ranks = config, tokenizer, task, ranks
+
+    def encode(self, prompt: Prompt) -> Prompt:
+        """The prompt with its tokens."""
+        return prompt.encode(self.tokenizer)
+
+    def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
+        """A demonstration of the task to learn from. prompt: encoded. Errors: UserError where the task has none."""
+        response = self.task.demonstration(prompt, rng)
+        if not isinstance(response, str):
+            raise UserError(
+                f"data: the demonstration of {prompt.prompt_id} is a conversation; set rollout.program: agent"
+            )
+        return Sequence.demonstration(prompt.tokens, encode_response(self.tokenizer, response))
+
+    def collect(self, **settings: Any) -> Collection:
+        """The collection of a step, or of an evaluation. settings: fields of `Collection`."""
+        return self.collection(**settings)
+
+    def close(self) -> None:
+        """End what it has started."""

@@ -1,0 +1,14 @@
+"""The rollout programs that are built in, by their names in rollout.program."""
+
+from __future__ import annotations
+
+from megatron_rl.registry import resolve
+from megatron_rl.rollout.agent import Agents
+from megatron_rl.rollout.program import SingleTurn
+
+PROGRAMS: dict[str, type[SingleTurn]] = {"single_turn": SingleTurn, "agent": Agents}
+
+
+def rollout_program(name: str) -> type[SingleTurn]:
+    """The program of that name, or the user's own by `module:name`. Errors: UserError."""
+    return resolve("rollout program", name, PROGRAMS, "rollout.program")

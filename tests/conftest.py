@@ -19,6 +19,8 @@ FAST = (
     "test_refusals.py",
     "test_spec.py",
     "test_precision.py",
+    "test_dialects.py",
+    "test_conversation.py",
 )
 """Files of these folders that take seconds."""
 

@@ -9,7 +9,8 @@ usage: tools/setup.sh [--trainer-only] [--gpu | --no-gpu] [--force] [--help]
 
 Makes .venv (trainer) and .venv-rollout (SGLang) in the checkout with uv, from requirements/*.txt, and installs
 megatron_rl into .venv. About 12 GB on disk and as much in uv's cache (shared by hard links where it is on the same
-file system). Nothing else is written outside the checkout.
+file system). As root with apt it also installs bubblewrap, which contains model-written code; nothing else is written
+outside the checkout.
 
   --trainer-only  leave out .venv-rollout (for machines whose SGLang servers run elsewhere)
   --gpu           requirements/gpu.txt too: nvcc, and Transformer Engine, which is compiled here (the default where
@@ -214,6 +215,18 @@ finish_environment() {
     { inputs_hash "$1" && nvcc_release; } >"$venv/.setup-stamp"
 }
 
+# What contains model-written code (megatron_rl/environments/sandbox.py). Runs that execute none do without.
+install_sandbox() {
+    command -v bwrap >/dev/null && return
+    local packages=(bubblewrap libseccomp2)
+    if ((EUID == 0)) && command -v apt-get >/dev/null; then
+        say "installing ${packages[*]}, which contain model-written code"
+        DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install --yes --no-install-recommends "${packages[@]}" \
+            >/dev/null 2>&1 && return
+    fi
+    say "no bubblewrap: the python tool and code verifiers refuse to run (apt-get install ${packages[*]}, as root)"
+}
+
 free_space() { df --output=avail -BG . | tail -n 1 | tr -d ' '; }
 
 all_ready() {
@@ -231,6 +244,7 @@ if ! flock --nonblock 9; then
     flock --timeout 3600 9 || fail "the other setup has not ended within an hour"
 fi
 if ((!force)) && all_ready; then
+    install_sandbox
     exit 0
 fi
 uv=$(find_uv)
@@ -247,4 +261,5 @@ done
 for process in "${finishing[@]}"; do
     wait "$process" || exit 1
 done
+install_sandbox
 say "done: .venv/bin/megatron-rl doctor says what this machine has"

@@ -137,12 +137,10 @@ def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, 
     command += ["--size", str(TMP_BYTES), "--tmpfs", "/dev/shm", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     command += ["--ro-bind-data", str(script), "/main.py", "--remount-ro", "/dev", "--remount-ro", "/"]
     command += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
-    command += ["--setenv", "LANG", "C.UTF-8", "--seccomp", str(seccomp), "--"]
-    limits = [f"--cpu={cpu_s}", f"--as={memory_mb * 2**20}", f"--fsize={TMP_BYTES}", f"--nproc={PROCESSES}"]
+    command += ["--setenv", "LANG", "C.UTF-8", "--seccomp", str(seccomp), "--json-status-fd", str(status), "--"]
+    limits = [f"--cpu={cpu_s}:{cpu_s + 1}", f"--as={memory_mb * 2**20}", f"--fsize={TMP_BYTES}", f"--nproc={PROCESSES}"]
     limits += ["--nofile=64", "--core=0", "--memlock=0", "--msgqueue=0"]
-    # What stands in the status pipe says that everything before the program worked.
-    start = f'echo started >&{status}; exec {status}>&-; exec prlimit "$@"'
-    return [*command, "sh", "-c", start, "sh", *limits, "--", PYTHON, "-I", "-S", "-B", "-u", "/main.py"]
+    return [*command, "prlimit", *limits, "--", PYTHON, "-I", "-S", "-B", "-u", "/main.py"]
 
 
 class Container:
@@ -159,6 +157,7 @@ class Container:
         filtered = _filter()
         self._status: int | None
         self._status, status = os.pipe()
+        os.set_blocking(self._status, False)
         self._started = False
         files = [_file(filtered), _file(script)]
         as_nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
@@ -184,12 +183,14 @@ class Container:
 
     @property
     def started(self) -> bool:
-        """Whether the script was begun. To be asked after it has ended, or written something."""
-        if self._status is None:
-            return self._started
-        self._started = os.read(self._status, 16).startswith(b"started")
-        os.close(self._status)
-        self._status = None
+        """Whether the script was begun. To be asked after it has ended: bubblewrap tells no status of what it did not start."""
+        if self._status is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
+            with contextlib.suppress(BlockingIOError):
+                self._started = b"exit-code" in os.read(self._status, 4096)
+            os.close(self._status)
+            self._status = None
         return self._started
 
     def memory(self) -> int:
@@ -295,7 +296,7 @@ def run_python(
             except subprocess.TimeoutExpired:  # it closed its output and goes on
                 reason = "timeout"
         stdout, stderr = (bytes(output[:output_bytes]).decode(errors="replace") for output in outputs)
-        if reason in ("ok", "output") and not container.started:
+        if reason == "ok" and not container.started:
             return Outcome("", f"bubblewrap contains nothing here: {' '.join(stderr.split())[:300]}", None, "refused")
     finally:
         container.end()
@@ -305,7 +306,7 @@ def run_python(
     if status == 0:
         return Outcome(stdout, stderr, 0, "ok")
     last = stderr.rstrip().rpartition("\n")[2]
-    if status == 128 + signal.SIGXCPU or status == 128 + signal.SIGKILL:
+    if status == 128 + signal.SIGXCPU:
         return Outcome(stdout, stderr, None, "timeout")
     return Outcome(stdout, stderr, status, "memory" if last.startswith("MemoryError") else "error")
 

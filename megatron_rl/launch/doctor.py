@@ -64,6 +64,7 @@ def examine() -> list[Finding]:
         _deepep,
         _extension,
         _wandb,
+        _sandbox,
         lambda: _sglang(engine),
     ]
     findings = []
@@ -300,6 +301,16 @@ def _wandb() -> Finding:
     if version := version_of("wandb"):
         return Finding("wandb", "ok", version)
     return Finding("wandb", "missing", "not installed", "logging.wandb_project cannot be used; TensorBoard can")
+
+
+def _sandbox() -> Finding:
+    """What contains model-written code."""
+    from megatron_rl.environments import sandbox
+
+    if problem := sandbox.problem():
+        return Finding("sandbox", "missing", "model-written code is refused", problem)
+    version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=20).stdout.strip()
+    return Finding("sandbox", "ok", version, "contained: no network, no files of this machine, limits on time and memory")
 
 
 # -- SGLang's environment ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass, replace
-from typing import Any, override
+from typing import TYPE_CHECKING, Any, override
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,9 @@ from megatron_rl.rollout.conversation import Conversation
 from megatron_rl.rollout.dialects import Dialect, dialect
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.sampling import request_seed
-from megatron_rl.trainer.parallel import Ranks
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.parallel import Ranks
 
 log = logging.getLogger(__name__)
 

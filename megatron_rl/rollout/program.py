@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +12,9 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments import Prompt, Task, encode_response
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.trainer.parallel import Ranks
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.parallel import Ranks
 
 
 class SingleTurn:

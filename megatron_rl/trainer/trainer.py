@@ -241,7 +241,8 @@ class Trainer:
         """Counted tokens and sequences of these micro-batches over all ranks. Collective."""
         lengths = torch.cat([b.sequence_lengths for b in batches]).tolist()
         tokens = self.ranks.total(round(sum(lengths)), of_leaders=True)
-        return Totals(tokens, self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True))
+        sequences = self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True)
+        return Totals(tokens, max(1, sequences))  # of none where all are masked
 
     def _total_of(self, value: float) -> float:
         """Sum over the ranks whose per-token results count. Collective."""

@@ -114,6 +114,12 @@ def test_a_missing_package_is_an_error_only_if_nothing_runs_without_it():
     assert finding.state == "missing" and finding.note == "no y: run tools/setup.sh"
 
 
+def test_the_sandbox_is_probed(monkeypatch):
+    monkeypatch.setattr(sandbox, "problem", lambda: "no user namespaces; do this")
+    found = doctor._sandbox()
+    assert (found.part, found.state) == ("sandbox", "missing") and found.note == "no user namespaces; do this"
+
+
 def test_a_check_that_fails_becomes_a_warning(monkeypatch):
     def fail(*_):
         raise RuntimeError("broken package")

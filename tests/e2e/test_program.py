@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_rl.environments import Prompt
 from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.program import SingleTurn
 
 FOLLOW_UP = {FOLLOW_UP}
 
@@ -44,6 +45,10 @@ class TwoTurns(Collection):
         between = {{"loss_mask": np.zeros(len(FOLLOW_UP), bool), "rollout_log_probs": np.zeros(len(FOLLOW_UP), np.float32)}}
         fields = {{n: np.concatenate([first.fields[n], between[n], second.fields[n]]) for n in between}}
         return replace(first, tokens=second.tokens, fields=fields, finish_reason=second.finish_reason)
+
+
+class TwoTurnProgram(SingleTurn):
+    collection = TwoTurns
 """
 
 
@@ -61,9 +66,9 @@ def test_a_program_of_two_turns(tmp_path, tiny_model, capsys):
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
     command = ["rollout", str(tmp_path / "config.yaml"), "--rollout.program"]
     try:
-        assert main([*command, f"{tmp_path / 'turns.py'}:TwoTurn"]) == 2
-        assert "rollout.program" in (message := capsys.readouterr().err) and "did you mean 'TwoTurns'" in message
-        assert main([*command, f"{tmp_path / 'turns.py'}:TwoTurns"]) == 0
+        assert main([*command, f"{tmp_path / 'turns.py'}:TwoTurnProgam"]) == 2
+        assert "rollout.program" in (message := capsys.readouterr().err) and "did you mean 'TwoTurnProgram'" in message
+        assert main([*command, f"{tmp_path / 'turns.py'}:TwoTurnProgram"]) == 0
     finally:
         parallel.shutdown()
     found = load_trajectories(file_of(tmp_path / "runs" / "turns" / "rollouts", 0, 0))

@@ -13,6 +13,7 @@ from megatron_rl.config import load_config
 from megatron_rl.environments import build_task
 from megatron_rl.environments.stream import held_out_demonstrations
 from megatron_rl.metrics.logger import read_json_lines
+from megatron_rl.rollout.program import SingleTurn
 
 STEPS = 3
 
@@ -21,11 +22,12 @@ def loss_in_fp64(folder, pairs) -> float:
     """Mean negative log-likelihood of the responses' tokens, one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     total, count = 0.0, 0
-    for prompt, response in pairs:
-        tokens = torch.tensor([[*prompt.tokens, *response]])
+    for one in pairs:
+        tokens = torch.tensor(one.tokens[None].astype(int))
+        response = one.tokens[one.prompt_length :].tolist()
         with torch.no_grad():
             log_probs = model(tokens).logits[0].log_softmax(-1)
-        for place, token in enumerate(response, len(prompt.tokens) - 1):
+        for place, token in enumerate(response, one.prompt_length - 1):
             total -= float(log_probs[place, token])
         count += len(response)
     return total / count
@@ -58,8 +60,9 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
     task = build_task(load_config(path).data, demonstrations=True)
     prompts = task.prompts("eval")[: config["eval"]["prompts"]]
     length = config["rollout"]["context_length"]
-    pairs = held_out_demonstrations(task, prompts, AutoTokenizer.from_pretrained(model), length)
-    assert len(pairs) > 1 and all(len(prompt.tokens) + len(response) <= length for prompt, response in pairs)
+    form = SingleTurn(load_config(path), AutoTokenizer.from_pretrained(model), task, None)
+    pairs = held_out_demonstrations(prompts, form, length)
+    assert len(pairs) > 1 and all(len(one.tokens) <= length for one in pairs)
     assert lines[0]["eval/prompts"] == len(pairs)
     # fp32 against fp64: eps times a few hundred additions a logit, of a loss of a few nats.
     for step, folder in ((0, model), (STEPS, tmp_path / "sft" / "hf")):

@@ -9,11 +9,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.config import DataConfig
 from megatron_rl.environments import PromptStream, build_task, combine, encode_response, fitting
 from megatron_rl.environments.procedural import HELD_OUT_SHARE, ProceduralPrompts
 from megatron_rl.environments.task import Prompt, is_held_out
+from megatron_rl.config import Config, DataConfig
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.program import SingleTurn
 
 WORDS = ["<bos>", "<eos>", "<unk>", "<", ">", ":", *map(str, range(20)), "user", "assistant", "hello"]
 
@@ -28,6 +29,11 @@ def tokenizer():
 
 def sorting(**options):
     return build_task(DataConfig(task="number_sorting", options=options))
+
+
+def plain(tokenizer, task=None):
+    """The program that encodes prompts and demonstrations as they are."""
+    return SingleTurn(Config(), tokenizer, task, None)
 
 
 def ids(prompts):
@@ -142,58 +148,58 @@ def test_a_conversation_takes_the_chat_template(tokenizer):
 
 
 def test_stream_visits_every_prompt_once_an_epoch_in_new_orders(tokenizer):
-    stream = PromptStream(sorting(size=40), tokenizer, 64, 8, seed=1)
+    stream = PromptStream(sorting(size=40), plain(tokenizer), 64, 8, seed=1)
     first, second = ids(stream.next(40)), ids(stream.next(40))
     assert sorted(first) == sorted(second) and len(set(first)) == 40 and first != second
 
 
 def test_stream_is_the_same_on_every_rank_and_differs_between_seeds(tokenizer):
     def draw(seed):
-        return ids(PromptStream(sorting(size=40), tokenizer, 64, 8, seed).next(20))
+        return ids(PromptStream(sorting(size=40), plain(tokenizer), 64, 8, seed).next(20))
 
     assert draw(0) == draw(0) != draw(1)
 
 
 @pytest.mark.parametrize("before", [0, 5, 40, 61])
 def test_stream_resumes_exactly(tokenizer, before):
-    stream = PromptStream(sorting(size=40), tokenizer, 17, 8, seed=1)
+    stream = PromptStream(sorting(size=40), plain(tokenizer), 17, 8, seed=1)
     stream.next(before)
     state = stream.state_dict()
     expected = ids(stream.next(70))
-    resumed = PromptStream(sorting(size=40), tokenizer, 17, 8, seed=1)
+    resumed = PromptStream(sorting(size=40), plain(tokenizer), 17, 8, seed=1)
     resumed.load_state_dict(state)
     assert ids(resumed.next(70)) == expected and resumed.skipped == stream.skipped
 
 
 def test_stream_refuses_the_state_of_other_data(tokenizer):
-    state = PromptStream(sorting(size=40), tokenizer, 64, 8, seed=1).state_dict()
+    state = PromptStream(sorting(size=40), plain(tokenizer), 64, 8, seed=1).state_dict()
     with pytest.raises(UserError, match="had size 40, now it has 41"):
-        PromptStream(sorting(size=41), tokenizer, 64, 8, seed=1).load_state_dict(state)
+        PromptStream(sorting(size=41), plain(tokenizer), 64, 8, seed=1).load_state_dict(state)
 
 
 def test_prompts_that_are_too_long_are_skipped_and_counted_and_the_first_are_logged(tokenizer, caplog):
     task = sorting(size=40)
     limit = 7 + 8  # bos, sign, colon and four numbers
     long = {p.prompt_id for p in task.prompts("train") if len(p.answer) > 4}
-    stream = PromptStream(task, tokenizer, limit, 8, seed=1)
+    stream = PromptStream(task, plain(tokenizer, task), limit, 8, seed=1)
     with caplog.at_level(logging.WARNING):
         got = stream.next(3 * (40 - len(long)))
     assert 0 < len(long) < 40 and stream.skipped == long and not long & set(ids(got))
     named = [r.getMessage() for r in caplog.records if "exceed" in r.getMessage()]
     assert len(set(named)) == len(named) == 5 and all(any(f"{i} skipped" in m for i in long) for m in named)
     caplog.clear()
-    assert {p.prompt_id for p in fitting(task.prompts("train")[:40], tokenizer, limit, 8)} == set(ids(got))
+    assert {p.prompt_id for p in fitting(task.prompts("train")[:40], plain(tokenizer), limit, 8)} == set(ids(got))
     [named] = [r.getMessage() for r in caplog.records]
     assert f"{len(long)} of 40 held-out prompts skipped" in named
 
 
 def test_a_context_in_which_nothing_fits_is_an_error_not_an_endless_loop(tokenizer):
     with pytest.raises(UserError, match="none of the 40 prompts"):
-        PromptStream(sorting(size=40), tokenizer, 10, 8, seed=1).check_room()
+        PromptStream(sorting(size=40), plain(tokenizer), 10, 8, seed=1).check_room()
     with pytest.raises(UserError, match="none of the 40 prompts"):
-        PromptStream(sorting(size=40), tokenizer, 10, 8, seed=1).next(1)
+        PromptStream(sorting(size=40), plain(tokenizer), 10, 8, seed=1).next(1)
     with pytest.raises(UserError, match="none of the 40 held-out prompts"):
-        fitting(sorting(size=40).prompts("train"), tokenizer, 10, 8)
+        fitting(sorting(size=40).prompts("train"), plain(tokenizer), 10, 8)
 
 
 def test_reward_parts_are_weighted_and_misspelt_ones_refused():
@@ -228,22 +234,22 @@ def test_demonstrations_that_are_too_long_are_skipped_and_counted(tokenizer, cap
     }
     limit = sorted(lengths.values())[30]
     long = {name for name, length in lengths.items() if length > limit}
-    stream = PromptStream(task, tokenizer, limit, 10_000, seed=1)
+    stream = PromptStream(task, plain(tokenizer, task), limit, 10_000, seed=1)
     with caplog.at_level("WARNING"):
         pairs = stream.next_demonstrations(2 * (60 - len(long)), random.Random(0))
     assert 0 < len(long) < 60 and stream.skipped == long
-    assert {p.prompt_id for p, _ in pairs} == set(lengths) - long
-    assert all(len(p.tokens) + len(response) == lengths[p.prompt_id] for p, response in pairs)
+    assert sorted({len(one.tokens) for one in pairs}) == sorted({n for name, n in lengths.items() if name not in long})
     named = [m for m in caplog.messages if m.startswith("data: demonstration ")]
     assert len(named) == min(5, len(long)) and len(caplog.messages) <= 6
     assert f"included, exceed rollout.context_length {limit}" in caplog.messages[0]
-    stream = PromptStream(task, tokenizer, min(lengths.values()) - 1, 8, seed=1)
+    stream = PromptStream(task, plain(tokenizer, task), min(lengths.values()) - 1, 8, seed=1)
     with pytest.raises(UserError, match="none of the 60 demonstrations fits into rollout.context_length"):
         stream.next_demonstrations(1, random.Random(0))
 
 
 def test_demonstrations_come_in_the_order_of_prompts(tokenizer):
-    prompts, pairs = (PromptStream(sorting(size=40), tokenizer, 64, 8, seed=1) for _ in range(2))
+    task = sorting(size=40)
+    prompts, pairs = (PromptStream(task, plain(tokenizer, task), 64, 8, seed=1) for _ in range(2))
     rng = random.Random("7/3")
-    expected = [(p, encode_response(tokenizer, prompts.task.demonstration(p, rng))) for p in prompts.next(50)]
-    assert pairs.next_demonstrations(50, random.Random("7/3")) == expected
+    expected = [[*p.tokens, *encode_response(tokenizer, task.demonstration(p, rng))] for p in prompts.next(50)]
+    assert [one.tokens.tolist() for one in pairs.next_demonstrations(50, random.Random("7/3"))] == expected

@@ -1,0 +1,99 @@
+"""The interpreter of a conversation: it remembers, survives its user's errors, and breaks no limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from megatron_rl.environments import sandbox
+from megatron_rl.environments.interpreter import OUTPUT_BYTES, PythonTool, Session
+from megatron_rl.environments.tools import ToolError, ToolLost
+
+pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+
+
+@pytest.fixture
+def session():
+    made = Session(timeout_s=3.0, memory_mb=256)
+    yield made
+    made.end()
+
+
+def test_variables_stay_and_the_last_expression_is_shown(session):
+    assert session.run("import math\nx = 3\ndef f(y): return x + y") == ""
+    assert session.run("print('a')\nf(4)") == "a\n7"
+    assert session.run("x = None\nx") == ""
+    assert session.run("'text'; [i for i in range(3)]") == "[0, 1, 2]"
+    assert session.run("") == "" and session.run("# nothing") == ""
+    assert session.run("print('é', end='')") == "é"
+
+
+def test_errors_are_shown_and_lose_nothing(session):
+    session.run("x = 3")
+    shown = session.run("print('before')\n1/0")
+    assert shown.startswith("before\nTraceback") and "ZeroDivisionError" in shown and "driver" not in shown.lower()
+    assert 'File "main.py", line 2' in shown and "exec(" not in shown
+    assert "SyntaxError" in session.run("def f(:")
+    assert session.run("import sys; sys.exit(3)") == "" and session.run("raise SystemExit") == ""
+    assert session.run("x") == "3"
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("print('so far', flush=True)\nwhile True: pass", "longer than 3 s.*so far"),
+        (
+            "y = []\nimport os\nfor _ in range(9):\n    if os.fork() == 0: z = bytearray(2**26); import time; time.sleep(9)\ntime.sleep(9)",
+            "more than 256 MB|longer than 3 s|wrote",
+        ),
+        ("while True: print('x' * 1000)", f"more than {OUTPUT_BYTES} bytes"),
+        ("import os; os._exit(1)", "interpreter ended"),
+        ("import os; os.close(1)", "interpreter ended|longer than"),
+        ("import os; os.kill(os.getpid(), 9)", "interpreter ended"),
+    ],
+)
+def test_a_call_that_breaks_a_limit_starts_anew(session, code, problem):
+    session.run("import time; x = 3")
+    with pytest.raises(ToolError, match=f"(?s)({problem})") as found:
+        session.run(code)
+    assert "variables are lost" in str(found.value)
+    assert "NameError" in session.run("x")
+
+
+def test_it_reads_no_input_and_sees_no_calls(session):
+    assert "EOFError" in session.run("input()")
+    assert session.run("import sys; sys.stdin.read()") == "''"
+
+
+def test_conversations_share_nothing():
+    tool = PythonTool(timeout_s=5.0)
+
+    async def both():
+        first, second = tool.session(), tool.session()
+        try:
+            await tool.call({"code": "x = 1; open('/tmp/a', 'w').write('1')"}, first)
+            return await tool.call({"code": "import os; os.listdir('/tmp'), 'x' in globals()"}, second)
+        finally:
+            await tool.end(first)
+            await tool.end(second)
+
+    assert asyncio.run(both()) == "([], False)"
+
+
+def test_a_sandbox_that_does_not_start_is_no_fault_of_the_model(monkeypatch):
+    monkeypatch.setattr(sandbox, "_command", lambda *a, **k: ["/bin/sh", "-c", "echo 'bwrap: no namespaces'; exit 1"])
+    with pytest.raises(ToolLost, match="does not start: bwrap: no namespaces"):
+        Session(timeout_s=3.0, memory_mb=256).run("1")
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    with pytest.raises(ToolLost, match="not installed"):
+        asyncio.run(PythonTool().open())
+
+
+def test_many_small_calls_are_quick_enough_to_be_used(session):
+    """Not a stop-watch: a session that started a process for each call would break its limit of time here."""
+    deadline = time.monotonic() + 60
+    for number in range(200):
+        assert session.run(f"{number} + 1") == str(number + 1)
+    assert time.monotonic() < deadline

@@ -1,0 +1,341 @@
+"""Conversations with the real SGLang: exact to the token, scored alike by both sides, and bounded whatever tools do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import override
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_rl.config import build_config
+from megatron_rl.environments import Prompt, Task
+from megatron_rl.environments.tools import Tool, ToolLost
+from megatron_rl.rollout.agent import Agents
+from megatron_rl.rollout.client import EngineLost
+from megatron_rl.rollout.dialects import Call, Parsed
+from megatron_rl.rollout.dialects.qwen import Qwen
+from megatron_rl.rollout.reward import give_rewards
+from megatron_rl.rollout.routes import sampled_by
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.routing.table import has_route
+from tests.rollout.conftest import assert_agree, client_of, prefill_log_probs
+from tests.rollout.test_agreement import ask_trainer
+from tests.rollout.test_engine import process_of
+from tests.rollout.test_routes import agreement, generate
+
+ONE_PROCESS = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
+
+
+class Talkative(Qwen):
+    """What a random model says is a call in six of eight replies, malformed in one, and an answer in one."""
+
+    @override
+    def parse(self, token_ids):
+        kind = sum(token_ids) % 8
+        if kind == 0:
+            return Parsed(final=self.text(token_ids))
+        if kind == 1:
+            return Parsed(malformed="not like this")
+        return Parsed([Call("echo", {"text": str(sum(token_ids))})])
+
+
+class Echo(Tool):
+    """Says its argument again, after having done what the test wants."""
+
+    name = "echo"
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+
+    def __init__(self):
+        self.calls = 0
+        self.sessions = []
+
+    @override
+    def session(self):
+        self.sessions.append(SimpleNamespace(calls=0))
+        return self.sessions[-1]
+
+    @override
+    async def call(self, arguments, session):
+        self.calls += 1
+        session.calls += 1
+        await self.do(session)
+        return f"<|im_end|>{arguments['text']}"
+
+    async def do(self, session):
+        """What the test wants."""
+
+
+class Asking(Task):
+    """Random questions; an answer that is there is right."""
+
+    def __init__(self, tool: Tool):
+        self.tool, self.parts, self.weights = tool, ("correct", "well_formed"), {"correct": 1.0, "well_formed": 0.0}
+
+    @override
+    def tools(self):
+        return [self.tool]
+
+    @override
+    def score(self, prompts, texts, truncated=()):
+        return [{"correct": float(bool(text))} for text in texts]
+
+
+@pytest.fixture
+def world(reference):
+    """world(tool, **agent section) -> (agents, prompts)."""
+    opened = []
+
+    def make(tool: Tool, **section) -> Agents:
+        tree = {"model": {"path": str(reference.folder)}, "rollout": {"program": "agent", "max_new_tokens": 160}}
+        settings = {"max_turns": 4, "max_turn_tokens": 12, "tool_timeout_s": 60} | section
+        agents = Agents(
+            build_config(tree | {"agent": settings}),
+            AutoTokenizer.from_pretrained(reference.folder),
+            Asking(tool),
+            ONE_PROCESS,
+        )
+        agents.dialect = Talkative(agents.tokenizer)
+        opened.append(agents)
+        return agents
+
+    yield make
+    for agents in opened:
+        agents.close()
+
+
+def questions(agents: Agents, count: int) -> list[Prompt]:
+    rng = np.random.default_rng()
+    return [agents.encode(Prompt(f"q:{i}", str(rng.integers(10**6)))) for i in range(count)]
+
+
+def collection(agents: Agents, prompts: list[Prompt], samples: int = 1, **settings):
+    known = {"samples_per_prompt": samples, "max_new_tokens": agents.config.rollout.max_new_tokens}
+    return agents.collect(prompts=prompts, support=SamplingSupport(), **known | settings)
+
+
+def pieces(t) -> list[list[int]]:
+    response = t.tokens[t.prompt_length :].tolist()
+    return [response[turn.start : turn.end] for turn in t.turns]
+
+
+def turns_apart(trajectories, ours: list[np.ndarray]) -> set[tuple[int, int]]:
+    """(conversation, turn) of the replies whose log-probs are apart by more than 1e-3 in the median."""
+    found = set()
+    for number, (t, values) in enumerate(zip(trajectories, ours, strict=True)):
+        whole = np.zeros(t.response_length, np.float32)
+        whole[t["loss_mask"]] = values
+        for place, turn in enumerate(t.turns):
+            stretch = slice(turn.start, turn.end)
+            if turn.role == "assistant" and np.median(np.abs(whole - t["rollout_log_probs"])[stretch]) > 1e-3:
+                found.add((number, place))
+    return found
+
+
+def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(server, reference, world):
+    agents = world(Echo())
+    prompts = questions(agents, 50)
+    asked = collection(agents, prompts, samples=4, routes=reference.layout)
+    asked.run(client_of(server))
+    assert asked.complete and asked.retries == 0
+    trajectories = asked.trajectories()
+    assert len(trajectories) == 200 and len({len(t.turns) for t in trajectories}) > 2
+    for request, t in enumerate(trajectories):
+        replies = [reply.tokens.tolist() for reply in asked._talks[request].replies]
+        assert t.tokens[: t.prompt_length].tolist() == prompts[request // 4].tokens
+        assert pieces(t)[::2] == replies, "replies as they were sampled"
+        for reply, observation in zip(replies, pieces(t)[1::2], strict=False):
+            parsed = agents.dialect.parse(reply)
+            result = f"Error: {parsed.malformed}" if parsed.malformed else f"<|im_end|>{sum(reply)}"
+            assert observation == agents.dialect.observation([result], after=reply)
+        mask = np.concatenate([np.full(len(piece), i % 2 == 0) for i, piece in enumerate(pieces(t))])
+        assert (t["loss_mask"] == mask).all() and t.turns[-1].role == "assistant"
+        assert t.finish_reason in ("stop", "turns", "tokens")
+    served = prefill_log_probs(client_of(server), [t.tokens.tolist() for t in trajectories])
+    of_prefill = [one[t.prompt_length - 1 :][t["loss_mask"]] for one, t in zip(served, trajectories, strict=True)]
+    sampled = [t["rollout_log_probs"][t["loss_mask"]] for t in trajectories]
+    assert_agree(of_prefill, sampled, median=1e-5, largest=1e-4)
+
+    # A turn that is decoded and encoded again: the very thing that must not happen.
+    for number, t in enumerate(trajectories):
+        again = agents.tokenizer.encode(agents.dialect.text(pieces(t)[0]), add_special_tokens=False)
+        if again != pieces(t)[0] and len(t.turns) > 1:
+            break
+    end = t.turns[0].end
+    before, after = t.tokens[: t.prompt_length], t.tokens[t.prompt_length + end :]
+    shift = len(again) - end
+    fields = {
+        name: np.concatenate([np.resize(values[:end], len(again)), values[end:]]) for name, values in t.fields.items()
+    }
+    planted = replace(
+        t,
+        tokens=np.concatenate([before, np.asarray(again, np.int32), after]),
+        fields=fields,
+        routes=None,
+        turns=[
+            replace(turn, start=turn.start + shift * (i > 0), end=turn.end + shift) for i, turn in enumerate(t.turns)
+        ],
+    )
+    plain, with_planted = ask_trainer(
+        reference,
+        ("fp32", trajectories, SamplingSupport()),
+        ("fp32", [*trajectories[:number], planted, *trajectories[number + 1 :]], SamplingSupport()),
+    )
+    assert_agree(plain, sampled, median=1e-5, largest=1e-4)
+    apart = turns_apart(trajectories, plain)
+    turns = sum(len(t.turns) for t in trajectories)
+    print(f"{len(apart)} of {turns} turns apart")
+    assert len(apart) <= turns / 50, "two experts nearly tied"
+    found = turns_apart([*trajectories[:number], planted, *trajectories[number + 1 :]], with_planted)
+    assert found - apart and {one for one, _ in found - apart} == {number}
+
+
+def test_routes_of_a_conversation_are_those_of_one_prefill(server, reference, world):
+    agents = world(Echo())
+    asked = collection(agents, questions(agents, 8), samples=2, routes=reference.layout)
+    asked.run(client_of(server))
+    several = [t for t in asked.trajectories() if len(t.turns) >= 5]
+    assert several
+    whole = generate(
+        server,
+        [t.tokens[:-1].tolist() for t in several],
+        {"temperature": 0, "max_new_tokens": 1},
+        routes=reference.layout,
+    )
+    for t, reply in zip(several, whole, strict=True):
+        assert t.routes.shape == (len(t.tokens) - 1, *reply.routes.shape[1:]) and has_route(torch_of(t.routes)).all()
+        assert agreement(t.routes, reply.routes) >= 0.98  # near-ties
+        assert sampled_by(t, t.weight_spans[-1].version) and len(t.weight_spans) == 1
+
+
+def torch_of(array: np.ndarray):
+    import torch
+
+    return torch.from_numpy(array)
+
+
+def test_the_same_seed_draws_the_same_conversations(server, world):
+    agents = world(Echo())
+    prompts = questions(agents, 6)
+    runs = []
+    for _ in range(2):
+        asked = collection(agents, prompts, samples=2, seed="7/3")
+        asked.run(client_of(server))
+        runs.append([t.tokens.tolist() for t in asked.trajectories()])
+    assert sum(a == b for a, b in zip(*runs, strict=True)) >= 11, "a draw in 100,000 falls on a border"
+    assert len({tuple(tokens) for tokens in runs[0]}) == 12
+
+
+def test_a_server_killed_in_turn_3_loses_nothing_and_nothing_is_sampled_twice(server, world):
+    class Killing(Echo):
+        killed = False
+
+        async def do(self, session):
+            if session.calls == 3 and not self.killed:
+                self.killed = True
+                os.kill(process_of(server, "sglang.launch_server"), signal.SIGKILL)
+
+    tool = Killing()
+    agents = world(tool, max_turns=6)
+    prompts = questions(agents, 32)
+    asked = collection(agents, prompts)
+    client = client_of(server)
+    with pytest.raises(EngineLost):
+        asked.run(client)
+    assert tool.killed and not asked.complete
+    before = {r: [reply.tokens.tolist() for reply in talk.replies] for r, talk in asked._talks.items()}
+    calls = tool.calls
+    assert max(map(len, before.values())) >= 3
+    server.stop()
+    server.start()
+    server.wait_ready()
+    asked.run(client)
+    assert asked.complete
+    trajectories = asked.trajectories()
+    for request, replies in before.items():
+        assert pieces(trajectories[request])[::2][: len(replies)] == replies
+    observations = Counter(turn.role for t in trajectories for turn in t.turns)["tool"]
+    malformed = sum(bool(turn.malformed) for t in trajectories for turn in t.turns[:-1])
+    dropped = sum(t.finish_reason == "tokens" and t.turns[-1].calls != [] for t in trajectories)
+    assert tool.calls > calls and observations - malformed <= tool.calls <= observations - malformed + dropped
+
+
+def test_one_of_many_tools_that_hangs_masks_its_conversation_alone(server, world):
+    class OneHangs(Echo):
+        async def do(self, session):
+            if session is self.sessions[0]:
+                await asyncio.sleep(600)
+
+    agents = world(OneHangs(), tool_timeout_s=20.0)
+    prompts = questions(agents, 32)
+    finished = []
+    asked = collection(
+        agents, prompts, samples=2, on_progress=lambda arrived, wanted: finished.append((arrived, wanted))
+    )
+    asked.run(client_of(server))
+    trajectories = give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories())
+    assert finished == [(i, 64) for i in range(1, 65)]
+    masked = [t for t in trajectories if t.masked]
+    assert len(masked) == 1 and masked[0].finish_reason == "failure" and not masked[0]["loss_mask"].any()
+    assert all(
+        t["loss_mask"].any() and t.reward_parts["correct"] == float(bool(t.text)) for t in trajectories if not t.masked
+    )
+    assert len(trajectories) == 64 and [t.group_id for t in trajectories] == [i // 2 for i in range(64)]
+
+
+def test_a_tool_that_is_gone_masks(server, world):
+    class Gone(Echo):
+        async def do(self, session):
+            raise ToolLost("gone")
+
+    agents = world(Gone())
+    asked = collection(agents, questions(agents, 16))
+    asked.run(client_of(server))
+    for t in asked.trajectories():
+        calls = any(turn.calls for turn in t.turns)
+        assert t.masked == (calls and t.finish_reason == "failure") and t.turns[-1].role == "assistant"
+        assert t.finish_reason == "failure" or not calls or len(t.turns) == 7
+
+
+@pytest.mark.parametrize("treatment", ["score", "zero", "mask"])
+def test_limits_end_conversations(server, world, treatment):
+    agents = world(Echo(), max_turns=2, on_truncation=treatment)
+    prompts = questions(agents, 40)
+    asked = collection(agents, prompts, max_new_tokens=90)
+    asked.run(client_of(server))
+    trajectories = give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories())
+    endings = Counter(t.finish_reason for t in trajectories)
+    assert endings["stop"] and endings["turns"] and set(endings) <= {"stop", "turns", "tokens"}
+    for t in trajectories:
+        assert t.response_length <= 90 and sum(turn.role == "assistant" for turn in t.turns) <= 2
+        assert t.masked == (t.truncated and treatment == "mask")
+        assert t.reward == float(bool(t.text) and not (t.truncated and treatment != "score"))
+        assert t.text == "" or t.finish_reason == "stop"
+
+
+def test_a_small_budget_ends_with_tokens(server, world):
+    agents = world(Echo(), max_turn_tokens=None)
+    asked = collection(agents, questions(agents, 8), max_new_tokens=30)
+    asked.run(client_of(server))
+    for t in asked.trajectories():
+        assert t.finish_reason in ("tokens", "stop") and t.response_length <= 30 and len(t.turns) == 1
+
+
+def test_a_conversation_that_takes_too_long_ends_with_what_it_has(server, world):
+    class Slow(Echo):
+        async def do(self, session):
+            await asyncio.sleep(600 if session.calls == 2 else 0)
+
+    agents = world(Slow(), time_limit_s=25.0)
+    asked = collection(agents, questions(agents, 16))
+    asked.run(client_of(server))
+    endings = Counter(t.finish_reason for t in asked.trajectories())
+    assert endings["time"] and set(endings) <= {"time", "stop", "turns", "tokens"}
+    for t in asked.trajectories():
+        assert t.turns[-1].role == "assistant" and not t.masked and t["loss_mask"].any()

@@ -1,0 +1,221 @@
+"""Dialects: what a model is told, what its replies say, and that nothing between turns depends on what was sampled."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.dialects import DIALECTS, Call, dialect
+from tools.make_tiny_model import calls_tokenizer, text_tokenizer
+
+TOOL = {"type": "function", "function": {"name": "calculator", "description": "adds", "parameters": {"type": "object"}}}
+QWEN3 = (
+    "{%- if tools %}{{- '<|im_start|>system\n<tools>\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}"
+    "{{- '\n</tools><|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""A template in the form of Qwen3's: it groups results, and strips earlier thinking."""
+
+
+def with_template(template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = text_tokenizer(512)
+    if template:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZERS = {"chatml": with_template(None), "qwen3": with_template(QWEN3), "calls": calls_tokenizer(64)}
+FORMS = [("qwen", "chatml"), ("qwen", "qwen3"), ("qwen", "calls"), ("react", "chatml"), ("react", "qwen3")]
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), FORMS)
+def test_a_prompt_tells_of_tools_and_ends_where_a_reply_begins(name, tokenizer):
+    form = dialect(name, TOKENIZERS[tokenizer])
+    asked = [{"role": "user", "content": "3+4="}]
+    plain, told = form.text(form.prompt(asked)), form.text(form.prompt(asked, [TOOL]))
+    assert "3+4=" in plain and "3+4=" in told and len(form.prompt(asked, [TOOL])) > len(form.prompt(asked))
+    assert told.endswith(plain[plain.index("3+4=") :])
+    if tokenizer != "calls":  # whose template has one token for all
+        assert "calculator" in told and "calculator" not in plain
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), FORMS)
+def test_between_turns_stands_the_suffix_of_the_full_rendering(name, tokenizer):
+    """With a reply that a template renders as it is, tokens of the record equal those of the whole conversation's text."""
+    form = dialect(name, TOKENIZERS[tokenizer])
+    asked, reply = [{"role": "user", "content": "3+4="}], form.reply("12")
+    results = ["7", "1+1"]
+    record = [*form.prompt(asked), *reply, *form.observation(results, after=reply)]
+    shown = form.result_messages([{"role": "tool", "content": text} for text in results])
+    whole = form._template([*asked, {"role": "assistant", "content": "12"}, *shown])
+    assert form.text(record) == whole
+    assert record[len(form.prompt(asked)) : len(form.prompt(asked)) + len(reply)] == reply
+    assert form.observation(results) == form.observation(results, after=reply), (
+        "without a reply one with its end is meant"
+    )
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), FORMS)
+def test_a_reply_that_was_cut_gets_its_end_token(name, tokenizer):
+    form = dialect(name, TOKENIZERS[tokenizer])
+    cut = form.reply("12")[:-1]
+    assert form.observation(["7"], after=cut) == [form.stop_token_ids[0], *form.observation(["7"])]
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(max_size=30), form=st.sampled_from(["qwen", "react"]))
+def test_what_a_tool_returns_has_no_special_tokens(text, form):
+    tokenizer = TOKENIZERS["chatml"]
+    form = dialect(form, tokenizer)
+    plain = form.observation(["x"])
+    for content in (f"{text}<|im_end|>\n<|im_start|>assistant\n", f"<|endoftext|>{text}"):
+        found = form.observation([content])
+        for token in tokenizer.all_special_ids + tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]):
+            assert found.count(token) == plain.count(token)
+        if text.isascii():
+            assert content in form.text(found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arguments=st.dictionaries(
+        st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=20), max_size=3
+    ),
+    name=st.text(string.ascii_letters + "_", min_size=1, max_size=12),
+)
+def test_calls_come_back_as_they_were_written(arguments, name):
+    call = Call(name, arguments)
+    written = json.dumps(arguments)
+    for kind in DIALECTS:
+        form = dialect(kind, TOKENIZERS["chatml"])
+        if "<tool_call>" in written or "</tool_call>" in written:
+            continue
+        parsed = form.parse_text(form.call_text(call))
+        assert parsed.calls == [call] and parsed.final is None and parsed.malformed is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                '{"name": "f"}',
+                '{"name": 3}',
+                "[]",
+                "{",
+                "\n",
+                "Action:",
+                "Action: f\n",
+                "1",
+            ]
+            + [
+                "Action Input:",
+                "Action Input: {}",
+                "Final Answer:",
+                "Observation:",
+                "</think>",
+                "text",
+                "\nAction: g\n",
+                "\ud800",
+            ]
+        ),
+        max_size=8,
+    )
+)
+def test_a_reply_calls_or_answers_or_is_malformed(pieces):
+    for kind in DIALECTS:
+        parsed = dialect(kind, TOKENIZERS["chatml"]).parse_text("".join(pieces))
+        assert [bool(parsed.calls), parsed.final is not None, parsed.malformed is not None].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>", "without"),
+        ("</tool_call>", "do not match"),
+        ("<tool_call>{}<tool_call>", "do not match"),
+        ("<tool_call>{</tool_call>", "not JSON"),
+        ("<tool_call>[]</tool_call>", "no JSON object"),
+        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', "arguments"),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"nam": "f"}</tool_call>', "name"),
+    ],
+)
+def test_malformed_calls_of_qwen(text, problem):
+    parsed = dialect("qwen", TOKENIZERS["chatml"]).parse_text(text)
+    assert problem in parsed.malformed and not parsed.calls
+
+
+def test_qwen_takes_several_calls_and_no_thoughts():
+    form = dialect("qwen", TOKENIZERS["chatml"])
+    calls = [Call("f", {"a": 1}), Call("g", {})]
+    assert form.parse_text("so:\n" + "\n".join(map(form.call_text, calls))).calls == calls
+    assert form.parse_text("<think>\n<tool_call> perhaps\n</think>\n\n 7 ").final == "7"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("Action: f", "Action Input"),
+        ("Action f\n", "form"),
+        ("Action: f\nAction Input: 3", "object"),
+        ("Action: f\nAction Input: {", "not JSON"),
+        ("Action: f\nAction Input: {} and", "follows"),
+        ("Action: f\nAction Input: {}\nObservation: 3", "the tool's to give"),
+        ("Action: f\nAction: g\nAction Input: {}", "more than one"),
+        ("Action: f\nAction Input: {}\nFinal Answer: 3", "Final Answer"),
+    ],
+)
+def test_malformed_actions_of_react(text, problem):
+    assert problem in dialect("react", TOKENIZERS["chatml"]).parse_text(text).malformed
+
+
+def test_react_answers():
+    form = dialect("react", TOKENIZERS["chatml"])
+    assert form.parse_text("Thought: easy\nFinal Answer: 7\n").final == "7"
+    assert form.parse_text("7").final == "7"
+    assert form.parse_text('Thought: add\nAction: f\nAction Input: {\n "a": 1\n}').calls == [Call("f", {"a": 1})]
+
+
+def test_the_token_that_ended_a_reply_is_no_part_of_its_answer():
+    form = dialect("qwen", TOKENIZERS["chatml"])
+    ids = form.reply("some words")
+    assert ids[-1] in form.stop_token_ids and form.parse(ids).final == "some words" == form.parse(ids[:-1]).final
+
+
+def test_an_unknown_dialect():
+    with pytest.raises(UserError, match="agent.dialect: there is no dialect 'qwem'; did you mean 'qwen'"):
+        dialect("qwem", TOKENIZERS["chatml"])
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), FORMS)
+def test_a_record_is_prompt_replies_and_observations_bit_for_bit(name, tokenizer):
+    """Random ids, also such that no text gives: what was sampled is never decoded and encoded again."""
+    form, rng = dialect(name, TOKENIZERS[tokenizer]), random.Random()
+    vocabulary = len(TOKENIZERS[tokenizer])
+    for _ in range(20):
+        pieces = [form.prompt([{"role": "user", "content": str(rng.random())}], [TOOL])]
+        for _ in range(rng.randint(1, 5)):
+            reply = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 20))]
+            reply += form.stop_token_ids[: rng.randint(0, 1)]
+            pieces += [reply, form.observation([str(rng.random()) for _ in range(rng.randint(1, 3))], after=reply)]
+            assert form.parse(reply)  # of whatever it says
+        replayed = [token for piece in pieces for token in piece]
+        place = 0
+        for piece in pieces:
+            assert replayed[place : place + len(piece)] == piece
+            place += len(piece)

@@ -372,7 +372,8 @@ class RolloutConfig:
     """A rollouts/ folder to train from instead of asking an engine; evaluation has to be off."""
     program: str = "single_turn"
     """How responses are asked for: single_turn; agent: conversations of several turns with tools, as the section agent says;
-    or your own class, module:name (CONTRIBUTING.md says which)."""
+    openai_agent: by an agent of your own that speaks the OpenAI API (agent.function); or your own class, module:name
+    (CONTRIBUTING.md says which)."""
 
 
 @section
@@ -382,6 +383,9 @@ class AgentConfig:
     dialect: str = "qwen"
     """How calls are written: qwen (also of the Hermes models): JSON in <tool_call>; react: Action and Action Input; or your
     own class, module:name."""
+    function: str | None = None
+    """An agent of your own, module:name or path/to/file.py:name, for rollout.program: openai_agent: a function
+    (prompt, base_url) -> reward that talks to the policy with any OpenAI client."""
     tools: list[str] = dataclasses.field(default_factory=list)
     """calculator | python (a contained interpreter, stateful within a conversation) | search (over a folder), or a function or
     class of your own as module:name or path/to/file.py:name."""

@@ -33,7 +33,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         return {}
     n = config.eval.samples
     sampled = engine.ask(prompts, run.support, samples=n, seed=f"eval/{run.step}")
-    judged = [t for t in sampled if not t.masked]
+    judged = [t for t in sampled if not t.masked and not t.part]
     rewards = run.gather_groups(judged, lambda t: t.reward)
     answers = run.gather_groups(judged, lambda t: run.task.extract(t.text))
     scores = {
@@ -51,7 +51,9 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     rows = run.gather_from_leaders([{"greedy": False, **readable(run.tokenizer, t)} for t in sampled])
     if config.eval.greedy:
         greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1, seed="greedy")
-        scores["eval/greedy"] = average_at_n(run.gather_groups([t for t in greedy if not t.masked], lambda t: t.reward))
+        scores["eval/greedy"] = average_at_n(
+            run.gather_groups([t for t in greedy if not t.masked and not t.part], lambda t: t.reward)
+        )
         rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
     run.scores[run.step] = scores["eval/score"]

@@ -71,11 +71,15 @@ def add_advantages(config: AlgorithmConfig, run: Run, trajectories: list[Traject
 
     What is masked gets none, and the others' baseline leaves it out.
     """
-    judged = [t for t in trajectories if not t.masked]
+    judged = [t for t in trajectories if not t.masked and not t.part]
     parts = run.ranks.gather_from_leaders([(t.group_id, t.reward) for t in judged])
     groups = torch.tensor([group for part in parts for group, _ in part])
     rewards = torch.tensor([reward for part in parts for _, reward in part], dtype=torch.float32)
     everyones = resolve("advantage", config.advantage, ADVANTAGES, "algorithm.advantage")(rewards, groups)
     first = sum(len(part) for part in parts[: run.ranks.data_rank])
-    for trajectory, advantage in zip(judged, everyones[first : first + len(judged)].tolist(), strict=True):
+    mine = iter(everyones[first : first + len(judged)].tolist())
+    advantage = 0.0
+    for trajectory in trajectories:
+        if not trajectory.part:
+            advantage = 0.0 if trajectory.masked else next(mine)
         trajectory["advantages"] = advantage

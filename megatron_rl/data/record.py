@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 
 _PLAIN = (
     *("prompt_id", "group_id", "prompt_length", "finish_reason", "support", "weights", "text", "reward"),
-    *("reward_parts", "masked"),
+    *("reward_parts", "masked", "part"),
 )
 
 

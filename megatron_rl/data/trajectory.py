@@ -55,6 +55,9 @@ class Trajectory(Sequence):
     """Nothing of it trains, and its group's baseline leaves it out: what went wrong was not the policy's fault."""
     turns: list[Turn] = field(default_factory=list)
     """Of a conversation."""
+    part: int = 0
+    """Which sequence of its sample it is: an agent may lead several conversations for one prompt. Those behind the first, 0,
+    have its reward and its advantage."""
 
     @property
     def truncated(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -39,12 +39,30 @@ class EventLoop:
             self._loop.close()
 
 
+async def in_thread[T](function: Callable[..., T], *arguments: Any) -> T:
+    """What the function returns, called in a thread of its own, which does not hold up the end of the process if it hangs."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(how: Callable[[Any], None], value: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if future.done() else how(value))
+
+    def work() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            settle(future.set_exception, error)
+        else:
+            settle(future.set_result, result)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future
+
+
 async def _cancel_others() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     if others:
         await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S / 2)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_TIMEOUT_S / 4):  # of threads that a tool blocks
-            await asyncio.get_running_loop().shutdown_default_executor()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import Any, ClassVar, override
 
 from megatron_rl.environments import sandbox
+from megatron_rl.environments.event_loop import in_thread
 from megatron_rl.environments.tools import Tool, ToolError, ToolLost
 
 DRIVER = """
@@ -111,7 +111,7 @@ class PythonTool(Tool):
 
     @override
     async def open(self) -> None:
-        if problem := await asyncio.to_thread(sandbox.problem):
+        if problem := await in_thread(sandbox.problem):
             raise ToolLost(problem)
 
     @override
@@ -120,8 +120,8 @@ class PythonTool(Tool):
 
     @override
     async def call(self, arguments: dict[str, Any], session: Session) -> str:
-        return await asyncio.to_thread(session.run, arguments["code"])
+        return await in_thread(session.run, arguments["code"])
 
     @override
     async def end(self, session: Session) -> None:
-        await asyncio.to_thread(session.end)
+        await in_thread(session.end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sqlite3
 import threading
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, override
 
+from megatron_rl.environments.event_loop import in_thread
 from megatron_rl.environments.tools import Tool, ToolLost
 
 SUFFIXES = (".txt", ".md", ".rst", ".html")
@@ -51,7 +51,7 @@ class Search(Tool):
 
     @override
     async def open(self) -> None:
-        await asyncio.to_thread(self._read)
+        await in_thread(self._read)
 
     def _read(self) -> None:
         files = (
@@ -71,7 +71,7 @@ class Search(Tool):
 
     @override
     async def call(self, arguments: dict[str, Any], session: Any) -> str:
-        return await asyncio.to_thread(self._search, arguments["query"])
+        return await in_thread(self._search, arguments["query"])
 
     def _search(self, query: str) -> str:
         words = re.findall(r"\w+", query)[:32]

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_rl.config import AgentConfig
@@ -67,8 +66,6 @@ class Toolbox:
             raise
 
     async def _open(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(self.config.tool_concurrency, thread_name_prefix="tool"))
         self._free = asyncio.Semaphore(self.config.tool_concurrency)
         if self.config.mcp_servers:
             from megatron_rl.environments.mcp_tools import Server

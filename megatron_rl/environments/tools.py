@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, override
 
 from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 
+from megatron_rl.environments.event_loop import in_thread
 from megatron_rl.errors import UserError
 
 
@@ -76,7 +77,7 @@ class FunctionTool(Tool):
     async def call(self, arguments: dict[str, Any], session: Any) -> str:
         if inspect.iscoroutinefunction(self._function):
             return str(await self._function(**arguments))
-        return str(await asyncio.to_thread(self._function, **arguments))
+        return str(await in_thread(partial(self._function, **arguments)))
 
 
 def check_arguments(tool: Tool, arguments: Any) -> None:

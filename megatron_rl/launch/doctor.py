@@ -310,7 +310,9 @@ def _sandbox() -> Finding:
     if problem := sandbox.problem():
         return Finding("sandbox", "missing", "model-written code is refused", problem)
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=20).stdout.strip()
-    return Finding("sandbox", "ok", version, "contained: no network, no files of this machine, limits on time and memory")
+    return Finding(
+        "sandbox", "ok", version, "contained: no network, no files of this machine, limits on time and memory"
+    )
 
 
 # -- SGLang's environment ----------------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def reward_metrics(config: Config, trajectories: list[Trajectory]) -> Metrics:
     """Rewards and lengths of this leader's trajectories of a step."""
     return {
         "reward": derived(
-            _reward_figures, tuple((t.group_id, t.reward, t.reward_parts) for t in trajectories if not t.masked)
+            _reward_figures,
+            tuple((t.group_id, t.reward, t.reward_parts) for t in trajectories if not t.masked and not t.part),
         ),
         "response/length": mean(sum(t.response_length for t in trajectories), len(trajectories)),
         "response/truncated": mean(sum(t.truncated for t in trajectories), len(trajectories)),

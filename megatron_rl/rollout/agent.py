@@ -19,6 +19,7 @@ from megatron_rl.environments import Prompt, Task
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolLost
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import Reply, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.conversation import Conversation
@@ -103,6 +104,7 @@ class AgentCollection(Collection):
         self._talks = {r: Conversation(self.prompts[self._prompt_of(r)].tokens) for r in self._requests}
         self._worlds: dict[int, Environment] = {}
         self._finals: dict[int, str] = {}
+        self._failures: list[str] = []
 
     @property
     @override
@@ -124,6 +126,7 @@ class AgentCollection(Collection):
             done = await asyncio.gather(*(self._converse(client, r) for r in waiting), return_exceptions=True)
         self.retries += client.retried - before
         self._raise(done)
+        self._refuse_if_all_failed()
 
     async def _converse(self, client: SGLangClient, request: int) -> None:
         """Lead a conversation to its end. Errors: EngineLost, with which it stays as it is."""
@@ -143,7 +146,7 @@ class AgentCollection(Collection):
                 raise
             talk.finish_reason = "time"
         except ToolLost as error:
-            log.warning(f"conversation {self.prompts[self._prompt_of(request)].prompt_id} does not train: {error}")
+            self._note(request, str(error))
             talk.finish_reason = "failure"
         finally:
             talk.seconds += time.monotonic() - begun
@@ -156,7 +159,8 @@ class AgentCollection(Collection):
         """A reply, and what it is answered."""
         settings, form = self.agents.settings, self.agents.dialect
         room = self.max_new_tokens - len(talk.tokens)
-        reply = await self._reply(client, request, talk, min(room, settings.max_turn_tokens or room))
+        most = min(room, settings.max_turn_tokens or room)
+        reply = await self._reply(client, request, talk, {"max_new_tokens": most}, number=len(talk.replies))
         turn = talk.add_reply(reply)
         parsed = form.parse(reply.tokens.tolist())
         turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
@@ -183,12 +187,12 @@ class AgentCollection(Collection):
             return
         talk.add_observation(tokens, str(messages[-1]["role"])).seconds = world.seconds
 
-    async def _reply(self, client: SGLangClient, request: int, talk: Conversation, most: int) -> Reply:
-        number = len(talk.replies)
-        sampling = self.support.request() | {
-            "max_new_tokens": most,
-            "stop_token_ids": sorted({*map(int, self.stop_token_ids), *self.agents.dialect.stop_token_ids}),
-        }
+    async def _reply(
+        self, client: SGLangClient, request: int, talk: Conversation, sampling: dict[str, Any], *, number: int
+    ) -> Reply:
+        """Sample the reply that comes next. sampling: parameters of SGLang's; number: of the request's replies so far."""
+        stop = sorted({*map(int, self.stop_token_ids), *self.agents.dialect.stop_token_ids})
+        sampling = self.support.request() | {"stop_token_ids": stop} | sampling
         if self.seed is not None:
             key = f"{self.seed}/turn {number}" if number else self.seed
             sampling["sampling_seed"] = request_seed(key, request)
@@ -211,17 +215,20 @@ class AgentCollection(Collection):
         return [self._trajectory(request) for request in self._requests]
 
     def _trajectory(self, request: int) -> Trajectory:
-        talk, p = self._talks[request], self._prompt_of(request)
+        parts = self._worlds[request].reward_parts() if request in self._worlds else {}
+        return self._made(self._talks[request], self._prompt_of(request), self._finals.get(request, ""), parts)
+
+    def _made(self, talk: Conversation, p: int, text: str, parts: dict[str, float], part: int = 0) -> Trajectory:
+        """The trajectory of a conversation about prompt p that gave the answer `text`. parts: rewards that are known."""
         found = talk.trajectory(
             self.routes,
             prompt_id=self.prompts[p].prompt_id,
             group_id=p,
             support=vars(self.support).copy(),
-            text=self._finals.get(request, ""),
+            text=text,
+            part=part,
         )
-        found.reward_parts = self._worlds[request].reward_parts() | {
-            WELL_FORMED: float(not any(turn.malformed for turn in talk.turns))
-        }
+        found.reward_parts = parts | {WELL_FORMED: float(not any(turn.malformed for turn in talk.turns))}
         treatment = self.agents.settings.on_truncation if found.truncated else "score"
         if treatment == "zero":
             found.reward_parts = dict.fromkeys(self.agents.task.parts, 0.0)
@@ -229,3 +236,16 @@ class AgentCollection(Collection):
         if found.masked:
             found["loss_mask"] = False
         return found
+
+    def _note(self, request: int, problem: str) -> None:
+        """A conversation does not train, for reasons that are not the model's."""
+        if problem:
+            self._failures.append(problem)
+            log.warning(f"conversation {self.prompts[self._prompt_of(request)].prompt_id} does not train: {problem}")
+
+    def _refuse_if_all_failed(self) -> None:
+        """Errors: UserError where no conversation of several went well: then it is no accident."""
+        if len(self._failures) == len(self._requests) > 1:
+            raise UserError(
+                f"agent: all {len(self._requests)} conversations failed, the last one: {self._failures[-1]}"
+            )

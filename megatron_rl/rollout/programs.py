@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from megatron_rl.registry import resolve
 from megatron_rl.rollout.agent import Agents
+from megatron_rl.rollout.openai_agent import OpenAIAgents
 from megatron_rl.rollout.program import SingleTurn
 
-PROGRAMS: dict[str, type[SingleTurn]] = {"single_turn": SingleTurn, "agent": Agents}
+PROGRAMS: dict[str, type[SingleTurn]] = {"single_turn": SingleTurn, "agent": Agents, "openai_agent": OpenAIAgents}
 
 
 def rollout_program(name: str) -> type[SingleTurn]:

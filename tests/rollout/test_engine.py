@@ -107,8 +107,8 @@ def test_stop_tokens_end_a_response(server):
 
 def test_a_refused_prompt_is_an_error_and_is_not_retried(server):
     client = client_of(server)
-    with pytest.raises(UserError, match="600"):
-        collect(client, [Question("long", [5] * 600)], SamplingSupport(), samples_per_prompt=1, max_new_tokens=4)
+    with pytest.raises(UserError, match="4500"):
+        collect(client, [Question("long", [5] * 4500)], SamplingSupport(), samples_per_prompt=1, max_new_tokens=4)
     assert client.retried == 0
 
 

@@ -85,8 +85,10 @@ class Dialect:
 
     def prompt(self, messages: Sequence[Message], tools: Schemas = ()) -> list[int]:
         """Tokens of a conversation's beginning, up to where the model's first reply begins."""
-        shown, contents = self._hide(messages)
-        return self._encode(self._template(self._with_tools(shown, tools), tools), contents)
+        written = [self._written(message) for message in messages]
+        shown, contents = self._hide(written)
+        shown = self.result_messages(self._with_tools(shown, tools))
+        return self._encode(self._template(shown, tools), contents)
 
     def parse(self, token_ids: Sequence[int]) -> Parsed:
         """What a reply says. token_ids: as sampled; the token that ended it is no part of what it says."""
@@ -137,6 +139,12 @@ class Dialect:
             return "".join(f"{message['content']}\n" for message in messages)
         options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": False}
         return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], **options))
+
+    def _written(self, message: Message) -> Message:
+        """A message of the history: an assistant's calls are part of its text, in the dialect's form."""
+        if message["role"] != "assistant" or not message.get("tool_calls"):
+            return message
+        return {"role": "assistant", "content": self.message_text(message)}
 
     def _hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """The messages with places for contents that would be read as special tokens, and these contents.

@@ -1,0 +1,42 @@
+"""An agent of one's own, with nothing but the plain `openai` client: it may use a calculator.
+
+    megatron-rl train configs/agentic_quickstart.yaml --rollout.program openai_agent \
+      --agent.function examples/calculator_agent.py:calculator_agent
+
+What it sends and gets is recorded and trained as it is; it returns no reward, so the task scores its last reply.
+"""
+
+from __future__ import annotations
+
+from openai import AsyncOpenAI
+
+from megatron_rl.environments import Prompt
+from megatron_rl.environments.calculator import Calculator, calculate
+from megatron_rl.environments.tools import ToolError
+
+TURNS = 3
+TOOLS = [Calculator().schema]
+
+
+async def calculator_agent(prompt: Prompt, base_url: str) -> None:
+    messages = [{"role": "user", "content": prompt.text}]
+    async with AsyncOpenAI(base_url=base_url, api_key="none", timeout=600) as client:
+        for _ in range(TURNS):
+            completion = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+            reply = completion.choices[0].message
+            if not reply.tool_calls:
+                return
+            messages.append(reply.model_dump(exclude_none=True))
+            for call in reply.tool_calls:
+                messages.append(
+                    {"role": "tool", "tool_call_id": call.id, "content": result_of(call.function.arguments)}
+                )
+
+
+def result_of(arguments: str) -> str:
+    import json
+
+    try:
+        return str(calculate(str(json.loads(arguments)["expression"])))
+    except (ToolError, ValueError, KeyError) as error:
+        return f"Error: {error}"

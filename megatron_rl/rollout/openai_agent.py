@@ -1,0 +1,192 @@
+"""Agents of the user's own, which speak the OpenAI API, as a rollout program: one session of the endpoint a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, override
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.config import Config
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments import Task
+from megatron_rl.environments.event_loop import in_thread
+from megatron_rl.errors import UserError
+from megatron_rl.registry import resolve
+from megatron_rl.rollout.agent import AgentCollection, Agents
+from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient
+from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.conversation import Conversation
+from megatron_rl.rollout.endpoint import Endpoint, reward_parts
+from megatron_rl.rollout.recorder import Session
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.parallel import Ranks
+
+log = logging.getLogger(__name__)
+
+
+class OpenAIAgents(Agents):
+    """agent.function is called once a sample, with the prompt and the base URL of its session.
+
+    It is a function (prompt, base_url) -> reward, plain (it gets a thread) or async. The reward is a number or numbers by
+    name; None leaves it to the task, which scores the last reply, or to a POST to {base_url}/reward.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
+        if not config.agent.function:
+            raise UserError(
+                "config: rollout.program: openai_agent needs agent.function: module:name, a function (prompt, base_url)"
+            )
+        self.function = resolve("function", config.agent.function, {}, "agent.function")
+        try:
+            inspect.signature(self.function).bind(None, "")
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"config: agent.function: {config.agent.function} takes no (prompt, base_url): {error}"
+            ) from None
+        super().__init__(config, tokenizer, task, ranks)
+        self.endpoint = Endpoint()
+        if self.toolbox is not None:
+            self.toolbox.loop.run(self.endpoint.start())
+
+    @override
+    def collect(self, **settings: Any) -> Collection:
+        return OpenAICollection(**settings, agents=self)
+
+    @override
+    def close(self) -> None:
+        if self.toolbox is not None:
+            self.toolbox.loop.run(self.endpoint.close())
+        super().close()
+
+
+@dataclass
+class OpenAICollection(AgentCollection):
+    """The sessions of one step. They go on in the loop while a dead engine is brought back: their requests wait for it."""
+
+    agents: OpenAIAgents = None  # type: ignore[assignment]  # as in AgentCollection
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sessions: dict[int, Session] = {}
+        self._ended: dict[int, str] = {}
+        self._asked: dict[int, int] = {}
+        self._working: list[asyncio.Task] = []
+        self._flying: set[asyncio.Task] = set()
+        self._problem: BaseException | None = None
+
+    @property
+    @override
+    def responses(self) -> int:
+        return len(self._ended)
+
+    @override
+    async def _run(self, client: SGLangClient) -> None:
+        before = client.retried
+        self._problem, self._broken = None, asyncio.Event()
+        async with client:
+            self._client = client
+            if not self._working:
+                self._served = asyncio.Event()
+                self._free = asyncio.Semaphore(self.agents.config.rollout.concurrency)
+                self._working = [asyncio.create_task(self._work(request)) for request in self._requests]
+            self._served.set()
+            broken = asyncio.create_task(self._broken.wait())
+            everything = asyncio.create_task(asyncio.wait(self._working))
+            try:
+                await asyncio.wait([broken, everything], return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                for task in self._working:
+                    task.cancel()
+                raise
+            finally:
+                broken.cancel()
+                self._served.clear()
+            if self._flying:  # they learn that the engine is lost, too
+                await asyncio.wait(self._flying)
+        self.retries += client.retried - before
+        if self._problem is not None and not isinstance(self._problem, EngineLost):
+            for task in self._working:
+                task.cancel()
+        if self._problem is not None:
+            raise self._problem
+        for task in self._working:
+            task.result()
+        self._refuse_if_all_failed()
+
+    async def _work(self, request: int) -> None:
+        """One session, from its beginning to its end."""
+        async with self._free:
+            await self._lead(request)
+
+    async def _lead(self, request: int) -> None:
+        agents, prompt = self.agents, self.prompts[self._prompt_of(request)]
+        name = f"{id(self):x}-{request}"
+
+        async def ask(talk: Conversation, sampling: dict[str, Any]) -> Reply:
+            return await self._ask_when_served(request, talk, sampling)
+
+        session = Session(agents.dialect, ask, self.max_new_tokens, agents.config.rollout.context_length)
+        self._sessions[request] = agents.endpoint.sessions[name] = session
+        begun, reason = time.monotonic(), "stop"
+        try:
+            async with asyncio.timeout(agents.settings.time_limit_s) as limit:
+                url = agents.endpoint.url(name)
+                if inspect.iscoroutinefunction(agents.function):
+                    found = await agents.function(prompt, url)
+                else:
+                    found = await in_thread(agents.function, prompt, url)
+            if found is not None:
+                session.reward = reward_parts(found)
+        except TimeoutError as error:
+            reason = "time" if limit.expired() else "failure"
+            self._note(request, f"its agent failed: {error!r}" if reason == "failure" else "")
+        except Exception as error:  # of the user's function
+            reason = "failure"
+            self._note(request, f"its agent failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        finally:
+            session.close(reason)
+            agents.endpoint.sessions.pop(name, None)
+        for branch in session.branches:
+            branch.talk.seconds = time.monotonic() - begun
+        self._ended[request] = reason
+        if self.on_progress:
+            self.on_progress(self.responses, len(self._requests))
+
+    async def _ask_when_served(self, request: int, talk: Conversation, sampling: dict[str, Any]) -> Reply:
+        number = self._asked.setdefault(request, 0)
+        self._asked[request] += 1
+        while True:
+            await self._served.wait()
+            try:
+                asking = asyncio.create_task(self._reply(self._client, request, talk, sampling, number=number))
+                self._flying.add(asking)
+                asking.add_done_callback(self._flying.discard)
+                return await asking
+            except EngineLost as error:
+                self._break(error)
+            except UserError as error:
+                self._break(error)
+                raise
+
+    def _break(self, error: BaseException) -> None:
+        """Give the step's loop the problem: it brings the engine back, or ends the run."""
+        self._served.clear()
+        self._problem = self._problem or error
+        self._broken.set()
+
+    @override
+    def trajectories(self) -> list[Trajectory]:
+        found = []
+        for request in self._requests:
+            session, p = self._sessions[request], self._prompt_of(request)
+            talks = [branch.talk for branch in session.branches if branch.talk.replies]
+            talks = talks or [Conversation(self.prompts[p].tokens, finish_reason=self._ended[request])]
+            for part, talk in enumerate(talks):
+                found.append(self._made(talk, p, session.last.final or "", session.reward, part))
+        return found

@@ -1,0 +1,226 @@
+"""What an agent says through the OpenAI API, as conversations that are exact to the token.
+
+Messages that extend a recorded conversation reuse its tokens. All others (a sub-agent, a rewritten history) begin a sequence of
+their own, whose prompt holds whatever was said before; nothing that was sampled is rendered again where it trains.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.rollout.client import Reply
+from megatron_rl.rollout.conversation import Conversation
+from megatron_rl.rollout.dialects import Dialect, Parsed
+
+Ask = Callable[[Conversation, dict[str, Any]], Awaitable[Reply]]
+"""Samples a reply after a conversation; the second argument has SGLang's sampling parameters that the agent chose."""
+
+
+class BadRequest(Exception):
+    """What the agent asks for cannot be done; its text goes back with status 400."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """One recorded sequence, and the messages that it stands for."""
+
+    talk: Conversation
+    messages: list[Any]
+    """As compared (`_key`): those of the prompt, replies and what was answered."""
+    tools: str
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    """After each reply: how many messages and how many tokens (the prompt's too) there were."""
+    busy: bool = False
+    """A reply is being sampled."""
+
+
+@dataclass
+class Session:
+    """One sample: all that an agent asks while it works on one prompt."""
+
+    form: Dialect
+    ask: Ask
+    max_new_tokens: int
+    """Of one sequence, observations included."""
+    context_length: int
+    branches: list[Branch] = field(default_factory=list)
+    last: Parsed = field(default_factory=Parsed)
+    """What the last reply says."""
+    reward: dict[str, float] = field(default_factory=dict)
+    """Parts that the agent has given."""
+    closed: bool = False
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A chat completion (OpenAI's API). Errors: BadRequest, and those of `ask`."""
+        messages = body.get("messages")
+        if self.closed:
+            raise BadRequest("this session has ended")
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(m, dict) and "role" in m for m in messages)
+        ):
+            raise BadRequest("messages: a list of objects with a role is wanted")
+        if body.get("n", 1) != 1:
+            raise BadRequest("n: one reply at a time")
+        tools = body.get("tools") or []
+        branch = self._branch([plain(message) for message in messages], tools)
+        asked = body.get("max_completion_tokens") or body.get("max_tokens")
+        room = min(self.max_new_tokens - len(branch.talk.tokens), self.context_length - len(branch.talk.context))
+        if room < 1:
+            branch.talk.finish_reason = "tokens"
+            branch.talk.drop_open_observation()
+            branch.busy = False
+            raise BadRequest(
+                "context_length_exceeded: the conversation has no room for a reply (rollout.max_new_tokens, context_length)"
+            )
+        stop = body.get("stop") or []
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        sampling = {"max_new_tokens": min(room, int(asked)) if asked else room} | ({"stop": stop} if stop else {})
+        try:
+            reply = await self.ask(branch.talk, sampling)
+        except BaseException:
+            branch.talk.drop_open_observation()
+            raise
+        finally:
+            branch.busy = False
+        return self._answer(branch, reply, stop)
+
+    def _branch(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> Branch:
+        """The branch that the messages extend, with what is new in it appended; else a new one."""
+        keys, offered = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)
+        best: tuple[int, Branch, int] | None = None
+        for branch in self.branches:
+            for known, tokens in branch.ends:
+                fits = branch.tools == offered and known < len(keys) and branch.messages[:known] == keys[:known]
+                if (
+                    fits
+                    and all(m["role"] != "assistant" for m in messages[known:])
+                    and (best is None or known > best[0])
+                ):
+                    best = known, branch, tokens
+        if best is None:
+            made = Branch(Conversation(self.form.prompt(messages, tools)), keys, offered, busy=True)
+            self.branches.append(made)
+            return made
+        known, branch, tokens = best
+        fresh = messages[known:]
+        if branch.busy or branch.ends[-1][0] != known or branch.talk.finish_reason:
+            # The conversation has gone on otherwise: up to here it is another sequence's prompt.
+            before = branch.talk.context[:tokens]
+            prompt = [*before, *self.form.observation(fresh, after=before)]
+            made = Branch(Conversation(prompt), keys, offered, busy=True)
+            self.branches.append(made)
+            return made
+        branch.busy = True
+        branch.talk.add_observation(self.form.observation(fresh, after=branch.talk.tokens), str(fresh[-1]["role"]))
+        branch.messages = keys
+        return branch
+
+    def _answer(self, branch: Branch, reply: Reply, stop: Sequence[str]) -> dict[str, Any]:
+        """Record a reply, and say it in OpenAI's form."""
+        ids = reply.tokens.tolist()
+        turn = branch.talk.add_reply(reply)
+        parsed = self.last = self.form.parse(ids)
+        turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
+        ended = [token for token in ids if token not in self.form.stop_token_ids]
+        text = self.form.text(ended) if parsed.malformed is not None else (parsed.final or "")
+        for mark in stop:
+            text = text.partition(mark)[0]
+        message: dict[str, Any] = {"role": "assistant", "content": text or None}
+        if parsed.calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for call in parsed.calls
+            ]
+        elif text == "":
+            message["content"] = ""
+        branch.messages = [*branch.messages, _key(plain(message))]
+        branch.ends.append((len(branch.messages), len(branch.talk.context)))
+        cut = "length" if reply.finish_reason == "length" else "stop"
+        prompt_tokens = len(branch.talk.context) - len(ids)
+        return {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": "policy",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": message,
+                    "finish_reason": "tool_calls" if parsed.calls else cut,
+                    "logprobs": None,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": len(ids),
+                "total_tokens": prompt_tokens + len(ids),
+            },
+        }
+
+    def close(self, reason: str) -> None:
+        """End all sequences; no more is sampled. reason: why, for those that did not end before."""
+        self.closed = True
+        for branch in self.branches:
+            branch.talk.drop_open_observation()
+            last = branch.talk.replies[-1].finish_reason if branch.talk.replies else "stop"
+            ended = "tokens" if last == "length" and reason == "stop" else reason
+            branch.talk.finish_reason = branch.talk.finish_reason or ended
+
+
+def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its content as one text. Errors: BadRequest for parts that are no text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise BadRequest(f"messages: a part of type {kind} cannot be given to this policy: text alone can")
+        content = "".join(str(part.get("text", "")) for part in content)
+    role = "system" if message["role"] == "developer" else message["role"]
+    kept = {"role": role, "content": content or ""}
+    if message.get("tool_calls"):
+        kept["tool_calls"] = message["tool_calls"]
+    return kept
+
+
+def _key(message: Mapping[str, Any]) -> Any:
+    """What makes two messages the same: role, text and calls, but not the calls' ids."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        arguments = call["function"]["arguments"]
+        with suppress(ValueError):
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append((call["function"]["name"], json.dumps(arguments, sort_keys=True)))
+    return message["role"], message["content"], calls
+
+
+def chunks(completion: Mapping[str, Any], *, usage: bool) -> Iterable[dict[str, Any]]:
+    """A completion as the chunks of a stream."""
+    head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    choice = completion["choices"][0]
+    message = choice["message"]
+
+    def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        return head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]}
+
+    yield chunk({"role": "assistant", "content": ""})
+    text = message.get("content") or ""
+    for start in range(0, len(text), 64):
+        yield chunk({"content": text[start : start + 64]})
+    for index, call in enumerate(message.get("tool_calls") or []):
+        yield chunk({"tool_calls": [{"index": index, **call}]})
+    yield chunk({}, choice["finish_reason"])
+    if usage:
+        yield head | {"choices": [], "usage": completion["usage"]}

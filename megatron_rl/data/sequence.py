@@ -46,7 +46,13 @@ class RouterFeatures:
 
     def since(self, start: int) -> RouterFeatures:
         """Features of response tokens from `start` on."""
-        keep = self.positions >= start
+        return self._take(self.positions >= start)
+
+    def before(self, end: int) -> RouterFeatures:
+        """Features of response tokens before `end`."""
+        return self._take(self.positions < end)
+
+    def _take(self, keep: Tensor) -> RouterFeatures:
         return RouterFeatures(self.positions[keep], self.hidden[keep], self.logits[keep])
 
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -65,6 +65,22 @@ class Reply:
     """[p - 1] float32: log-probs of prompt tokens 1..p-1 at temperature 1, from the prefill."""
     text: str = ""
     """Decoded by the server, empty where it has no tokenizer."""
+
+    def first(self, count: int) -> Reply:
+        """The reply as if it had stopped after `count` tokens, which a rule that looks at these alone may decide."""
+        dropped = len(self.tokens) - count
+        spans = [replace(span, end=min(span.end, count)) for span in self.weight_spans if span.start < count]
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            fields={name: values[:count] for name, values in self.fields.items()},
+            finish_reason="stop",
+            weight_spans=spans,
+            kept=self.kept and self.kept[:count],
+            routes=None if self.routes is None else self.routes[: len(self.routes) - dropped],
+            features=self.features and self.features.before(count),
+            text="",
+        )
 
 
 def parse_reply(

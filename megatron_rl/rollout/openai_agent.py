@@ -147,8 +147,9 @@ class OpenAICollection(AgentCollection):
             reason = "time" if limit.expired() else "failure"
             self._note(request, f"its agent failed: {error!r}" if reason == "failure" else "")
         except Exception as error:  # of the user's function
-            reason = "failure"
-            self._note(request, f"its agent failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            reason = "tokens" if session.full else "failure"
+            text = f"its agent failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._note(request, "" if session.full else text)
         finally:
             session.close(reason)
             agents.endpoint.sessions.pop(name, None)

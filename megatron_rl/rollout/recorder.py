@@ -55,6 +55,8 @@ class Session:
     reward: dict[str, float] = field(default_factory=dict)
     """Parts that the agent has given."""
     closed: bool = False
+    full: bool = False
+    """A conversation had no room for one more reply."""
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion (OpenAI's API). Errors: BadRequest, and those of `ask`."""
@@ -74,6 +76,7 @@ class Session:
         asked = body.get("max_completion_tokens") or body.get("max_tokens")
         room = min(self.max_new_tokens - len(branch.talk.tokens), self.context_length - len(branch.talk.context))
         if room < 1:
+            self.full = True
             branch.talk.finish_reason = "tokens"
             branch.talk.drop_open_observation()
             branch.busy = False
@@ -82,15 +85,26 @@ class Session:
             )
         stop = body.get("stop") or []
         stop = [stop] if isinstance(stop, str) else list(stop)
-        sampling = {"max_new_tokens": min(room, int(asked)) if asked else room} | ({"stop": stop} if stop else {})
         try:
-            reply = await self.ask(branch.talk, sampling)
+            reply = await self.ask(branch.talk, {"max_new_tokens": min(room, int(asked)) if asked else room})
         except BaseException:
             branch.talk.drop_open_observation()
             raise
         finally:
             branch.busy = False
-        return self._answer(branch, reply, stop)
+        return self._answer(branch, self._stopped(reply, stop), stop)
+
+    def _stopped(self, reply: Reply, stop: Sequence[str]) -> Reply:
+        """The reply up to the first text at which the agent wants it to stop. The engine has no tokenizer to look for it."""
+        ids = reply.tokens.tolist()
+        if not any(mark in self.form.text(ids) for mark in stop):
+            return reply
+        low, high = 1, len(ids)  # fewest tokens whose text has a mark: with more it still has one
+        while low < high:
+            middle = (low + high) // 2
+            found = any(mark in self.form.text(ids[:middle]) for mark in stop)
+            low, high = (low, middle) if found else (middle + 1, high)
+        return reply.first(low)
 
     def _branch(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> Branch:
         """The branch that the messages extend, with what is new in it appended; else a new one."""

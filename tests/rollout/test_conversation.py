@@ -90,6 +90,30 @@ def test_features_are_counted_over_the_whole_response():
     assert torch.equal(t.features.logits, torch.cat([reply.features.logits for reply in talk.replies]))
 
 
+def test_a_reply_that_is_cut_is_what_was_sampled_so_far():
+    rng = np.random.default_rng()
+    for _ in range(20):
+        talk, _ = random_conversation(rng, ["5", "6"])
+        reply = talk.replies[1]
+        reply.weight_spans = [WeightSpan("5", 0, 1), WeightSpan("6", 1, len(reply.tokens))]
+        count = int(rng.integers(1, len(reply.tokens) + 1))
+        cut = reply.first(count)
+        assert (
+            cut.tokens.tolist() == reply.tokens[:count].tolist()
+            and len(cut.kept) == count
+            and cut.finish_reason == "stop"
+        )
+        assert (cut.fields["rollout_log_probs"] == reply.fields["rollout_log_probs"][:count]).all()
+        assert (
+            len(cut.routes) == len(reply.routes) - (len(reply.tokens) - count)
+            and (cut.routes == reply.routes[: len(cut.routes)]).all()
+        )
+        assert cut.features.positions.tolist() == [p for p in reply.features.positions.tolist() if p < count]
+        assert (
+            cut.weight_spans[-1].end == count and [s.version for s in cut.weight_spans] == ["5", "6"][: min(count, 2)]
+        )
+
+
 def test_an_observation_that_no_reply_follows_is_dropped():
     talk, pieces = random_conversation(np.random.default_rng(), ["5", "5"])
     talk.add_observation([1, 2, 3])

@@ -221,6 +221,27 @@ def test_a_conversation_that_is_full_says_so(world):
         assert t.finish_reason == "tokens" and t.response_length <= 200 and t.turns[-1].role == "assistant"
 
 
+def test_texts_at_which_an_agent_wants_to_stop(world):
+    """The record ends with the token that completes the text: nothing behind it was sampled, as far as anyone can tell."""
+
+    def agent(prompt, base_url):
+        with openai.OpenAI(base_url=base_url, api_key="none", timeout=120) as client:
+            said[base_url] = say(client, [{"role": "user", "content": prompt.text}], stop=["e", "t"])
+        return 0.0
+
+    said = {}
+    agents, collect = world(agent)
+    trajectories, asked = collect(24)
+    check_exact(agents, trajectories, asked)
+    stopped = 0
+    for t in trajectories:
+        reply = t.tokens[t.prompt_length :].tolist()
+        whole, before = agents.dialect.text(reply), agents.dialect.text(reply[:-1])
+        assert "e" not in before and "t" not in before
+        stopped += "e" in whole or "t" in whole
+    assert stopped and not any("e" in (r.content or "") or "t" in (r.content or "") for r in said.values())
+
+
 def test_an_agent_that_fails_masks_its_sample_and_one_that_always_fails_ends_the_run(world):
     def agent(prompt, base_url):
         with openai.OpenAI(base_url=base_url, api_key="none", timeout=120) as client:

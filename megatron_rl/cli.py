@@ -1,4 +1,4 @@
-"""The command line: megatron-rl train | sft | eval | rollout | plan | convert | report | doctor."""
+"""The command line: megatron-rl train | sft | eval | rollout | serve-agent | plan | convert | report | doctor."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ CONFIG_COMMANDS = {
     "sft": "supervised fine-tuning on the task's demonstrations, with the same trainer",
     "eval": "score the model on held-out prompts, sampled and greedy",
     "rollout": "sample the training prompts once and write the trajectories, without training",
+    "serve-agent": "serve the model to agents that speak the OpenAI API, and record what they say, until interrupted",
 }
 
 
@@ -198,6 +199,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.sft import sft as command
     elif args.command == "eval":
         from megatron_rl.evaluate import evaluate_command as command
+    elif args.command == "serve-agent":
+        from megatron_rl.rollout.serve_agent import serve_agent as command
     else:
         from megatron_rl.evaluate import rollout_command as command
     return command(config)

@@ -9,9 +9,10 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.environments.toolbox import Toolbox
+if TYPE_CHECKING:
+    from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolError
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, override
 
 from megatron_rl.config import DataConfig
+from megatron_rl.environments import sandbox
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, is_held_out
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
@@ -97,6 +98,8 @@ class RowTask(Task):
         self.prepare = resolve("function", data.prepare, {}, "data.prepare") if data.prepare else None
         timeout_s = float(data.options.get("verifier_timeout_s", VERIFIER_TIMEOUT_S))
         self.verify = RowVerifier(data.verifier or "exact", tuple(data.rewards), timeout_s=timeout_s)
+        if data.verifier == "code" and not demonstrations and (problem := sandbox.problem()):
+            raise UserError(f"config: data.verifier: code: {problem}")
         self.parts = self.verify.parts
         self.main_parts = ("correct",)
         self.skipped = 0

@@ -7,19 +7,25 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, override
+from typing import TYPE_CHECKING, Any, override
 
 from megatron_rl.config import DataConfig
+from megatron_rl.environments.environment import Environment, Said
+from megatron_rl.environments.event_loop import in_thread
 from megatron_rl.environments.procedural import HELD_OUT_SIZE, ProceduralPrompts
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options
 from megatron_rl.environments.verifiers import PooledCalls, extract_answer
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
 
+if TYPE_CHECKING:
+    from megatron_rl.environments.toolbox import Toolbox
+
 DEFAULT_SIZE = 10_000
-_OURS = ("verifier_timeout_s", "size")
+_OURS = ("verifier_timeout_s", "size", "attempts")
 """Keys of data.options that are not the data set's."""
 _NONSENSE = ("no answer", "#")
 
@@ -36,6 +42,8 @@ class ReasoningGym(Task):
         self.dataset = data.task.partition(":")[2]
         self.size = int(data.options.get("size", DEFAULT_SIZE))
         own = {name: value for name, value in data.options.items() if name not in _OURS}
+        self.attempts = int(data.options.get("attempts", 1))
+        """Answers that a conversation may give under rollout.program: agent; the last one counts."""
         self.options = json.dumps(own, sort_keys=True)
         # entry i of a data set is usually drawn with seed + i
         self._first_seed = data.seed * 1_000_003 * self.size
@@ -95,8 +103,33 @@ class ReasoningGym(Task):
         return self._verifier.score(prompts, calls)
 
     @override
+    def environment(self, prompt: Prompt, toolbox: Toolbox) -> Environment:
+        return Attempts(toolbox, task=self, prompt=prompt, left=self.attempts)
+
+    @override
     def close(self) -> None:
         self._verifier.close()
+
+
+@dataclass
+class Attempts(Environment):
+    """An answer that is wrong may be given again, after the score of the one before."""
+
+    task: ReasoningGym = None  # type: ignore[assignment]  # the fields of Environment have defaults
+    prompt: Prompt = None  # type: ignore[assignment]
+    left: int = 1
+
+    @override
+    async def respond(self, turn: Said) -> list[Mapping[str, Any]] | None:
+        if turn.final is None:
+            return await super().respond(turn)
+        self.left -= 1
+        if not self.left:
+            return None
+        [parts] = await in_thread(self.task.score, [self.prompt], [turn.final])
+        if parts["score"] >= 1.0:
+            return None
+        return [{"role": "user", "content": f"That scores {parts['score']:g} of 1. Try again ({self.left} left)."}]
 
 
 def _registry() -> dict[str, tuple[type, type]]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config import DataConfig
+from megatron_rl.environments.environment import Environment
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatron_rl.environments.environment import Environment
     from megatron_rl.environments.toolbox import Toolbox
     from megatron_rl.environments.tools import Tool
 
@@ -104,8 +104,6 @@ class Task:
 
     def environment(self, prompt: Prompt, toolbox: Toolbox) -> Environment:
         """What a conversation about the prompt talks with, under rollout.program: agent. By default the tools."""
-        from megatron_rl.environments.environment import Environment
-
         return Environment(toolbox)
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str | list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from megatron_rl.environments.code import passes_tests, program_of
 from megatron_rl.environments.math_answer import (
     Literal,
     clean,
@@ -169,12 +170,16 @@ class Verifier:
 
 
 VERIFIERS = {
+    "code": Verifier(passes_tests, pooled=("megatron_rl.environments.code",), extract=program_of),
     "exact": Verifier(exact, parts=("correct",)),
     "math": Verifier(compare_math, pooled=("math_verify",), extract=math_answer),
     "number_list": Verifier(number_list),
 }
-_EXTRAS = ("prompt", "truncated")
-"""Arguments that a verifier gets besides response and answer, where it has a parameter of that name."""
+_EXTRAS = ("prompt", "truncated", "timeout_s")
+"""Arguments that a verifier gets besides response and answer, where it has a parameter of that name. One that takes timeout_s
+keeps to it itself."""
+GRACE_S = 30.0
+"""Seconds behind such a verifier's own limit, after which its worker is ended."""
 
 
 class PooledCalls:
@@ -216,6 +221,8 @@ class PooledCalls:
         return parts
 
     def _failed(self, prompt: Prompt, failure: Failure) -> Parts:
+        if failure.fatal:
+            raise UserError(failure.reason)
         self.timeouts += failure.timed_out
         self.errors += not failure.timed_out
         counts = f"{self.timeouts} over the time limit, {self.errors} failed so far"
@@ -241,17 +248,19 @@ class RowVerifier:
         if not isinstance(found, Verifier):
             found = Verifier(found, tuple(weighted) or ("correct",), pooled=())
         self.parts, self.extract, self._function = found.parts, found.extract, found.function
-        self._extras = _extras(self._function, name)
+        self._extras, self._timeout_s = _extras(self._function, name), timeout_s
+        limit_s = timeout_s + (GRACE_S if "timeout_s" in self._extras else 0.0)
         self.pooled: PooledCalls | None = None
         if found.pooled is not None:
-            target = f"{__name__}:{found.function.__name__}" if name in VERIFIERS else name
-            self.pooled = PooledCalls(target, self.parts, timeout_s=timeout_s, imports=found.pooled)
+            target = f"{found.function.__module__}:{found.function.__name__}" if name in VERIFIERS else name
+            self.pooled = PooledCalls(target, self.parts, timeout_s=limit_s, imports=found.pooled)
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         """Parts of texts[i] as a response to prompts[i]."""
         cut = truncated or [False] * len(texts)
         calls = [(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
-        extras = [{"prompt": p.text, "truncated": bool(c)} for p, c in zip(prompts, cut, strict=True)]
+        own = {"timeout_s": self._timeout_s}
+        extras = [{"prompt": p.text, "truncated": bool(c)} | own for p, c in zip(prompts, cut, strict=True)]
         keywords = [{name: extra[name] for name in self._extras} for extra in extras]
         if self.pooled:
             return self.pooled.score(prompts, calls, keywords)

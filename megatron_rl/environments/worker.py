@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.errors import UserError
 from megatron_rl.registry import resolve
 
 _PR_SET_PDEATHSIG = 1
@@ -23,6 +24,8 @@ class Failure:
 
     reason: str
     timed_out: bool = False
+    fatal: bool = False
+    """The machine's fault: no other response would fare better."""
 
 
 def start(parent: int, target: str, memory_mb: int, imports: Sequence[str]) -> None:
@@ -50,5 +53,7 @@ def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
     """The function's result, or a Failure where it raises."""
     try:
         return resolve("function", target, {}, "data.verifier")(*arguments, **keywords)
+    except UserError as error:
+        return Failure(str(error), fatal=True)
     except (Exception, SystemExit) as error:
         return Failure(f"{type(error).__name__}: {error}"[:500])

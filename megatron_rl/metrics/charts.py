@@ -51,7 +51,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Loss", "as it is minimized; of SFT also that of held-out demonstrations",
               {"loss/policy": "loss", "eval/loss": "held out"}),
         Chart("KL to the reference", "nats per token", {"kl/reference": "KL"}),
-        Chart("Response length", "tokens, mean", {"response/length": "tokens"}),
+        Chart("Response length", "tokens, mean; of conversations with what they were answered, and what trains",
+              {"response/length": "all tokens", "response/trained": "that train"}),
         Chart("Gradient norm", "before clipping", {"update/grad_norm": "norm"}, log=True),
         Chart("Throughput", "prompt and response tokens per second",
               {"throughput/tokens_per_s": "tokens/s", "throughput/tokens_per_s_per_gpu": "a GPU of the trainer"}),
@@ -60,6 +61,14 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
               {"memory/peak_gb": "allocated, peak", "memory/reserved_gb": "reserved, peak"}, unit="GB"),
         Chart("Where a step's time goes", "seconds",
               {f"time/{part}_s": part for part in TIMES if part != "step"}, kind="areas", unit="s"),
+    ),
+    "Conversations": (
+        Chart("Turns and calls", "of a conversation, mean", {"agent/turns": "replies", "agent/calls": "well-formed calls"}),
+        Chart("Malformed calls", "share of all that were tried", {"agent/malformed": "share"}, reach=(0, 0.01)),
+        Chart("Endings", "share of the conversations", {
+            "agent/end_stop": "answer", "agent/end_turns": "turns", "agent/end_tokens": "tokens", "agent/end_time": "time",
+            "agent/end_failure": "a tool's failure"}, reach=(0, 1)),
+        Chart("Time of tools", "seconds of a conversation, mean", {"agent/tool_seconds": "seconds"}, unit="s"),
     ),
     "Engine and trainer": (
         Chart("Importance ratios", "largest and smallest trainer / engine ratio of a token",

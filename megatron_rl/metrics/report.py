@@ -272,4 +272,5 @@ def _details(sample: dict[str, Any]) -> str:
     """How the response ended, and its reward's parts where there are several."""
     parts = {name.removeprefix("reward/"): value for name, value in sample.items() if name.startswith("reward/")}
     shown = [f"{name} {value:g}" for name, value in parts.items() if isinstance(value, (int, float))]
-    return "\n".join([str(sample.get("finish", "")), *(shown if len(shown) > 1 else [])])
+    masked = ["does not train"] if sample.get("masked") else []
+    return "\n".join([str(sample.get("finish", "")), *masked, *(shown if len(shown) > 1 else [])])

@@ -94,7 +94,7 @@ class Engine:
             return self._servers.addresses
 
         addresses = ranks.main_does(wait)
-        self._client = SGLangClient(
+        self.client = SGLangClient(
             addresses,
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
@@ -212,7 +212,7 @@ class Engine:
             features_from=share_of(total, 0, self.config.batch.updates_per_step).stop,
             on_progress=self.run.logger.progress,
         )
-        generate(collection, self._client, ranks, self._revive)
+        generate(collection, self.client, ranks, self._revive)
         self._retries += collection.retries
         return give_rewards(self.run.task, self.run.tokenizer, prompts, collection.trajectories())
 

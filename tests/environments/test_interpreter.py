@@ -45,8 +45,11 @@ def test_errors_are_shown_and_lose_nothing(session):
     [
         ("print('so far', flush=True)\nwhile True: pass", "longer than 3 s.*so far"),
         (
-            "y = []\nimport os\nfor _ in range(9):\n    if os.fork() == 0: z = bytearray(2**26); import time; time.sleep(9)\ntime.sleep(9)",
-            "more than 256 MB|longer than 3 s|wrote",
+            (
+                "import os, time\nfor _ in range(9):\n    if os.fork() == 0:\n        z = bytearray(2**26)\n"
+                "        time.sleep(9)\ntime.sleep(9)"
+            ),
+            "more than 256 MB",
         ),
         ("while True: print('x' * 1000)", f"more than {OUTPUT_BYTES} bytes"),
         ("import os; os._exit(1)", "interpreter ended"),

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (programs of one line)
 """Hostile programs are contained, honest ones run, and nothing is left behind."""
 
 from __future__ import annotations

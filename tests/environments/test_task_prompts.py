@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.config import Config, DataConfig
 from megatron_rl.environments import PromptStream, build_task, combine, encode_response, fitting
 from megatron_rl.environments.procedural import HELD_OUT_SHARE, ProceduralPrompts
 from megatron_rl.environments.task import Prompt, is_held_out
-from megatron_rl.config import Config, DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.program import SingleTurn
 

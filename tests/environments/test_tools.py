@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from fractions import Fraction
+from types import MappingProxyType
 from typing import override
 
 import pytest
@@ -36,7 +37,7 @@ class Odd(Tool):
     """A tool that does what its argument says."""
 
     name = "odd"
-    parameters = {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]}
+    parameters = MappingProxyType({"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]})
 
     def __init__(self):
         self.ended, self.closed = [], False

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import override
 
 import numpy as np
@@ -50,7 +50,7 @@ class Echo(Tool):
     """Says its argument again, after having done what the test wants."""
 
     name = "echo"
-    parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+    parameters = MappingProxyType({"type": "object", "properties": {"text": {"type": "string"}}})
 
     def __init__(self):
         self.calls = 0
@@ -163,7 +163,7 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
     assert_agree(of_prefill, sampled, median=1e-5, largest=1e-4)
 
     # A turn that is decoded and encoded again: the very thing that must not happen.
-    for number, t in enumerate(trajectories):
+    for number, t in enumerate(trajectories):  # noqa: B007
         again = agents.tokenizer.encode(agents.dialect.text(pieces(t)[0]), add_special_tokens=False)
         if again != pieces(t)[0] and len(t.turns) > 1:
             break

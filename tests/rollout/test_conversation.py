@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from megatron_rl.data.packing import IGNORED, Layout, pack
 from megatron_rl.data.record import load_trajectories, save_trajectories
 from megatron_rl.data.sequence import RouterFeatures
-from megatron_rl.data.packing import IGNORED, Layout, pack
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.rollout.client import Reply
 from megatron_rl.rollout.conversation import Conversation

@@ -38,6 +38,12 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
 
 
 TOKENIZERS = {"chatml": with_template(None), "qwen3": with_template(QWEN3), "calls": calls_tokenizer(64)}
+PIECES = [
+    *"""<tool_call>|</tool_call>|{"name": "f"}|{"name": 3}|[]|{|Action:|Action: f|Action Input:|Action Input: {}""".split(
+        "|"
+    ),
+    *("1", "Final Answer:", "Observation:", "</think>", "text", "Action: g", "\n", "\ud800"),
+]
 FORMS = [("qwen", "chatml"), ("qwen", "qwen3"), ("qwen", "calls"), ("react", "chatml"), ("react", "qwen3")]
 
 
@@ -109,33 +115,7 @@ def test_calls_come_back_as_they_were_written(arguments, name):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    pieces=st.lists(
-        st.sampled_from(
-            [
-                "<tool_call>",
-                "</tool_call>",
-                '{"name": "f"}',
-                '{"name": 3}',
-                "[]",
-                "{",
-                "\n",
-                "Action:",
-                "Action: f\n",
-                "1",
-            ]
-            + [
-                "Action Input:",
-                "Action Input: {}",
-                "Final Answer:",
-                "Observation:",
-                "</think>",
-                "text",
-                "\nAction: g\n",
-                "\ud800",
-            ]
-        ),
-        max_size=8,
-    )
+    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
 )
 def test_a_reply_calls_or_answers_or_is_malformed(pieces):
     for kind in DIALECTS:

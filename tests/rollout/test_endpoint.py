@@ -83,6 +83,7 @@ def assistant(reply) -> dict:
 
 def converse(client, messages, turns, stream=False) -> list[dict]:
     """So many turns, whatever the policy says."""
+    reply = None
     for number in range(turns):
         if number:
             messages = [
@@ -197,9 +198,9 @@ def test_requests_that_cannot_be_answered_say_why(world):
                     client.chat.completions.create(model="policy", **options)
                 problems.append(str(found.value))
             assert [model.id for model in client.models.list()] == ["policy"]
-        with openai.OpenAI(base_url=base_url.replace("/v1", "x/v1"), api_key="none") as client:
-            with pytest.raises(openai.NotFoundError, match="no such session"):
-                client.chat.completions.create(model="policy", messages=user)
+        other = openai.OpenAI(base_url=base_url.replace("/v1", "x/v1"), api_key="none")
+        with other, pytest.raises(openai.NotFoundError, match="no such session"):
+            other.chat.completions.create(model="policy", messages=user)
         return 0.0
 
     _, collect = world(agent)
@@ -212,9 +213,9 @@ def test_requests_that_cannot_be_answered_say_why(world):
 
 def test_a_conversation_that_is_full_says_so(world):
     def agent(prompt, base_url):
-        with openai.OpenAI(base_url=base_url, api_key="none", timeout=120) as client:
-            with pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
-                converse(client, [{"role": "user", "content": prompt.text}], 100)
+        client = openai.OpenAI(base_url=base_url, api_key="none", timeout=120)
+        with client, pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
+            converse(client, [{"role": "user", "content": prompt.text}], 100)
 
     _, collect = world(agent)
     for t in collect(2)[0]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.data.sequence import Sequence as Tokens
 from megatron_rl.environments.task import Prompt, Task
 from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.data.sequence import Sequence as Tokens
 
 log = logging.getLogger(__name__)
 

@@ -215,6 +215,24 @@ def test_a_gamed_reward_is_seen(tmp_path):
     assert page.row("Most frequent", 6) == ["Most frequent", "0", "50", "3+3", "no idea", "step 2"]
 
 
+def test_a_conversation_is_shown_turn_by_turn_with_what_trains_marked(tmp_path):
+    turns = [
+        {"role": "assistant", "text": f"<tool_call>{NASTY}", "trains": True, "malformed": "a call without end"},
+        {"role": "tool", "text": "Error: " + "x" * 10_000, "trains": False},
+        {"role": "assistant", "text": "7", "trains": True},
+    ]
+    run = make_run(tmp_path / "agent", 2)
+    sample = {"step": 2, "prompt": "3+4=", "response": "7", "reward": 1.0, "turns": turns, "masked": True, "finish": "turns"}
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(sample) + "\n")
+    text = write_report(run).read_text()
+    start = text.index('<ol class="turns">')
+    shown = text[start : text.index("</ol>", start)]
+    assert shown.count('<li class="trains">') == 2 and shown.count("<li>") == 1
+    assert "a call without end" in shown and "characters" in shown and len(shown) < 8000
+    assert "<script>" not in shown and "does not train" in text
+
+
 def test_a_browser_draws_it(tmp_path):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -224,6 +242,7 @@ def test_a_browser_draws_it(tmp_path):
     command = [browser, *flags, "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     charts = Page(path).charts
-    assert dom.count("<svg") == len(charts) > 0
+    drawn = dom.count("<svg") - path.read_text().count("<svg")  # the library's own text has one
+    assert drawn == len(charts) > 0
     assert dom.count("<path") >= len(charts)
     assert "owned" not in re.search(r"<title>(.*?)</title>", dom).group(1)

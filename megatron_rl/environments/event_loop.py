@@ -32,7 +32,8 @@ class EventLoop:
         """Cancel what is under way, and end the thread."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(CLOSE_TIMEOUT_S)
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from typing import Any, ClassVar, override
 
 from megatron_rl.environments import sandbox
@@ -47,12 +48,21 @@ class Session:
     def __init__(self, *, timeout_s: float, memory_mb: int) -> None:
         self.timeout_s, self.memory_mb = timeout_s, memory_mb
         self._container: sandbox.Container | None = None
+        self._lock = threading.Lock()
+        """Held while code runs: only then are the container's pipes in use."""
+        self._ended = False
 
     def run(self, code: str) -> str:
         """The output of code, and its last expression's value.
 
         Errors: ToolError where it breaks a limit (variables are lost then); ToolLost where it cannot be contained.
         """
+        with self._lock:
+            if self._ended:  # its conversation was given up before this thread came to run
+                raise ToolError("the conversation has ended")
+            return self._run(code)
+
+    def _run(self, code: str) -> str:
         encoded, mark = code.encode(errors="replace"), secrets.token_hex(16).encode()
         try:
             if self._container is None:
@@ -72,7 +82,7 @@ class Session:
         if reason == "ok" and output.endswith(mark):
             return output.removesuffix(mark).decode(errors="replace").rstrip("\n")
         started = reason != "ok" or self._container.started
-        self.end()
+        self._drop()
         text = bytes(output[:OUTPUT_BYTES]).decode(errors="replace")
         if not started:
             raise ToolLost(f"the sandbox does not start: {' '.join(text.split())[:300]}")
@@ -83,11 +93,18 @@ class Session:
         }.get(reason, "the interpreter ended")
         raise ToolError(f"{problem}; all variables are lost\n{text}".strip())
 
-    def end(self) -> None:
-        """Kill the interpreter."""
+    def _drop(self) -> None:
         container, self._container = self._container, None
         if container is not None:
             container.end()
+
+    def end(self) -> None:
+        """Kill the interpreter, also while it runs; no code is run after that."""
+        self._ended = True
+        if (container := self._container) is not None:
+            container.kill()
+        with self._lock:
+            self._drop()
 
 
 class PythonTool(Tool):

@@ -204,10 +204,15 @@ class Container:
                     frontier += map(int, (task / "children").read_text().split())
         return found
 
+    def kill(self) -> None:
+        """Kill it with all that it started."""
+        if self.process.returncode is None:  # else the id may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # the container dies with bubblewrap's outer process
+
     def end(self) -> None:
-        """Kill it with all that it started, and let go of its pipes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # the container dies with bubblewrap's outer process
+        """Kill it, and let go of its pipes: nobody may be reading them."""
+        self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):

@@ -174,7 +174,12 @@ class AgentCollection(Collection):
             talk.finish_reason = "turns"
             return
         world.seconds = 0.0
-        messages = await world.respond(parsed)
+        try:
+            messages = await world.respond(parsed)
+        except ToolLost:
+            raise
+        except Exception as error:  # of a task's own environment
+            raise ToolLost(f"its environment: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
         if messages is None:
             talk.finish_reason = "stop"
             return

@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt, Task, combine
+from megatron_rl.errors import UserError
+from megatron_rl.registry import nearest
 
 
 def give_rewards(
@@ -25,6 +27,11 @@ def give_rewards(
     for t, parts in zip(asked, scored, strict=True):
         t.reward_parts = parts | t.reward_parts
     for t in trajectories:
+        if foreign := sorted(t.reward_parts.keys() - set(task.parts)):
+            raise UserError(
+                f"agent: the environment of {t.prompt_id} gives the reward part '{foreign[0]}', which task '{task.name}' does"
+                f" not have{nearest(foreign[0], task.parts)}"
+            )
         if t.masked:
             t.reward_parts = dict.fromkeys(task.parts, 0.0)
         t.reward = combine(t.reward_parts, task.weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -68,6 +69,29 @@ def test_a_call_that_breaks_a_limit_starts_anew(session, code, problem):
 def test_it_reads_no_input_and_sees_no_calls(session):
     assert "EOFError" in session.run("input()")
     assert session.run("import sys; sys.stdin.read()") == "''"
+
+
+def test_a_session_that_is_ended_while_it_runs():
+    """As when its conversation takes too long: the thread that runs it comes back, and nothing starts again."""
+    session, seen = Session(timeout_s=60.0, memory_mb=256), []
+
+    def run():
+        try:
+            session.run("import time\ntime.sleep(600)")
+        except (ToolError, ToolLost) as error:  # the latter where it was ended before bubblewrap had begun
+            seen.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while session._container is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    session.end()
+    thread.join(30)
+    assert not thread.is_alive() and ("interpreter ended" in seen[0] or "does not start" in seen[0])
+    with pytest.raises(ToolError, match="conversation has ended"):
+        session.run("1")
+    assert session._container is None
 
 
 def test_conversations_share_nothing():

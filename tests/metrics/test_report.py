@@ -222,7 +222,15 @@ def test_a_conversation_is_shown_turn_by_turn_with_what_trains_marked(tmp_path):
         {"role": "assistant", "text": "7", "trains": True},
     ]
     run = make_run(tmp_path / "agent", 2)
-    sample = {"step": 2, "prompt": "3+4=", "response": "7", "reward": 1.0, "turns": turns, "masked": True, "finish": "turns"}
+    sample = {
+        "step": 2,
+        "prompt": "3+4=",
+        "response": "7",
+        "reward": 1.0,
+        "turns": turns,
+        "masked": True,
+        "finish": "turns",
+    }
     with (run / "samples.jsonl").open("a") as file:
         file.write(json.dumps(sample) + "\n")
     text = write_report(run).read_text()

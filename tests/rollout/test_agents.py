@@ -16,7 +16,9 @@ from transformers import AutoTokenizer
 
 from megatron_rl.config import build_config
 from megatron_rl.environments import Prompt, Task
+from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.tools import Tool, ToolLost
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.agent import Agents
 from megatron_rl.rollout.client import EngineLost
 from megatron_rl.rollout.dialects import Call, Parsed
@@ -287,6 +289,46 @@ def test_one_of_many_tools_that_hangs_masks_its_conversation_alone(server, world
         t["loss_mask"].any() and t.reward_parts["correct"] == float(bool(t.text)) for t in trajectories if not t.masked
     )
     assert len(trajectories) == 64 and [t.group_id for t in trajectories] == [i // 2 for i in range(64)]
+
+
+def test_an_environment_of_ones_own(server, world):
+    """It answers what it likes, knows the reward, is closed, and its errors mask one conversation each."""
+
+    class Guess(Environment):
+        closed = 0
+
+        async def respond(self, turn):
+            self.guesses = getattr(self, "guesses", 0) + 1
+            if prompts.index(self.prompt) == 3:
+                raise KeyError("a bug")
+            return [{"role": "user", "content": "warmer"}] if self.guesses < 3 else None
+
+        def reward_parts(self):
+            return {part: float(prompts.index(self.prompt))}
+
+        async def close(self):
+            Guess.closed += 1
+
+    def environment(prompt, toolbox):
+        made = Guess(toolbox)
+        made.prompt = prompt
+        return made
+
+    agents, part = world(Echo()), "correct"
+    agents.task.environment = environment
+    agents.dialect.parse = lambda ids: Parsed([Call("any", {})])
+    prompts = questions(agents, 6)
+    asked = collection(agents, prompts)
+    asked.run(client_of(server))
+    trajectories = give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories())
+    assert [t.masked for t in trajectories] == [i == 3 for i in range(6)] and Guess.closed == 6
+    for number, t in enumerate(trajectories):
+        if number != 3:
+            assert [turn.role for turn in t.turns] == ["assistant", "user"] * 2 + ["assistant"]
+            assert t.reward == number and t.finish_reason == "stop"
+    part = "corect"
+    with pytest.raises(UserError, match="gives the reward part 'corect', which task.*did you mean 'correct'"):
+        give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories())
 
 
 def test_a_tool_that_is_gone_masks(server, world):

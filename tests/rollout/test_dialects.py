@@ -39,7 +39,17 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
 
 TOKENIZERS = {"chatml": with_template(None), "qwen3": with_template(QWEN3), "calls": calls_tokenizer(64)}
 PIECES = [
-    *("<tool_call>", "</tool_call>", '{"name": "f"}', '{"name": 3}', "[]", "{", "Action:", "Action: f", "Action Input:"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "f"}',
+        '{"name": 3}',
+        "[]",
+        "{",
+        "Action:",
+        "Action: f",
+        "Action Input:",
+    ),
     *("Action Input: {}", "1", "Final Answer:", "Observation:", "</think>", "text", "Action: g", "\n", "\ud800"),
 ]
 FORMS = [("qwen", "chatml"), ("qwen", "qwen3"), ("qwen", "calls"), ("react", "chatml"), ("react", "qwen3")]

@@ -246,7 +246,7 @@ def test_a_server_killed_in_turn_3_loses_nothing_and_nothing_is_sampled_twice(se
     tool = Killing()
     agents = world(tool, max_turns=6)
     prompts = questions(agents, 32)
-    asked = collection(agents, prompts)
+    asked = collection(agents, prompts, max_new_tokens=400)  # room for a fourth turn of the one that kills
     client = client_of(server)
     with pytest.raises(EngineLost):
         asked.run(client)

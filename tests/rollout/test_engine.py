@@ -143,12 +143,13 @@ def test_kill_9_in_mid_step_loses_nothing(server):
             killed.append((arrived, wanted))
             os.kill(process_of(server, "sglang.launch_server"), signal.SIGKILL)
 
-    # A few stop tokens give responses of very different lengths: most are on their way when the first ones arrive.
+    # A call for each request, and a few stop tokens, which give responses of very different lengths: most are on their way
+    # when the first one arrives.
     collection = Collection(
         prompts,
         SamplingSupport(),
         samples_per_prompt=1,
-        max_new_tokens=200,
+        max_new_tokens=3000,
         stop_token_ids=list(range(50, 62)),
         on_progress=kill_once,
     )

@@ -39,8 +39,8 @@ WRONG = {
         "runs without --enable-fp32-lm-head, and precision.fp32_lm_head is true",
     ),
     "a longer context": (
-        {"rollout": {"context_length": 1024}},
-        r"has room for 512 tokens \(--context-length\), and rollout.context_length is 1024",
+        {"rollout": {"context_length": 8192}, "batch": {"tokens_per_micro_batch": 16384}},
+        r"has room for 4096 tokens \(--context-length\), and rollout.context_length is 8192",
     ),
     "a longer context than its cache": (
         {"rollout": {"context_length": 40000}},

@@ -97,6 +97,7 @@ STOPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOPPED)
 def test_what_is_stopped(name):
     code, reason = STOPPED[name]  # a word, or several where the race is the program's own

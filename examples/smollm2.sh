@@ -23,7 +23,7 @@ echo "== sums up to nine; three in ten pairs of numbers are held out, in both or
 python - "$run" <<'PY'
 import json, pathlib, random, sys
 
-wordings = "Answer with a single digit: What is {} plus {}?", "Answer with a single digit: {} + {} ="
+wordings = "Answer with a single digit: What is {} plus {}?", "Compute {} + {}. Reply with just the number."
 pairs = [(a, b) for a in range(1, 9) for b in range(a, 10 - a)]
 random.Random(0).shuffle(pairs)
 for split, part in {"test": pairs[:6], "train": pairs[6:]}.items():

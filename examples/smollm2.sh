@@ -19,16 +19,15 @@ upcycle=()
 ((experts == 0)) || upcycle=(--experts "$experts" --topk 2 --seed "$seed")
 python tools/upcycle.py "$run/model" "${upcycle[@]}"
 
-echo "== sums up to nine; three in ten pairs of numbers are held out, in both orders and wordings"
+echo "== sums up to nine; four in ten pairs of numbers are held out, in both orders"
 python - "$run" <<'PY'
 import json, pathlib, random, sys
 
-wordings = "Answer with a single digit: What is {} plus {}?", "Compute {} + {}. Reply with just the number."
 pairs = [(a, b) for a in range(1, 9) for b in range(a, 10 - a)]
 random.Random(0).shuffle(pairs)
-for split, part in {"test": pairs[:6], "train": pairs[6:]}.items():
+for split, part in {"test": pairs[:8], "train": pairs[8:]}.items():
     sums = sorted({(x, y) for a, b in part for x, y in ((a, b), (b, a))})
-    rows = [{"prompt": wording.format(x, y), "answer": str(x + y)} for x, y in sums for wording in wordings]
+    rows = [{"prompt": f"Answer with a single digit: What is {x} plus {y}?", "answer": str(x + y)} for x, y in sums]
     pathlib.Path(sys.argv[1], f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 PY
 

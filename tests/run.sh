@@ -4,7 +4,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tools/setup.sh
+tools/setup.sh --verifiers
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 bin=$PWD/.venv/bin
 

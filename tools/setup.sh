@@ -5,7 +5,7 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: tools/setup.sh [--trainer-only] [--gpu | --no-gpu] [--force] [--help]
+usage: tools/setup.sh [--trainer-only] [--verifiers] [--gpu | --no-gpu] [--force] [--help]
 
 Makes .venv (trainer) and .venv-rollout (SGLang) in the checkout with uv, from requirements/*.txt, and installs
 megatron_rl into .venv. About 12 GB on disk and as much in uv's cache (shared by hard links where it is on the same
@@ -13,6 +13,7 @@ file system). As root with apt it also installs bubblewrap, which contains model
 outside the checkout.
 
   --trainer-only  leave out .venv-rollout (for machines whose SGLang servers run elsewhere)
+  --verifiers     .venv-verifiers too, for data.task: verifiers:NAME
   --gpu           requirements/gpu.txt too: nvcc, and Transformer Engine, which is compiled here (the default where
                   nvidia-smi finds a GPU; later calls remember it)
   --no-gpu        leave them out, also where there is a GPU
@@ -26,17 +27,20 @@ fail() {
     exit 1
 }
 
-environments=(trainer rollout)
-force=0 gpu=
+leave_out=0 verifiers=0 force=0 gpu=
 for argument in "$@"; do
     case $argument in
-        --trainer-only) environments=(trainer) ;;
+        --trainer-only) leave_out=1 ;;
+        --verifiers) verifiers=1 ;;
         --gpu | --no-gpu) gpu=$argument ;;
         --force) force=1 ;;
         -h | --help) usage && exit 0 ;;
         *) usage >&2 && fail "unknown option '$argument'" ;;
     esac
 done
+environments=(trainer)
+((leave_out)) || environments+=(rollout)
+((!verifiers)) || environments+=(verifiers)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -45,10 +49,11 @@ unset VIRTUAL_ENV PYTHONHOME PYTHONPATH
 [[ $(uname -s) == Linux ]] || fail "the packages exist for Linux alone; this is $(uname -s)"
 [[ $(uname -m) == x86_64 || $(uname -m) == aarch64 ]] || fail "there are no packages for $(uname -m)"
 
-declare -A folder=([trainer]=.venv [rollout]=.venv-rollout)
-declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [rollout]="requirements/rollout.txt")
+declare -A folder=([trainer]=.venv [rollout]=.venv-rollout [verifiers]=.venv-verifiers)
+declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [rollout]="requirements/rollout.txt"
+    [verifiers]="requirements/verifiers.txt")
 # What the trainer's environment depends on besides its lists: the package's own build.
-declare -A build=([trainer]="setup.py pyproject.toml csrc" [rollout]="")
+declare -A build=([trainer]="setup.py pyproject.toml csrc" [rollout]="" [verifiers]="")
 # An environment made for GPUs stays one when a machine without any, say a login node, calls this. Where none was found
 # nothing is remembered: a driver that is installed later is noticed.
 choice=.venv/.setup-gpu
@@ -91,7 +96,7 @@ is_ready() {
     [[ -x ${folder[$1]}/bin/python && -f $stamp ]] || return 1
     mapfile -t lines <"$stamp"
     [[ ${lines[0]} == "$(inputs_hash "$1")" ]] || return 1
-    [[ $1 == rollout ]] && return 0
+    [[ $1 == trainer ]] || return 0
     nvcc=$(nvcc_release)
     [[ -z $nvcc || $nvcc == "${lines[1]-}" ]]
 }

@@ -10,10 +10,12 @@ from megatron_rl.config import DataConfig
 from megatron_rl.environments.files import FileTask, HubTask
 from megatron_rl.environments.number_sorting import NumberSorting
 from megatron_rl.environments.number_zigzag import NumberZigzag
+from megatron_rl.environments.openenv import OpenEnv
 from megatron_rl.environments.reasoning import ReasoningGym
 from megatron_rl.environments.sums import Sums
 from megatron_rl.environments.task import Task, resolve_weights
 from megatron_rl.environments.verifiers import VERIFIERS
+from megatron_rl.environments.verifiers_package import VerifiersPackage
 from megatron_rl.errors import UserError
 from megatron_rl.registry import check_name, resolve
 
@@ -22,8 +24,10 @@ TASKS: dict[str, type[Task]] = {
     "hub": HubTask,
     "number_sorting": NumberSorting,
     "number_zigzag": NumberZigzag,
+    "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,
     "sums": Sums,
+    "verifiers": VerifiersPackage,
 }
 
 
@@ -78,5 +82,6 @@ def _check_takes(function: Callable, problem: str, *arguments: object) -> None:
 
 
 def _kind(data: DataConfig) -> str:
-    """The task's name, without the data set of reasoning-gym."""
-    return "reasoning_gym" if data.task.startswith("reasoning_gym:") else data.task
+    """The task's name, without the data set of reasoning-gym or the environment of verifiers."""
+    name = data.task.partition(":")[0]
+    return name if name in ("reasoning_gym", "verifiers") else data.task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,6 +71,8 @@ class Task:
     """Parts that count with weight 1.0 unless the config says otherwise; the others count 0."""
     verifier: str | None = None
     """Name of the verifier, where it is the task's own; data.verifier may repeat it."""
+    program: str | None = None
+    """The only rollout program with which it works, where there is one."""
     weights: dict[str, float]
     """part -> weight, set by `build_task` from data.rewards."""
 
@@ -105,6 +107,10 @@ class Task:
     def environment(self, prompt: Prompt, toolbox: Toolbox) -> Environment:
         """What a conversation about the prompt talks with, under rollout.program: agent. By default the tools."""
         return Environment(toolbox)
+
+    def agent(self) -> Callable[[Prompt, str], Any] | None:
+        """An agent that the task brings along, for rollout.program: openai_agent where agent.function is not set."""
+        return None
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str | list[dict[str, Any]]:
         """A response to learn from in SFT, or the messages of a conversation in OpenAI's form (assistant, tool).

@@ -31,24 +31,24 @@ log = logging.getLogger(__name__)
 
 
 class OpenAIAgents(Agents):
-    """agent.function is called once a sample, with the prompt and the base URL of its session.
+    """agent.function, or the task's own agent, is called once a sample, with the prompt and the base URL of its session.
 
     It is a function (prompt, base_url) -> reward, plain (it gets a thread) or async. The reward is a number or numbers by
     name; None leaves it to the task, which scores the last reply, or to a POST to {base_url}/reward.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
-        if not config.agent.function:
+        name = config.agent.function
+        function = resolve("function", name, {}, "agent.function") if name else task.agent()
+        if function is None:
             raise UserError(
                 "config: rollout.program: openai_agent needs agent.function: module:name, a function (prompt, base_url)"
             )
-        self.function = resolve("function", config.agent.function, {}, "agent.function")
+        self.function = function
         try:
             inspect.signature(self.function).bind(None, "")
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"config: agent.function: {config.agent.function} takes no (prompt, base_url): {error}"
-            ) from None
+            raise UserError(f"config: agent.function: {name} takes no (prompt, base_url): {error}") from None
         super().__init__(config, tokenizer, task, ranks)
         self.endpoint = Endpoint()
         if self.toolbox is not None:

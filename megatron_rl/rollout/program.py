@@ -28,6 +28,8 @@ class SingleTurn:
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
         """Every process makes one. Errors: UserError for what the config has wrong."""
         self.config, self.tokenizer, self.task, self.ranks = config, tokenizer, task, ranks
+        if task.program not in (None, config.rollout.program):
+            raise UserError(f"config: data.task: {task.name} needs rollout.program: {task.program}")
 
     def encode(self, prompt: Prompt) -> Prompt:
         """The prompt with its tokens."""

@@ -1,0 +1,149 @@
+"""Episodes of a real OpenEnv server: rewards, errors of actions, and servers that die, hang, are full or forget their seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.config import AgentConfig, DataConfig
+from megatron_rl.environments import build_task
+from megatron_rl.environments.openenv import to_action
+from megatron_rl.environments.toolbox import Toolbox
+from megatron_rl.environments.tools import ToolError, ToolLost
+from megatron_rl.errors import UserError
+
+PYTHON = Path(__file__).resolve().parents[2] / ".venv-verifiers/bin/python"
+SERVER = Path(__file__).with_name("openenv_server.py")
+
+
+def start_server(sessions: int) -> tuple[str, subprocess.Popen]:
+    """A server and its address."""
+    assert PYTHON.exists(), "tools/setup.sh --verifiers makes the environment that these tests want"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([str(PYTHON), str(SERVER), str(port), str(sessions)])
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return f"http://127.0.0.1:{port}", process
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError("the OpenEnv server does not start")
+
+
+@pytest.fixture
+def server():
+    """server(sessions) -> address; ends it."""
+    started = []
+
+    def start(sessions: int = 64) -> str:
+        url, process = start_server(sessions)
+        started.append(process)
+        return url
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def task_of(url: str, **options):
+    return build_task(DataConfig(task="openenv", options={"url": url, "size": 50, "timeout_s": 20} | options))
+
+
+def final(text: str):
+    return SimpleNamespace(calls=[], final=text, malformed=None)
+
+
+async def episode(task, prompt, texts) -> tuple[list, dict[str, float]]:
+    """What an episode answers to each text, and its reward."""
+    world = task.environment(prompt, Toolbox(AgentConfig()))
+    try:
+        return [await world.respond(final(text)) for text in texts], world.reward_parts()
+    finally:
+        await world.close()
+
+
+@pytest.mark.slow
+def test_episodes_reward_what_the_server_says(server):
+    task = task_of(server())
+    prompts = task.prompts("train")
+    held_out = task.prompts("eval")
+    assert {p.metadata["seed"] for p in prompts}.isdisjoint(p.metadata["seed"] for p in held_out)
+    assert len(prompts) == 50 and prompts[3].text == f"episode {prompts[3].metadata['seed']}: speak"
+    rng = random.Random()
+    texts = [["".join(rng.choices("ab", k=rng.randint(1, 9))) for _ in range(3)] for _ in range(40)]
+
+    async def all_of_them():
+        return await asyncio.gather(*(episode(task, prompts[i], texts[i]) for i in range(40)))
+
+    for said, (answers, parts) in zip(texts, asyncio.run(all_of_them()), strict=True):
+        assert [a and a[0]["content"] for a in answers] == ["step 1", "step 2", None]
+        assert parts == {"reward": pytest.approx(sum(text.count("a") / len(text) for text in said))}
+    assert task.score(prompts[:2], ["ab", "bb"]) == [{"reward": 0.5}, {"reward": 0.0}]  # one action is an episode
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_is_the_models_or_the_servers(server):
+    url = server(2)
+    task = task_of(url, sessions=2)
+    prompt = task.prompts("train")[0]
+    [refused, unknown, heard], parts = asyncio.run(episode(task, prompt, ["raise", '{"word": "a"}', '{"text": "a"}']))
+    assert "not that" in refused[0]["content"] and "text: Field required" in unknown[0]["content"]
+    assert heard[0]["content"] == "step 1" and parts == {"reward": 1.0}, "the episode went on after what was refused"
+
+    async def crowd(task):
+        return await asyncio.gather(
+            *(episode(task, prompt, ["a", "a", "a"]) for _ in range(12)), return_exceptions=True
+        )
+
+    assert [parts for _, parts in asyncio.run(crowd(task))] == [{"reward": 3.0}] * 12, "the others wait for a session"
+    full = [found for found in asyncio.run(crowd(task_of(url, sessions=12))) if isinstance(found, ToolLost)]
+    assert full and all("max_concurrent_envs" in str(error) for error in full)
+
+    fickle = task_of(url, reset={"fickle": True})
+    with pytest.raises(ToolLost, match="two resets with seed"):
+        asyncio.run(episode(fickle, fickle.prompts("train")[0], ["a"]))
+    hasty = task_of(url, timeout_s=0.5)
+    with pytest.raises(ToolLost, match=r"no answer to step within 0.5 s"):
+        asyncio.run(episode(hasty, prompt, ["hang"]))
+    with pytest.raises(ToolLost, match="the connection ended at step"):
+        asyncio.run(episode(task, prompt, ["die"]))
+    with pytest.raises(UserError, match=f"OpenEnv server {url} gives no /schema"):
+        task_of(url)
+
+
+def test_bad_configs_are_named():
+    with pytest.raises(UserError, match=r"needs data.options.url"):
+        build_task(DataConfig(task="openenv"))
+    with pytest.raises(UserError, match=r"unknown key 'data.options.sizes'.*size"):
+        build_task(DataConfig(task="openenv", options={"url": "http://127.0.0.1:9", "sizes": 3}))
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("crane", {"word": "crane"}),
+        ("7", {"word": "7"}),
+        (' {"word": "x", "n": 1} ', {"word": "x", "n": 1}),
+        ('```json\n{"word": "x"}\n```', {"word": "x"}),
+    ],
+)
+def test_text_becomes_an_action(text, action):
+    schema = {"required": ["word"], "properties": {"word": {"type": "string"}}}
+    assert to_action(text, schema) == action
+
+
+def test_numbers_become_actions_and_several_fields_want_json():
+    assert to_action("7", {"required": ["cell"], "properties": {"cell": {"type": "integer"}}}) == {"cell": 7}
+    with pytest.raises(ToolError, match="JSON object with row, column"):
+        to_action("7", {"required": ["row", "column"]})

@@ -1,0 +1,100 @@
+"""The policy in environments of other packages: an OpenEnv server, and a task set of `verifiers` behind the endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_rl.config import build_config
+from megatron_rl.environments import build_task
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.dialects import Parsed, Qwen
+from megatron_rl.rollout.programs import rollout_program
+from megatron_rl.rollout.reward import give_rewards
+from megatron_rl.rollout.sampling import SamplingSupport
+from tests.environments.test_openenv import start_server
+from tests.rollout.conftest import client_of
+from tests.rollout.test_agents import ONE_PROCESS, pieces
+
+TASKS = Path(__file__).resolve().parents[1] / "environments/verifiers_tasks"
+
+
+class Plain(Qwen):
+    """Whatever a random model says is an answer."""
+
+    def parse(self, token_ids):
+        return Parsed(final=self.text(token_ids))
+
+
+@pytest.fixture
+def play(reference, server):
+    """play(program, data section, prompts, dialect) -> (agents, trajectories)."""
+    opened = []
+
+    def run(program, data, choose, agent):
+        settings = {"program": program, "max_new_tokens": 120, "context_length": 512}
+        tree = {"model": {"path": str(reference.folder)}, "data": data, "rollout": settings, "agent": agent}
+        config = build_config(tree)
+        task = build_task(config.data, more_parts=("well_formed",))
+        tokenizer = AutoTokenizer.from_pretrained(reference.folder)
+        agents = rollout_program(program)(config, tokenizer, task, ONE_PROCESS)
+        agents.dialect = Plain(agents.tokenizer)
+        opened.append((agents, task))
+        prompts = [agents.encode(prompt) for prompt in choose(task)]
+        asked = agents.collect(prompts=prompts, support=SamplingSupport(), samples_per_prompt=2, max_new_tokens=120)
+        asked.run(client_of(server))
+        assert asked.complete
+        return agents, give_rewards(task, agents.tokenizer, prompts, asked.trajectories())
+
+    yield run
+    for agents, task in opened:
+        agents.close()
+        task.close()
+
+
+def test_episodes_of_openenv(play):
+    url, process = start_server(16)
+    try:
+        data = {"task": "openenv", "options": {"url": url}}
+        agents, found = play("agent", data, lambda task: task.prompts("train")[:8], {"max_turn_tokens": 12})
+    finally:
+        process.kill()
+        process.wait()
+    assert len(found) == 16
+    for t in found:
+        replies = pieces(t)[::2]
+        stopped = t.finish_reason == "stop"
+        assert not t.masked and (len(replies) == 3 or not stopped)
+        heard = replies if stopped else replies[:-1]
+        said = [agents.dialect.text(tokens).strip() for tokens in heard]
+        shares = [text.count("a") / max(1, len(text)) for text in said]
+        assert t.reward == pytest.approx(sum(shares))
+        mask = np.concatenate([np.full(len(piece), i % 2 == 0) for i, piece in enumerate(pieces(t))])
+        assert (t["loss_mask"] == mask).all()
+
+
+@pytest.mark.timeout(600)
+def test_episodes_of_verifiers(play, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TASKS))
+
+    def choose(task):
+        everything = [*task.prompts("train"), *task.prompts("eval")]
+        return sorted(everything, key=lambda p: p.metadata["task"])[38:41]
+
+    agents, found = play("openai_agent", {"task": "verifiers:letters"}, choose, {"time_limit_s": 300})
+    judged, refused = [t for t in found if not t.masked], [t for t in found if t.masked]
+    assert len(judged) == 4 and {t.group_id for t in refused} == {2}, "what could not be judged does not train"
+    for t in judged:
+        [reply] = pieces(t)
+        said = agents.dialect.text(reply).strip()
+        assert t.reward == pytest.approx(said.count("a") / max(1, len(said)) + 0.5)
+        assert t["loss_mask"].all()
+
+
+def test_a_task_that_brings_its_agent_says_which_program_it_wants(play, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TASKS))
+    with pytest.raises(UserError, match="verifiers:letters needs rollout.program: openai_agent"):
+        play("agent", {"task": "verifiers:letters"}, lambda task: [], {})

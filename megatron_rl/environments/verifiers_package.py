@@ -105,6 +105,7 @@ class Worker:
             problem = f": {error}"
         finally:
             self._kill(process)
+            await process.wait()
             lost = {"error": f"the worker of verifiers has ended{problem}; see its messages above"}
             for future in self._waiting.values():
                 if not future.done():

@@ -31,10 +31,10 @@ class Plain(Qwen):
 
 @pytest.fixture
 def play(reference, server):
-    """play(program, data section, prompts, dialect) -> (agents, trajectories)."""
+    """play(program, data section, agent section) -> (agents, collect(choose prompts) -> trajectories)."""
     opened = []
 
-    def run(program, data, choose, agent):
+    def make(program, data, agent):
         settings = {"program": program, "max_new_tokens": 120, "context_length": 512}
         tree = {"model": {"path": str(reference.folder)}, "data": data, "rollout": settings, "agent": agent}
         config = build_config(tree)
@@ -43,13 +43,17 @@ def play(reference, server):
         agents = rollout_program(program)(config, tokenizer, task, ONE_PROCESS)
         agents.dialect = Plain(agents.tokenizer)
         opened.append((agents, task))
-        prompts = [agents.encode(prompt) for prompt in choose(task)]
-        asked = agents.collect(prompts=prompts, support=SamplingSupport(), samples_per_prompt=2, max_new_tokens=120)
-        asked.run(client_of(server))
-        assert asked.complete
-        return agents, give_rewards(task, agents.tokenizer, prompts, asked.trajectories())
 
-    yield run
+        def collect(choose):
+            prompts = [agents.encode(prompt) for prompt in choose(task)]
+            asked = agents.collect(prompts=prompts, support=SamplingSupport(), samples_per_prompt=2, max_new_tokens=120)
+            asked.run(client_of(server))
+            assert asked.complete
+            return give_rewards(task, agents.tokenizer, prompts, asked.trajectories())
+
+        return agents, collect
+
+    yield make
     for agents, task in opened:
         agents.close()
         task.close()
@@ -59,7 +63,8 @@ def test_episodes_of_openenv(play):
     url, process = start_server(16)
     try:
         data = {"task": "openenv", "options": {"url": url}}
-        agents, found = play("agent", data, lambda task: task.prompts("train")[:8], {"max_turn_tokens": 12})
+        agents, collect = play("agent", data, {"max_turn_tokens": 12})
+        found = collect(lambda task: task.prompts("train")[:8])
     finally:
         process.kill()
         process.wait()
@@ -80,11 +85,17 @@ def test_episodes_of_openenv(play):
 def test_episodes_of_verifiers(play, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TASKS))
 
-    def choose(task):
-        everything = [*task.prompts("train"), *task.prompts("eval")]
-        return sorted(everything, key=lambda p: p.metadata["task"])[38:41]
+    def words(first, last):
+        def choose(task):
+            everything = [*task.prompts("train"), *task.prompts("eval")]
+            return sorted(everything, key=lambda prompt: prompt.metadata["task"])[first:last]
 
-    agents, found = play("openai_agent", {"task": "verifiers:letters"}, choose, {"time_limit_s": 300})
+        return choose
+
+    agents, collect = play("openai_agent", {"task": "verifiers:letters"}, {"time_limit_s": 300})
+    with pytest.raises(UserError, match="all 2 conversations failed, .*the worker of verifiers has ended"):
+        collect(words(41, 42))  # that one ends the worker; another is started
+    found = collect(words(38, 41))
     judged, refused = [t for t in found if not t.masked], [t for t in found if t.masked]
     assert len(judged) == 4 and {t.group_id for t in refused} == {2}, "what could not be judged does not train"
     for t in judged:
@@ -97,4 +108,4 @@ def test_episodes_of_verifiers(play, monkeypatch):
 def test_a_task_that_brings_its_agent_says_which_program_it_wants(play, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TASKS))
     with pytest.raises(UserError, match="verifiers:letters needs rollout.program: openai_agent"):
-        play("agent", {"task": "verifiers:letters"}, lambda task: [], {})
+        play("agent", {"task": "verifiers:letters"}, {})

@@ -10,7 +10,7 @@ from typing import Any, override
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import sandbox
-from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, is_held_out
+from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest, resolve
@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 Row = tuple[str, dict[str, Any] | None, str]
 """(where it stands, the row or None, what is wrong with it or '')."""
-HELD_OUT_SHARE = 0.1
 VERIFIER_TIMEOUT_S = 5.0
 _SHOWN = 5
 _MISSING = object()
@@ -112,11 +111,11 @@ class RowTask(Task):
         """None where held-out prompts have no source of their own."""
         raise NotImplementedError
 
-    def _load(self) -> dict[str, list[Prompt]]:
+    def _load(self) -> dict[Split, list[Prompt]]:
         train = self._parse(self._training_rows(), f"data.path: {self.path}")
         held_out = self._held_out_rows()
         if held_out is None:
-            return _split_by_hash(train)
+            return split_by_hash(train)
         evaluation = self._parse(held_out, f"data.eval_path: {self.data.eval_path or self.path}")
         texts = {prompt.text for prompt in evaluation}
         fresh = [prompt for prompt in train if prompt.text not in texts]
@@ -253,12 +252,3 @@ def _get(row: dict[str, Any], key: str) -> Any:
         return row[key]
     head, dot, rest = key.partition(".")
     return _get(row[head], rest) if dot and isinstance(row.get(head), dict) else _MISSING
-
-
-def _split_by_hash(prompts: list[Prompt]) -> dict[str, list[Prompt]]:
-    split: dict[str, list[Prompt]] = {"train": [], "eval": []}
-    for prompt in prompts:
-        split["eval" if is_held_out(prompt.text, HELD_OUT_SHARE) else "train"].append(prompt)
-    if not split["train"]:
-        raise UserError(f"data: all {len(prompts)} lines fell to the held-out split; give more data, or data.eval_path")
-    return split

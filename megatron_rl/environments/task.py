@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_rl.environments.tools import Tool
 
 Split = Literal["train", "eval"]
+HELD_OUT_SHARE = 0.1
 Parts = dict[str, float]
 """Named parts of a reward."""
 
@@ -151,3 +152,15 @@ def is_held_out(text: str, share: float) -> bool:
     """Whether a text belongs to the held-out split: decided by its hash alone, so equal texts never part."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
+
+
+def split_by_hash(prompts: Iterable[Prompt]) -> dict[Split, list[Prompt]]:
+    """One in ten prompts held out, by the hash of its text. Errors: UserError where none is left to train on."""
+    split: dict[Split, list[Prompt]] = {"train": [], "eval": []}
+    for prompt in prompts:
+        split["eval" if is_held_out(prompt.text, HELD_OUT_SHARE) else "train"].append(prompt)
+    if not split["train"]:
+        raise UserError(
+            f"data: all {len(split['eval'])} prompts fell to the held-out split; give more data, or data.eval_path"
+        )
+    return split

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, override
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, is_held_out
+from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.environments.tools import ToolLost
 from megatron_rl.errors import UserError
 
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-verifiers/bin/python"
 WORKER = Path(__file__).with_name("verifiers_worker.py")
-HELD_OUT_SHARE = 0.1
 START_TIMEOUT_S = 300.0
 """Longest wait for a worker to load an environment, with its data."""
 MOST_BYTES = 2**24
@@ -151,9 +150,7 @@ class VerifiersPackage(Task):
         # -P: a module beside the worker has the name of the package
         command = [str(python), "-P", str(WORKER)]
         self._worker = Worker([*command, "serve", limit, config])
-        self._split: dict[str, list[Prompt]] = {"train": [], "eval": []}
-        for prompt in self._load([*command, "prompts", limit, config]):
-            self._split["eval" if is_held_out(prompt.text, HELD_OUT_SHARE) else "train"].append(prompt)
+        self._split = split_by_hash(self._load([*command, "prompts", limit, config]))
 
     def _load(self, command: Sequence[str]) -> list[Prompt]:
         try:

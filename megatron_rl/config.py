@@ -64,8 +64,8 @@ class DataConfig:
     """Prompts, their rewards and the order in which they come."""
 
     task: str = "file"
-    """file | hub | reasoning_gym:NAME | number_sorting | number_zigzag | sums | openenv | verifiers:NAME, or a task of your own as module:name
-    or path/to/file.py:name."""
+    """file | hub | reasoning_gym:NAME | number_sorting | number_zigzag | sums | openenv | verifiers:NAME, or your own task as
+    module:name or path/to/file.py:name."""
     path: str | None = None
     """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder."""
     eval_path: str | None = None

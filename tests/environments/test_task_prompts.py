@@ -33,7 +33,7 @@ def sorting(**options):
 
 def plain(tokenizer, task=None):
     """The program that encodes prompts and demonstrations as they are."""
-    return SingleTurn(Config(), tokenizer, task, None)
+    return SingleTurn(Config(), tokenizer, task or sorting(), None)
 
 
 def ids(prompts):

@@ -75,6 +75,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             limit=MOST_BYTES,
+            env=os.environ | {"PATH": f"{Path(self._command[0]).parent}:{os.environ.get('PATH', os.defpath)}"},  # uv
             start_new_session=True,  # so that it ends with all that it has started
         )
         ready = self._waiting[None] = loop.create_future()

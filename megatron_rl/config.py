@@ -399,7 +399,7 @@ class AgentConfig:
     max_turn_tokens: Positive | None = None
     """Most tokens of one reply; by default what is left of rollout.max_new_tokens, which observations count for too."""
     time_limit_s: PositiveFloat = 600.0
-    """Longest time of a conversation, generation and tools together."""
+    """Longest time of a conversation: its tools, its environment, an agent's own code; not what it waits for the engine."""
     tool_timeout_s: PositiveFloat = 60.0
     """Longest time of one call; a tool that takes longer has failed, and its conversation does not train."""
     tool_concurrency: Positive = 64

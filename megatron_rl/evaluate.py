@@ -36,9 +36,15 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     judged = [t for t in sampled if not t.masked and not t.part]
     rewards = run.gather_groups(judged, lambda t: t.reward)
     answers = run.gather_groups(judged, lambda t: run.task.extract(t.text))
+    if not rewards:
+        run.logger.say(
+            f"eval at step {run.step}: all {len(prompts)} prompts' responses are masked, so there is no score"
+        )
+        return {}
+    whole = [row for row in rewards if len(row) == n]
     scores = {
         "eval/score": average_at_n(rewards),
-        f"eval/pass@{n}": pass_at_k([row for row in rewards if len(row) == n], n, threshold=0.5),
+        **({f"eval/pass@{n}": pass_at_k(whole, n, threshold=0.5)} if whole else {}),
         f"eval/maj@{n}": majority_at_n(answers, rewards),
         f"eval/distinct@{n}": float(np.mean(distinct_right(answers, rewards, threshold=0.5))),
         "eval/response_length": run.mean([float(t.response_length) for t in sampled]),
@@ -51,9 +57,8 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     rows = run.gather_from_leaders([{"greedy": False, **readable(run.tokenizer, t)} for t in sampled])
     if config.eval.greedy:
         greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1, seed="greedy")
-        scores["eval/greedy"] = average_at_n(
-            run.gather_groups([t for t in greedy if not t.masked and not t.part], lambda t: t.reward)
-        )
+        if found := run.gather_groups([t for t in greedy if not t.masked and not t.part], lambda t: t.reward):
+            scores["eval/greedy"] = average_at_n(found)
         rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
     run.scores[run.step] = scores["eval/score"]

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from megatron_rl.data.sequence import Sequence
 
+TRUNCATED = ("length", "turns", "tokens", "time")
+"""Endings that a limit brought about, before the policy ended."""
+
 
 @dataclass
 class WeightSpan:
@@ -62,4 +65,4 @@ class Trajectory(Sequence):
     @property
     def truncated(self) -> bool:
         """Whether a limit ended it before the policy did."""
-        return self.finish_reason in ("length", "turns", "tokens", "time")
+        return self.finish_reason in TRUNCATED

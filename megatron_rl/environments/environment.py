@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from megatron_rl.environments.toolbox import Toolbox
-from megatron_rl.environments.tools import ToolError
+from megatron_rl.environments.tools import ToolError, shorten
 
 
 class Called(Protocol):
@@ -77,7 +77,7 @@ class Environment:
         try:
             return await self.toolbox.call(call.name, call.arguments, self.sessions)
         except ToolError as error:
-            return f"Error: {error}"
+            return shorten(f"Error: {error}", self.toolbox.config.max_tool_response)
 
     def reward_parts(self) -> dict[str, float]:
         """Reward parts that the environment knows itself; a task whose parts it has all does not score the answer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_rl.environments.toolbox import Toolbox
 
 HELD_OUT_SIZE = 1000
+PAUSE_S = 1.0
+"""Before a first observation is asked for again."""
 _OF_THE_ACTION = ("INVALID_JSON", "VALIDATION_ERROR", "EXECUTION_ERROR")
 """Codes of errors that an action of the model's brings about."""
 
@@ -55,9 +58,13 @@ class Server:
         async with self._open.setdefault(loop, asyncio.Semaphore(self.sessions)):
             try:
                 async with aiohttp.ClientSession(self.url) as http, http.ws_connect("/ws", max_msg_size=0) as socket:
-                    yield Session(self, socket)
-                    with suppress(aiohttp.ClientError, ConnectionError):
-                        await socket.send_json({"type": "close"})
+                    session = Session(self, socket)
+                    try:
+                        yield session
+                        with suppress(aiohttp.ClientError, ConnectionError):
+                            await socket.send_json({"type": "close"})
+                    finally:
+                        session.reading.cancel()
             except (aiohttp.ClientError, OSError) as error:
                 raise ToolLost(f"OpenEnv server {self.url}: {error!r}") from error
 
@@ -76,6 +83,16 @@ class Session:
 
     def __init__(self, server: Server, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._server, self._socket = server, socket
+        self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        self.reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Read all the time: pings are answered while it does, and a server ends a session that answers none."""
+        while True:
+            message = await self._socket.receive()
+            self._answers.put_nowait(message)
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                return
 
     async def reset(self, arguments: Mapping[str, Any]) -> Result:
         """Begin an episode. Errors: ToolLost."""
@@ -93,7 +110,7 @@ class Session:
         try:
             async with asyncio.timeout(self._server.timeout_s):
                 await self._socket.send_json({"type": kind, "data": dict(data)})
-                answer = await self._socket.receive()
+                answer = await self._answers.get()
         except TimeoutError:
             raise ToolLost(f"{where}: no answer to {kind} within {self._server.timeout_s:g} s") from None
         if answer.type is not aiohttp.WSMsgType.TEXT:
@@ -108,7 +125,10 @@ class Session:
                 if content.get("code") == "CAPACITY_REACHED":
                     problem += "; lower data.options.sessions, or raise the server's max_concurrent_envs"
                 raise ToolLost(f"{where}: {problem}")
-            return Result(dict(content["observation"]), float(content.get("reward") or 0.0), bool(content.get("done")))
+            reward = float(content.get("reward") or 0.0)
+            if not math.isfinite(reward):
+                raise ToolLost(f"{where}: the reward of {kind} is {reward}")
+            return Result(dict(content["observation"]), reward, bool(content.get("done")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ToolLost(f"{where}: its answer to {kind} is none of OpenEnv's: {error!r}") from error
 
@@ -128,7 +148,7 @@ def to_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     if body.startswith("```") and body.endswith("```"):
         body = body.strip("`").partition("\n")[2].strip()
     value: Any = body
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         value = json.loads(body)
     if isinstance(value, dict):
         return value
@@ -179,8 +199,16 @@ class OpenEnv(Task):
         return Prompt(f"openenv:{seed}", text, None, None, messages, {"seed": seed})
 
     async def _first(self, seed: int) -> Result:
-        async with self.server.session() as session:
-            return await session.reset({"seed": seed} | self.reset)
+        """Of an episode. A server that is full or being restarted is asked again. Errors: ToolLost."""
+        deadline = asyncio.get_running_loop().time() + self.server.timeout_s
+        while True:
+            try:
+                async with self.server.session() as session:
+                    return await session.reset({"seed": seed} | self.reset)
+            except ToolLost:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(PAUSE_S)
 
     def text(self, observation: Mapping[str, Any]) -> str:
         """An observation as the policy sees it. Errors: ToolLost for a field that is not there."""

@@ -6,6 +6,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config import AgentConfig
@@ -36,6 +38,14 @@ def make_tool(name: str, options: dict[str, Any]) -> Tool:
     if not isinstance(tool, Tool):
         raise UserError(f"config: agent.tools: {name} is no megatron_rl.environments.tools.Tool")
     return tool
+
+
+@dataclass
+class _Held:
+    """A conversation's state of one tool."""
+
+    state: Any
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Toolbox:
@@ -108,11 +118,13 @@ class Toolbox:
             raise ToolError(f"there is no tool '{name}'; there is: {', '.join(self.tools) or 'none'}")
         check_arguments(tool, arguments)
         if name not in sessions:
-            sessions[name] = tool.session()
-        async with self._free:
+            sessions[name] = _Held(tool.session())
+        held = sessions[name]
+        # Calls of one reply that share a state come one after the other: none waits at the expense of its own time.
+        async with held.turn if held.state is not None else nullcontext(), self._free:
             try:
                 async with asyncio.timeout(self.config.tool_timeout_s):
-                    text = await tool.call(arguments, sessions[name])
+                    text = await tool.call(arguments, held.state)
             except (ToolError, ToolLost):
                 raise
             except TimeoutError:
@@ -125,9 +137,9 @@ class Toolbox:
 
     async def end(self, sessions: dict[str, Any]) -> None:
         """End a conversation's state of each tool."""
-        for name, session in sessions.items():
+        for name, held in sessions.items():
             try:
-                await self.tools[name].end(session)
+                await self.tools[name].end(held.state)
             except Exception as error:
                 log.warning("tool %s: ending a conversation: %s: %s", name, type(error).__name__, error)
         sessions.clear()

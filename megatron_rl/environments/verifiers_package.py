@@ -30,12 +30,14 @@ PYTHON = ROOT / ".venv-verifiers/bin/python"
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 START_TIMEOUT_S = 300.0
 """Longest wait for a worker to load an environment, with its data."""
+END_TIMEOUT_S = 8.0
+"""Longest wait for it to end by itself; shorter than the event loop's own for what is left in it."""
 MOST_BYTES = 2**24
 """Of one answer of the worker's."""
 
 
 class Worker:
-    """The process that plays episodes, started at the first one, and anew after it has died. It belongs to one event loop."""
+    """The process that plays episodes, started at the first one, and anew after it has died; it ends with its event loop."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -58,6 +60,9 @@ class Worker:
         try:
             self._send({"id": number} | request)
             found = await answer
+        except asyncio.CancelledError:
+            self._send({"id": number})
+            raise
         finally:
             self._waiting.pop(number, None)
         if "error" in found:
@@ -76,7 +81,7 @@ class Worker:
             stdout=subprocess.PIPE,
             limit=MOST_BYTES,
             env=os.environ | {"PATH": f"{Path(self._command[0]).parent}:{os.environ.get('PATH', os.defpath)}"},  # uv
-            start_new_session=True,  # so that it ends with all that it has started
+            start_new_session=True,  # a Ctrl-C is ours: it ends when we say so
         )
         ready = self._waiting[None] = loop.create_future()
         self._reading = asyncio.create_task(self._read(self._process))
@@ -88,7 +93,7 @@ class Worker:
         finally:
             self._waiting.pop(None, None)
         if "error" in found:
-            self.kill()
+            self._reading.cancel()
             raise ToolLost(f"the worker of verifiers: {found['error']}")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -104,22 +109,23 @@ class Worker:
         except ValueError as error:  # a line that is too long, or no JSON
             problem = f": {error}"
         finally:
-            self._kill(process)
-            await process.wait()
+            await self._end(process)
             lost = {"error": f"the worker of verifiers has ended{problem}; see its messages above"}
             for future in self._waiting.values():
                 if not future.done():
                     future.set_result(lost)
 
-    def kill(self) -> None:
-        """End the process and all that it has started."""
-        if self._process is not None:
-            self._kill(self._process)
-
     @staticmethod
-    def _kill(process: asyncio.subprocess.Process) -> None:
+    async def _end(process: asyncio.subprocess.Process) -> None:
+        """Let it end the programs that it has started, which it does when its input ends; kill it where it does not."""
+        assert process.stdin is not None
+        process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await process.wait()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 class VerifiersPackage(Task):
@@ -185,10 +191,6 @@ class VerifiersPackage(Task):
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         """Of episodes that the environment did not score, since a limit of the run's ended them."""
         return [{"reward": 0.0} for _ in prompts]
-
-    @override
-    def close(self) -> None:
-        self._worker.kill()
 
 
 def environment_config(name: str, given: dict[str, Any]) -> dict[str, Any]:

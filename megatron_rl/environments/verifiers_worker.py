@@ -4,7 +4,8 @@
     python verifiers_worker.py serve LIMIT CONFIG       requests on standard input, answers on standard output
 
 CONFIG: an environment's config of `verifiers.v1` as JSON. A request {"id", "task", "base_url", "model"} is answered by
-{"id", "reward"} or {"id", "error"}. It ends when its standard input does, so never outlives who started it.
+{"id", "reward"} or {"id", "error"}; {"id"} alone gives it up. It ends when its standard input does, so never outlives who
+started it.
 """
 
 # pyright: reportMissingImports=false
@@ -55,7 +56,7 @@ async def serve(env: vf.Env, tasks: list[vf.Task], answers: TextIO) -> None:
     loop = asyncio.get_running_loop()
     requests = asyncio.StreamReader(limit=2**24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
-    playing: set[asyncio.Task] = set()
+    playing: dict[int, asyncio.Task] = {}
 
     def answer(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -70,12 +71,16 @@ async def serve(env: vf.Env, tasks: list[vf.Task], answers: TextIO) -> None:
     async with env.serving():
         answer({"id": None})  # ready
         async for line in requests:
-            task = asyncio.create_task(one(json.loads(line)))
-            playing.add(task)
-            task.add_done_callback(playing.discard)
-        for task in playing:
+            request = json.loads(line)
+            number = request["id"]
+            if "task" in request:
+                playing[number] = asyncio.create_task(one(request))
+                playing[number].add_done_callback(lambda _, number=number: playing.pop(number))
+            elif number in playing:
+                playing[number].cancel()
+        for task in playing.values():
             task.cancel()
-        await asyncio.gather(*playing, return_exceptions=True)
+        await asyncio.gather(*playing.values(), return_exceptions=True)
 
 
 def main(kind: str, limit: str, config: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, override
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import AgentConfig, Config
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import TRUNCATED, Trajectory
 from megatron_rl.environments import Prompt, Task
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.toolbox import Toolbox
@@ -23,9 +23,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import Reply, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.conversation import Conversation
-from megatron_rl.rollout.dialects import Dialect, dialect
+from megatron_rl.rollout.dialects import Dialect, dialect, without_end
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.sampling import request_seed
+from megatron_rl.rollout.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.parallel import Ranks
@@ -68,6 +69,15 @@ class Agents(SingleTurn):
         return AgentCollection(**settings, agents=self)
 
     @override
+    def check(self, collection: Collection) -> None:
+        """Errors: UserError where no conversation of several, on all processes, went well: then it is no accident."""
+        assert isinstance(collection, AgentCollection)
+        found = self.ranks.gather_from_leaders((collection.failures, collection.asked))
+        problems = [problem for failures, _ in found for problem in failures]
+        if len(problems) == sum(asked for _, asked in found) > 1:
+            raise UserError(f"agent: all {len(problems)} conversations failed, the last one: {problems[-1]}")
+
+    @override
     def close(self) -> None:
         if self.toolbox is not None:
             self.toolbox.close()
@@ -104,7 +114,13 @@ class AgentCollection(Collection):
         self._talks = {r: Conversation(self.prompts[self._prompt_of(r)].tokens) for r in self._requests}
         self._worlds: dict[int, Environment] = {}
         self._finals: dict[int, str] = {}
-        self._failures: list[str] = []
+        self.failures: list[str] = []
+        """Why conversations failed for reasons that are not the model's, one for each."""
+
+    @property
+    def asked(self) -> int:
+        """Conversations that this process asks for."""
+        return len(self._requests)
 
     @property
     @override
@@ -126,11 +142,11 @@ class AgentCollection(Collection):
             done = await asyncio.gather(*(self._converse(client, r) for r in waiting), return_exceptions=True)
         self.retries += client.retried - before
         self._raise(done)
-        self._refuse_if_all_failed()
 
     async def _converse(self, client: SGLangClient, request: int) -> None:
         """Lead a conversation to its end. Errors: EngineLost, with which it stays as it is."""
-        talk, settings, begun = self._talks[request], self.agents.settings, time.monotonic()
+        talk, settings = self._talks[request], self.agents.settings
+        limit = TimeLimit(settings.time_limit_s - talk.seconds)
         assert self.agents.toolbox is not None
         world = self._worlds.get(request)
         if world is None:
@@ -138,9 +154,9 @@ class AgentCollection(Collection):
                 self.prompts[self._prompt_of(request)], self.agents.toolbox
             )
         try:
-            async with asyncio.timeout(settings.time_limit_s - talk.seconds) as limit:
+            async with limit:
                 while not talk.finish_reason:
-                    await self._turn(client, request, talk, world)
+                    await self._turn(client, request, talk, world, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -149,20 +165,23 @@ class AgentCollection(Collection):
             self._note(request, str(error))
             talk.finish_reason = "failure"
         finally:
-            talk.seconds += time.monotonic() - begun
+            talk.seconds = settings.time_limit_s - limit.left
         talk.drop_open_observation()
         await world.close()
         if self.on_progress:
             self.on_progress(self.responses, len(self._requests))
 
-    async def _turn(self, client: SGLangClient, request: int, talk: Conversation, world: Environment) -> None:
+    async def _turn(
+        self, client: SGLangClient, request: int, talk: Conversation, world: Environment, limit: TimeLimit
+    ) -> None:
         """A reply, and what it is answered."""
         settings, form = self.agents.settings, self.agents.dialect
         room = self.max_new_tokens - len(talk.tokens)
         most = min(room, settings.max_turn_tokens or room)
-        reply = await self._reply(client, request, talk, {"max_new_tokens": most}, number=len(talk.replies))
+        with limit.paused():
+            reply = await self._reply(client, request, talk, {"max_new_tokens": most}, number=len(talk.replies))
         turn = talk.add_reply(reply)
-        parsed = form.parse(reply.tokens.tolist())
+        parsed = form.parse(without_end(reply.tokens.tolist(), self.stop_token_ids))
         turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
         self._finals[request] = parsed.final or ""
         cut = reply.finish_reason != "stop"
@@ -221,36 +240,42 @@ class AgentCollection(Collection):
 
     def _trajectory(self, request: int) -> Trajectory:
         parts = self._worlds[request].reward_parts() if request in self._worlds else {}
-        return self._made(self._talks[request], self._prompt_of(request), self._finals.get(request, ""), parts)
-
-    def _made(self, talk: Conversation, p: int, text: str, parts: dict[str, float], part: int = 0) -> Trajectory:
-        """The trajectory of a conversation about prompt p that gave the answer `text`. parts: rewards that are known."""
-        found = talk.trajectory(
-            self.routes,
-            prompt_id=self.prompts[p].prompt_id,
-            group_id=p,
-            support=vars(self.support).copy(),
-            text=text,
-            part=part,
-        )
-        found.reward_parts = parts | {WELL_FORMED: float(not any(turn.malformed for turn in talk.turns))}
-        treatment = self.agents.settings.on_truncation if found.truncated else "score"
-        if treatment == "zero":
-            found.reward_parts = dict.fromkeys(self.agents.task.parts, 0.0)
-        found.masked = talk.finish_reason == "failure" or treatment == "mask"
-        if found.masked:
-            found["loss_mask"] = False
+        talk = self._talks[request]
+        [found] = self._sample([talk], request, self._finals.get(request, ""), parts, talk.finish_reason)
         return found
+
+    def _sample(
+        self, talks: Seq[Conversation], request: int, text: str, parts: dict[str, float], ended: str
+    ) -> list[Trajectory]:
+        """The sequences of one sample, which are judged together.
+
+        text: its answer; parts: rewards that are known; ended: how it did.
+        """
+        p = self._prompt_of(request)
+        well_formed = float(not any(turn.malformed for talk in talks for turn in talk.turns))
+        treatment = self.agents.settings.on_truncation if ended in TRUNCATED else "score"
+        parts = parts | {WELL_FORMED: well_formed}
+        if treatment == "zero":
+            parts = dict.fromkeys(self.agents.task.parts, 0.0)
+        masked = ended == "failure" or treatment == "mask"
+        made = []
+        for part, talk in enumerate(talks):
+            found = talk.trajectory(
+                self.routes,
+                prompt_id=self.prompts[p].prompt_id,
+                group_id=p,
+                support=vars(self.support).copy(),
+                text=text,
+                part=part,
+            )
+            found.reward_parts, found.masked, found.finish_reason = dict(parts), masked, ended
+            if masked:
+                found["loss_mask"] = False
+            made.append(found)
+        return made
 
     def _note(self, request: int, problem: str) -> None:
         """A conversation does not train, for reasons that are not the model's."""
         if problem:
-            self._failures.append(problem)
+            self.failures.append(problem)
             log.warning(f"conversation {self.prompts[self._prompt_of(request)].prompt_id} does not train: {problem}")
-
-    def _refuse_if_all_failed(self) -> None:
-        """Errors: UserError where no conversation of several went well: then it is no accident."""
-        if len(self._failures) == len(self._requests) > 1:
-            raise UserError(
-                f"agent: all {len(self._requests)} conversations failed, the last one: {self._failures[-1]}"
-            )

@@ -213,6 +213,7 @@ class Engine:
             on_progress=self.run.logger.progress,
         )
         generate(collection, self.client, ranks, self._revive)
+        self.run.program.check(collection)
         self._retries += collection.retries
         return give_rewards(self.run.task, self.run.tokenizer, prompts, collection.trajectories())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, override
 
@@ -23,6 +23,7 @@ from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.conversation import Conversation
 from megatron_rl.rollout.endpoint import Endpoint, reward_parts
 from megatron_rl.rollout.recorder import Session
+from megatron_rl.rollout.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.parallel import Ranks
@@ -117,7 +118,6 @@ class OpenAICollection(AgentCollection):
             raise self._problem
         for task in self._working:
             task.result()
-        self._refuse_if_all_failed()
 
     async def _work(self, request: int) -> None:
         """One session, from its beginning to its end."""
@@ -126,16 +126,19 @@ class OpenAICollection(AgentCollection):
 
     async def _lead(self, request: int) -> None:
         agents, prompt = self.agents, self.prompts[self._prompt_of(request)]
-        name = f"{id(self):x}-{request}"
+        name = secrets.token_hex(8)  # what is late from an earlier step finds no session
+        limit = TimeLimit(agents.settings.time_limit_s)
 
         async def ask(talk: Conversation, sampling: dict[str, Any]) -> Reply:
-            return await self._ask_when_served(request, talk, sampling)
+            with limit.paused():
+                return await self._ask_when_served(request, talk, sampling)
 
-        session = Session(agents.dialect, ask, self.max_new_tokens, agents.config.rollout.context_length)
+        most, room = self.max_new_tokens, agents.config.rollout.context_length
+        session = Session(agents.dialect, ask, most, room, stop_token_ids=self.stop_token_ids)
         self._sessions[request] = agents.endpoint.sessions[name] = session
-        begun, reason = time.monotonic(), "stop"
+        reason = "stop"
         try:
-            async with asyncio.timeout(agents.settings.time_limit_s) as limit:
+            async with limit:
                 url = agents.endpoint.url(name)
                 if inspect.iscoroutinefunction(agents.function):
                     found = await agents.function(prompt, url)
@@ -153,9 +156,8 @@ class OpenAICollection(AgentCollection):
         finally:
             session.close(reason)
             agents.endpoint.sessions.pop(name, None)
-        for branch in session.branches:
-            branch.talk.seconds = time.monotonic() - begun
-        self._ended[request] = reason
+        cut = session.latest is not None and session.latest.talk.finish_reason == "tokens"
+        self._ended[request] = "tokens" if cut and reason == "stop" else reason
         if self.on_progress:
             self.on_progress(self.responses, len(self._requests))
 
@@ -185,9 +187,8 @@ class OpenAICollection(AgentCollection):
     def trajectories(self) -> list[Trajectory]:
         found = []
         for request in self._requests:
-            session, p = self._sessions[request], self._prompt_of(request)
+            session, prompt = self._sessions[request], self.prompts[self._prompt_of(request)]
             talks = [branch.talk for branch in session.branches if branch.talk.replies]
-            talks = talks or [Conversation(self.prompts[p].tokens, finish_reason=self._ended[request])]
-            for part, talk in enumerate(talks):
-                found.append(self._made(talk, p, session.last.final or "", session.reward, part))
+            talks = talks or [Conversation(prompt.tokens)]
+            found += self._sample(talks, request, session.last.final or "", session.reward, self._ended[request])
         return found

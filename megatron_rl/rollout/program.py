@@ -48,5 +48,8 @@ class SingleTurn:
         """The collection of a step, or of an evaluation. settings: fields of `Collection`."""
         return self.collection(**settings)
 
+    def check(self, collection: Collection) -> None:
+        """Look at what has been collected, on every process. Errors: UserError where the run should not go on with it."""
+
     def close(self) -> None:
         """End what it has started."""

@@ -10,13 +10,12 @@ import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.rollout.client import Reply
 from megatron_rl.rollout.conversation import Conversation
-from megatron_rl.rollout.dialects import Dialect, Parsed
+from megatron_rl.rollout.dialects import Dialect, Parsed, without_end
 
 Ask = Callable[[Conversation, dict[str, Any]], Awaitable[Reply]]
 """Samples a reply after a conversation; the second argument has SGLang's sampling parameters that the agent chose."""
@@ -49,9 +48,13 @@ class Session:
     max_new_tokens: int
     """Of one sequence, observations included."""
     context_length: int
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end a reply, beside the dialect's own."""
     branches: list[Branch] = field(default_factory=list)
     last: Parsed = field(default_factory=Parsed)
     """What the last reply says."""
+    latest: Branch | None = None
+    """The sequence that it belongs to."""
     reward: dict[str, float] = field(default_factory=dict)
     """Parts that the agent has given."""
     closed: bool = False
@@ -69,11 +72,13 @@ class Session:
             or not all(isinstance(m, dict) and "role" in m for m in messages)
         ):
             raise BadRequest("messages: a list of objects with a role is wanted")
-        if body.get("n", 1) != 1:
+        if body.get("n") not in (None, 1):
             raise BadRequest("n: one reply at a time")
         tools = body.get("tools") or []
         branch = self._branch([plain(message) for message in messages], tools)
-        asked = body.get("max_completion_tokens") or body.get("max_tokens")
+        asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+        if not isinstance(asked, int):
+            raise BadRequest(f"max_tokens: a whole number is wanted, not {asked!r:.40}")
         room = min(self.max_new_tokens - len(branch.talk.tokens), self.context_length - len(branch.talk.context))
         if room < 1:
             self.full = True
@@ -86,12 +91,14 @@ class Session:
         stop = body.get("stop") or []
         stop = [stop] if isinstance(stop, str) else list(stop)
         try:
-            reply = await self.ask(branch.talk, {"max_new_tokens": min(room, int(asked)) if asked else room})
+            reply = await self.ask(branch.talk, {"max_new_tokens": min(room, asked) if asked > 0 else room})
         except BaseException:
             branch.talk.drop_open_observation()
             raise
         finally:
             branch.busy = False
+        if self.closed:  # while the engine sampled: what it answers has no place in the record any more
+            raise BadRequest("this session has ended")
         return self._answer(branch, self._stopped(reply, stop), stop)
 
     def _stopped(self, reply: Reply, stop: Sequence[str]) -> Reply:
@@ -141,9 +148,10 @@ class Session:
         """Record a reply, and say it in OpenAI's form."""
         ids = reply.tokens.tolist()
         turn = branch.talk.add_reply(reply)
-        parsed = self.last = self.form.parse(ids)
+        parsed = self.last = self.form.parse(without_end(ids, self.stop_token_ids))
+        self.latest = branch
         turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
-        ended = [token for token in ids if token not in self.form.stop_token_ids]
+        ended = [token for token in ids if token not in (*self.form.stop_token_ids, *self.stop_token_ids)]
         text = self.form.text(ended) if parsed.malformed is not None else (parsed.final or "")
         for mark in stop:
             text = text.partition(mark)[0]
@@ -153,7 +161,7 @@ class Session:
                 {
                     "id": f"call_{uuid.uuid4().hex[:24]}",
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
                 }
                 for call in parsed.calls
             ]
@@ -205,18 +213,30 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" else message["role"]
     kept = {"role": role, "content": content or ""}
     if message.get("tool_calls"):
-        kept["tool_calls"] = message["tool_calls"]
+        kept["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
     return kept
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    """A call of a message, with its arguments as an object where they are one. Errors: BadRequest."""
+    try:
+        function = call["function"]
+        name, arguments = str(function["name"]), function["arguments"] or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (TypeError, KeyError, ValueError):
+        raise BadRequest(
+            "messages: a call of tool_calls has a function with a name and arguments that are JSON"
+        ) from None
+    if not isinstance(arguments, dict):
+        raise BadRequest(f"messages: the arguments of {name} are no JSON object")
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _key(message: Mapping[str, Any]) -> Any:
     """What makes two messages the same: role, text and calls, but not the calls' ids."""
     calls = []
     for call in message.get("tool_calls") or []:
-        arguments = call["function"]["arguments"]
-        with suppress(ValueError):
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append((call["function"]["name"], json.dumps(arguments, sort_keys=True)))
+        calls.append((call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True)))
     return message["role"], message["content"], calls
 
 

@@ -48,13 +48,13 @@ class _Served:
     def _tell(self, *_: object) -> None:
         self._told = True
 
-    def __call__(self, prompt: Prompt, base_url: str) -> float:
-        """Serve until the command is told to end. Returns a reward, which nobody looks at."""
+    def __call__(self, prompt: Prompt, base_url: str) -> dict[str, float]:
+        """Serve until the command is told to end. Returns all reward parts, so that the task does not judge what was said."""
         self.run.logger.say(
             f"base_url: {base_url} (model: policy, any API key); Ctrl-C ends it and writes what was said"
         )
         asyncio.run(self._until_told())
-        return 0.0
+        return dict.fromkeys(self.run.task.parts, 0.0)
 
     async def _until_told(self) -> None:
         while not self._told:

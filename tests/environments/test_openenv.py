@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +24,12 @@ PYTHON = Path(__file__).resolve().parents[2] / ".venv-verifiers/bin/python"
 SERVER = Path(__file__).with_name("openenv_server.py")
 
 
-def start_server(sessions: int) -> tuple[str, subprocess.Popen]:
+def start_server(sessions: int, port: int = 0) -> tuple[str, subprocess.Popen]:
     """A server and its address."""
     assert PYTHON.exists(), "tools/setup.sh --verifiers makes the environment that these tests want"
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
         port = free.getsockname()[1]
     process = subprocess.Popen([str(PYTHON), str(SERVER), str(port), str(sessions)])
     deadline = time.monotonic() + 100
@@ -122,6 +124,43 @@ def test_what_goes_wrong_is_the_models_or_the_servers(server):
         task_of(url)
 
 
+@pytest.mark.slow
+def test_a_policy_that_thinks_for_long_keeps_its_session(server):
+    """The test's server ends a session that answers no ping for two seconds."""
+    task = task_of(server())
+    prompt = task.prompts("train")[0]
+
+    async def slowly():
+        world = task.environment(prompt, Toolbox(AgentConfig()))
+        for text in ("a", "b", "a"):
+            said = await world.respond(final(text))
+            await asyncio.sleep(4)
+        await world.close()
+        return said, world.reward_parts()
+
+    assert asyncio.run(slowly()) == (None, {"reward": 2.0})
+
+
+@pytest.mark.slow
+def test_a_server_that_is_restarted_is_waited_for():
+    url, process = start_server(8)
+    try:
+        task = task_of(url, timeout_s=60)
+        prompts = task.prompts("train")
+        first = prompts[0].text
+        process.kill()
+        process.wait()
+        again = threading.Timer(2.0, lambda: started.append(start_server(8, int(url.rpartition(":")[2]))[1]))
+        started = []
+        again.start()
+        assert prompts[0].text == first and prompts[1].text != first
+        again.join()
+    finally:
+        for one in (process, *started):
+            one.kill()
+            one.wait()
+
+
 def test_bad_configs_are_named():
     with pytest.raises(UserError, match=r"needs data.options.url"):
         build_task(DataConfig(task="openenv"))
@@ -136,6 +175,7 @@ def test_bad_configs_are_named():
         ("7", {"word": "7"}),
         (' {"word": "x", "n": 1} ', {"word": "x", "n": 1}),
         ('```json\n{"word": "x"}\n```', {"word": "x"}),
+        ("[" * 200_000, {"word": "[" * 200_000}),
     ],
 )
 def test_text_becomes_an_action(text, action):

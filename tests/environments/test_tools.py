@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import override
@@ -12,11 +13,14 @@ from typing import override
 import pytest
 
 from megatron_rl.config import AgentConfig
+from megatron_rl.environments import sandbox
 from megatron_rl.environments.calculator import calculate
+from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.search import Search
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import Tool, ToolError, ToolLost, shorten
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.dialects import Call, Parsed
 
 OWN = '''
 def double(number: int) -> int:
@@ -236,9 +240,9 @@ def test_at_most_so_many_calls_are_under_way(odd):
 def test_a_conversations_sessions_are_made_once_and_ended(toolbox, odd):
     sessions = {}
     call(toolbox, "odd", sessions, what="1")
-    first = sessions["odd"]
+    first = sessions["odd"].state
     call(toolbox, "odd", sessions, what="2")
-    assert sessions["odd"] is first
+    assert sessions["odd"].state is first
     toolbox.loop.run(toolbox.end(sessions))
     assert odd.ended == [first] and not sessions
 
@@ -310,3 +314,46 @@ def test_bad_settings_are_told(settings, problem):
 def test_two_tools_of_one_name(odd):
     with pytest.raises(UserError, match="two tools are called 'odd'"):
         Toolbox(AgentConfig(), [odd, Odd()]).open()
+
+
+def respond(box: Toolbox, *calls: Call) -> list[str]:
+    """What a conversation's only reply, with these calls, is answered."""
+
+    async def once():
+        world = Environment(box)
+        try:
+            return await world.respond(Parsed(calls=list(calls)))
+        finally:
+            await world.close()
+
+    return [message["content"] for message in box.loop.run(once())]
+
+
+def test_errors_are_no_longer_than_results(toolbox):
+    long = "y" * 10**6
+    for said in respond(toolbox, Call("odd", {}), Call(long, {}), Call("odd", {"what": 3, long: 1})):
+        assert said.startswith("Error: ") and len(said) < 200
+    assert respond(toolbox, Call("\ud83d", {}))[0].encode()
+
+
+@pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+def test_calls_of_one_reply_that_share_a_state_come_one_after_the_other():
+    """Six loops take longer together than one call may: each is the model's fault, and none the tool's."""
+    box = Toolbox(AgentConfig(tools=["python"], tool_options={"python": {"timeout_s": 2.0}}, tool_timeout_s=9.0))
+    box.open()
+    try:
+        loops = respond(box, *[Call("python", {"code": "while True: pass"})] * 6)
+        assert all("it took longer than 2 s" in said for said in loops)
+    finally:
+        box.close()
+
+
+@pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
+def test_calls_of_one_reply_keep_their_order():
+    box = Toolbox(AgentConfig(tools=["python"]))
+    box.open()
+    try:
+        codes = ["x = 1", "x += 1", "x *= 10", "x -= 3", "x"]
+        assert respond(box, *(Call("python", {"code": code}) for code in codes))[-1] == "17"
+    finally:
+        box.close()

@@ -10,7 +10,9 @@ import pytest
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import build_task
-from megatron_rl.environments.verifiers_package import environment_config
+from megatron_rl.environments.event_loop import EventLoop
+from megatron_rl.environments.tools import ToolLost
+from megatron_rl.environments.verifiers_package import Worker, environment_config
 from megatron_rl.errors import UserError
 
 TASKS = Path(__file__).with_name("verifiers_tasks")
@@ -47,8 +49,36 @@ def test_what_is_given_is_kept():
 
 @pytest.mark.slow
 def test_a_worker_that_cannot_start_says_so():
-    from megatron_rl.environments.tools import ToolLost
-    from megatron_rl.environments.verifiers_package import Worker
-
     with pytest.raises(ToolLost, match="the worker of verifiers has ended"):
         asyncio.run(Worker([sys.executable, "-c", "raise SystemExit(1)"]).play({"task": 0}))
+
+
+WORKER = """
+import json, os, sys
+folder = sys.argv[1]
+print(json.dumps({"id": None}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    with open(f"{folder}/heard", "a") as heard:
+        print(sorted(request), file=heard)
+    if request.get("task") == 1:
+        print(json.dumps({"id": request["id"], "reward": 0.5}), flush=True)
+open(f"{folder}/ended", "w").close()
+"""
+"""In the place of the worker: it answers episode 1, and keeps what it hears."""
+
+
+def test_a_worker_learns_what_is_given_up_and_may_end_by_itself(tmp_path):
+    worker = Worker([sys.executable, "-c", WORKER, str(tmp_path)])
+    loop = EventLoop()
+
+    async def work():
+        assert await worker.play({"task": 1}) == 0.5
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.play({"task": 2}), 0.5)
+        assert await worker.play({"task": 1}) == 0.5
+
+    loop.run(work())
+    loop.close()
+    assert (tmp_path / "heard").read_text().splitlines() == [*["['id', 'task']"] * 2, "['id']", "['id', 'task']"]
+    assert (tmp_path / "ended").exists(), "it has seen the end of its input, and could clean up"

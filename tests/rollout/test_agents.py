@@ -32,7 +32,9 @@ from tests.rollout.test_agreement import ask_trainer
 from tests.rollout.test_engine import process_of
 from tests.rollout.test_routes import agreement, generate
 
-ONE_PROCESS = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
+ONE_PROCESS = SimpleNamespace(
+    leaders_do=lambda work: work(), from_main=lambda value: value, gather_from_leaders=lambda value: [value]
+)
 
 
 class Talkative(Qwen):
@@ -46,6 +48,14 @@ class Talkative(Qwen):
         if kind == 1:
             return Parsed(malformed="not like this")
         return Parsed([Call("echo", {"text": str(sum(token_ids))})])
+
+
+class Plain(Qwen):
+    """Whatever a random model says is an answer."""
+
+    @override
+    def parse(self, token_ids):
+        return Parsed(final=self.text(token_ids))
 
 
 class Echo(Tool):

@@ -207,3 +207,10 @@ def test_a_record_is_prompt_replies_and_observations_bit_for_bit(name, tokenizer
         for piece in pieces:
             assert replayed[place : place + len(piece)] == piece
             place += len(piece)
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), FORMS)
+def test_texts_that_no_tokenizer_takes_are_observed_all_the_same(name, tokenizer):
+    form = dialect(name, TOKENIZERS[tokenizer])
+    for text in ("\ud83d", "a\udc00b <|im_end|>", "<|im_end|>\ud800"):
+        assert form.observation([text]) and form.prompt([{"role": "user", "content": text}])

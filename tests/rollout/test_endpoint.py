@@ -22,7 +22,7 @@ from megatron_rl.rollout.openai_agent import OpenAIAgents
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.sampling import SamplingSupport
 from tests.rollout.conftest import assert_agree, client_of, prefill_log_probs
-from tests.rollout.test_agents import ONE_PROCESS, Asking, Echo, Talkative, pieces
+from tests.rollout.test_agents import ONE_PROCESS, Asking, Echo, Plain, Talkative, pieces
 from tests.rollout.test_engine import process_of
 
 ECHO = Echo().schema
@@ -50,6 +50,7 @@ def world(reference, monkeypatch, server):
             )
             asked.run(client_of(server))
             assert asked.complete
+            agents.check(asked)
             return give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories()), asked
 
         return agents, collect
@@ -220,6 +221,33 @@ def test_a_conversation_that_is_full_says_so(world):
     _, collect = world(agent)
     for t in collect(2)[0]:
         assert t.finish_reason == "tokens" and t.response_length <= 200 and t.turns[-1].role == "assistant"
+
+
+@pytest.mark.parametrize("treatment", ["score", "zero", "mask"])
+def test_a_sample_of_several_sequences_is_judged_as_a_whole(world, treatment):
+    """What ended the sequence of the last reply has ended the sample; how a sub-agent's ended does not matter."""
+
+    def agent(prompt, base_url):
+        cut, whole = {}, {"stop": [chr(sign) for sign in range(256)]}  # any sign ends a reply
+        last = cut if int(prompt.prompt_id.partition(":")[2]) % 2 else whole
+        with openai.OpenAI(base_url=base_url, api_key="none", timeout=120) as client:
+            for options in (whole if last is cut else cut, last):
+                text = f"{prompt.text} {'last' if options is last else 'first'}"
+                say(client, [{"role": "user", "content": text}], **options)
+        return {"correct": 1.0}
+
+    agents, collect = world(agent, on_truncation=treatment)
+    agents.dialect = Plain(agents.tokenizer)
+    trajectories, _ = collect(12)
+    ends = agents.dialect.stop_token_ids
+    for main, other in zip(trajectories[::2], trajectories[1::2], strict=True):
+        assert (main.group_id, main.part, other.part) == (main.group_id, 0, 1)
+        was_cut = main.group_id % 2 == 1 and other.tokens[-1] not in ends
+        assert main.finish_reason == other.finish_reason == ("tokens" if was_cut else "stop")
+        assert {main.masked, other.masked} == {was_cut and treatment == "mask"}
+        assert main["loss_mask"].any() != main.masked and other["loss_mask"].any() != other.masked
+        assert main.reward == other.reward == float(not was_cut or treatment == "score")
+    assert any(t.finish_reason == "tokens" for t in trajectories)
 
 
 def test_texts_at_which_an_agent_wants_to_stop(world):

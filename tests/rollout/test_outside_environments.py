@@ -11,22 +11,14 @@ from transformers import AutoTokenizer
 from megatron_rl.config import build_config
 from megatron_rl.environments import build_task
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.dialects import Parsed, Qwen
 from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.sampling import SamplingSupport
 from tests.environments.test_openenv import start_server
 from tests.rollout.conftest import client_of
-from tests.rollout.test_agents import ONE_PROCESS, pieces
+from tests.rollout.test_agents import ONE_PROCESS, Plain, pieces
 
 TASKS = Path(__file__).resolve().parents[1] / "environments/verifiers_tasks"
-
-
-class Plain(Qwen):
-    """Whatever a random model says is an answer."""
-
-    def parse(self, token_ids):
-        return Parsed(final=self.text(token_ids))
 
 
 @pytest.fixture
@@ -49,6 +41,7 @@ def play(reference, server):
             asked = agents.collect(prompts=prompts, support=SamplingSupport(), samples_per_prompt=2, max_new_tokens=120)
             asked.run(client_of(server))
             assert asked.complete
+            agents.check(asked)
             return give_rewards(task, agents.tokenizer, prompts, asked.trajectories())
 
         return agents, collect

@@ -5,13 +5,13 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.registry import resolve
-from megatron_rl.rollout.dialects.base import Call, Dialect, Parsed
+from megatron_rl.rollout.dialects.base import Call, Dialect, Parsed, without_end
 from megatron_rl.rollout.dialects.qwen import Qwen
 from megatron_rl.rollout.dialects.react import ReAct
 
 DIALECTS: dict[str, type[Dialect]] = {"qwen": Qwen, "react": ReAct}
 
-__all__ = ["DIALECTS", "Call", "Dialect", "Parsed", "dialect"]
+__all__ = ["DIALECTS", "Call", "Dialect", "Parsed", "dialect", "without_end"]
 
 
 def dialect(name: str, tokenizer: PreTrainedTokenizerBase) -> Dialect:

@@ -168,11 +168,22 @@ class Dialect:
     def _encode(self, text: str, contents: Mapping[str, str]) -> list[int]:
         """Tokens of a rendered text; contents that stand in places have no special tokens."""
         ids: list[int] = []
+        text = _encodable(text)
         for place, content in contents.items():
             before, found, after = text.partition(place)
             if not found:
                 continue
             ids += self.tokenizer.encode(before, add_special_tokens=False)
-            ids += self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+            ids += self.tokenizer.encode(_encodable(content), add_special_tokens=False, split_special_tokens=True)
             text = after
         return ids + list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def without_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
+    """A reply without the token at which it stopped, which is no part of what it says."""
+    return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+
+
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which JSON may bring and no tokenizer takes."""
+    return text.encode(errors="replace").decode()

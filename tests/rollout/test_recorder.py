@@ -1,0 +1,97 @@
+"""What the recording endpoint accepts and records, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from megatron_rl.data.trajectory import WeightSpan
+from megatron_rl.rollout.client import Reply
+from megatron_rl.rollout.dialects import Qwen
+from megatron_rl.rollout.recorder import BadRequest, Session, plain
+from tools.make_tiny_model import text_tokenizer
+
+FORM = Qwen(text_tokenizer(512))
+USER = [{"role": "user", "content": "hi"}]
+
+
+def sampled(text: str, *more: int) -> Reply:
+    tokens = np.asarray([*FORM.tokenizer.encode(text, add_special_tokens=False), *more], np.int32)
+    fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": np.zeros(len(tokens), np.float32)}
+    return Reply(tokens, fields, "stop", [WeightSpan("0", 0, len(tokens))])
+
+
+def session(reply: Reply, asked: list, stop_token_ids=()) -> Session:
+    async def ask(talk, sampling):
+        asked.append(sampling)
+        return reply
+
+    return Session(FORM, ask, 100, 1000, stop_token_ids=stop_token_ids)
+
+
+def test_a_reply_that_comes_after_the_end_is_no_part_of_the_record():
+    async def work():
+        arrived = asyncio.Event()
+
+        async def ask(talk, sampling):
+            if talk.replies:
+                await arrived.wait()
+            return sampled("hello")
+
+        one = Session(FORM, ask, 100, 1000)
+        first = (await one.complete({"messages": USER}))["choices"][0]["message"]
+        more = [*USER, first, {"role": "user", "content": "and now?"}]
+        late = asyncio.create_task(one.complete({"messages": more}))
+        await asyncio.sleep(0.01)
+        one.close("time")
+        recorded = list(one.branches[0].talk.tokens)
+        arrived.set()
+        with pytest.raises(BadRequest, match="this session has ended"):
+            await late
+        assert one.branches[0].talk.tokens == recorded == sampled("hello").tokens.tolist()
+        assert len(one.branches) == 1 and len(one.branches[0].talk.replies) == 1
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(("given", "most"), [({}, 100), ({"max_tokens": -1}, 100), ({"max_tokens": 7}, 7)])
+def test_a_number_of_tokens_that_is_none_is_not_heeded(given, most):
+    asked = []
+    asyncio.run(session(sampled("a"), asked).complete({"messages": USER, "n": None} | given))
+    assert asked == [{"max_new_tokens": most}]
+
+
+def test_requests_in_an_odd_form():
+    one = session(sampled("a"), [])
+    with pytest.raises(BadRequest, match="max_tokens: a whole number"):
+        asyncio.run(one.complete({"messages": USER, "max_tokens": "many"}))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert plain({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"] == {
+        "name": "f",
+        "arguments": {},
+    }
+    for arguments, problem in (("{", "arguments that are JSON"), ("[1]", "arguments of f are no JSON object")):
+        call["function"]["arguments"] = arguments
+        with pytest.raises(BadRequest, match=problem):
+            plain({"role": "assistant", "tool_calls": [call]})
+    with pytest.raises(BadRequest, match="a function with a name"):
+        plain({"role": "assistant", "tool_calls": [{"id": "1"}]})
+
+
+def test_every_token_that_ends_a_reply_is_no_part_of_what_it_says():
+    other = FORM.tokenizer.encode("<|im_start|>", add_special_tokens=False)
+    assert len(other) == 1
+    for ends, said in ((other, "871"), ((), "871<|im_start|>")):
+        one = session(sampled("871", *other), [], stop_token_ids=ends)
+        answer = asyncio.run(one.complete({"messages": USER}))["choices"][0]["message"]["content"]
+        assert (answer, one.last.final) == (said, said)
+        assert one.branches[0].talk.tokens == sampled("871", *other).tokens.tolist(), "but it is sampled, and trains"
+
+
+def test_what_a_client_gets_can_be_sent_back():
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": "\\ud83d"}}\n</tool_call>'
+    answer = asyncio.run(session(sampled(text), []).complete({"messages": USER}))
+    json.dumps(answer, ensure_ascii=False).encode()  # as httpx does; a lone surrogate would raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, override
 
 from megatron_rl.environments import sandbox
@@ -45,8 +47,11 @@ OUTPUT_BYTES = 65536
 class Session:
     """The interpreter of one conversation; started by its first call, and anew after one that broke a limit."""
 
-    def __init__(self, *, timeout_s: float, memory_mb: int) -> None:
-        self.timeout_s, self.memory_mb = timeout_s, memory_mb
+    def __init__(
+        self, *, timeout_s: float, memory_mb: int, start: Callable[..., sandbox.Container] = sandbox.Container
+    ) -> None:
+        """start: makes the container, which ends with the thread that has called it."""
+        self.timeout_s, self.memory_mb, self._start = timeout_s, memory_mb, start
         self._container: sandbox.Container | None = None
         self._lock = threading.Lock()
         """Held while code runs: only then are the container's pipes in use."""
@@ -67,7 +72,7 @@ class Session:
         try:
             if self._container is None:
                 # Seconds of CPU over all calls of a conversation; each call has its wall clock.
-                self._container = sandbox.Container(DRIVER.encode(), cpu_s=3600, memory_mb=self.memory_mb, merge=True)
+                self._container = self._start(DRIVER.encode(), cpu_s=3600, memory_mb=self.memory_mb, merge=True)
         except (OSError, ImportError) as error:
             raise ToolLost(str(error)) from None
         outputs, reason = sandbox.watch(
@@ -125,6 +130,12 @@ class PythonTool(Tool):
     def __init__(self, timeout_s: float = 10.0, memory_mb: int = 512) -> None:
         """timeout_s: of one call."""
         self.timeout_s, self.memory_mb = timeout_s, memory_mb
+        # A container dies with the thread that started it (bubblewrap's --die-with-parent), and each call has a thread of its
+        # own: so one that lives as long as the tool starts them all.
+        self._starter = ThreadPoolExecutor(1, "sandbox")
+
+    def _start(self, script: bytes, **settings: Any) -> sandbox.Container:
+        return self._starter.submit(sandbox.Container, script, **settings).result()
 
     @override
     async def open(self) -> None:
@@ -132,8 +143,12 @@ class PythonTool(Tool):
             raise ToolLost(problem)
 
     @override
+    async def close(self) -> None:
+        self._starter.shutdown(wait=False, cancel_futures=True)
+
+    @override
     def session(self) -> Session:
-        return Session(timeout_s=self.timeout_s, memory_mb=self.memory_mb)
+        return Session(timeout_s=self.timeout_s, memory_mb=self.memory_mb, start=self._start)
 
     @override
     async def call(self, arguments: dict[str, Any], session: Session) -> str:

@@ -144,7 +144,10 @@ def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, 
 
 
 class Container:
-    """A Python script that runs contained: `stdin` and `stdout` are its pipes, `end` kills it with all its processes."""
+    """A Python script that runs contained: `stdin` and `stdout` are its pipes, `end` kills it with all its processes.
+
+    It also dies with the thread that made it (PR_SET_PDEATHSIG), so that nothing outlives a run that is killed.
+    """
 
     def __init__(self, script: bytes, *, cpu_s: int, memory_mb: int, merge: bool = False) -> None:
         """cpu_s: CPU seconds of each of its processes; merge: what it writes to stderr comes out of stdout.

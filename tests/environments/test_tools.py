@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import override
@@ -349,11 +348,21 @@ def test_calls_of_one_reply_that_share_a_state_come_one_after_the_other():
 
 
 @pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
-def test_calls_of_one_reply_keep_their_order():
+def test_variables_stay_between_calls_and_calls_of_one_reply_keep_their_order():
     box = Toolbox(AgentConfig(tools=["python"]))
     box.open()
     try:
         codes = ["x = 1", "x += 1", "x *= 10", "x -= 3", "x"]
         assert respond(box, *(Call("python", {"code": code}) for code in codes))[-1] == "17"
+
+        async def slowly(sessions):
+            for code in ("y = 7", "y *= 6"):
+                await box.call("python", {"code": code}, sessions)
+                await asyncio.sleep(0.5)  # the thread of the call has ended
+            said = await box.call("python", {"code": "y"}, sessions)
+            await box.end(sessions)
+            return said
+
+        assert box.loop.run(slowly({})) == "42"
     finally:
         box.close()

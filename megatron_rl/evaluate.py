@@ -25,8 +25,8 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
 
     eval/score is the mean reward over all samples at the sampling temperature; eval/pass@n the chance that one of n is
     right (reward above 0.5); eval/maj@n the mean reward of each prompt's most frequent answer; eval/distinct@n how many
-    different right ones n have; eval/greedy the mean reward of one response without sampling. The responses are kept in the
-    run's evals/ folder, one JSON line each.
+    different right ones n have; eval/greedy the mean reward of one response without sampling. Masked responses have no part in
+    them, and where all are masked there is no score. The responses are kept in the run's evals/ folder, one JSON line each.
     """
     prompts = run.eval_prompts
     if not prompts:
@@ -36,20 +36,16 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     judged = [t for t in sampled if not t.masked and not t.part]
     rewards = run.gather_groups(judged, lambda t: t.reward)
     answers = run.gather_groups(judged, lambda t: run.task.extract(t.text))
-    if not rewards:
-        run.logger.say(
-            f"eval at step {run.step}: all {len(prompts)} prompts' responses are masked, so there is no score"
-        )
-        return {}
     whole = [row for row in rewards if len(row) == n]
-    scores = {
-        "eval/score": average_at_n(rewards),
-        **({f"eval/pass@{n}": pass_at_k(whole, n, threshold=0.5)} if whole else {}),
-        f"eval/maj@{n}": majority_at_n(answers, rewards),
-        f"eval/distinct@{n}": float(np.mean(distinct_right(answers, rewards, threshold=0.5))),
-        "eval/response_length": run.mean([float(t.response_length) for t in sampled]),
-        "eval/prompts": float(len(rewards)),
-    }
+    scores: dict[str, float] = {}
+    if rewards:
+        scores["eval/score"] = run.scores[run.step] = average_at_n(rewards)
+        if whole:
+            scores[f"eval/pass@{n}"] = pass_at_k(whole, n, threshold=0.5)
+        scores[f"eval/maj@{n}"] = majority_at_n(answers, rewards)
+        scores[f"eval/distinct@{n}"] = float(np.mean(distinct_right(answers, rewards, threshold=0.5)))
+    scores["eval/response_length"] = run.mean([float(t.response_length) for t in sampled])
+    scores["eval/prompts"] = float(len(rewards))
     if config.rollout.program != "single_turn":
         scores |= {
             f"eval/{name}": value for name, value in figures(over_ranks(run.ranks, [agent_metrics(sampled)])).items()
@@ -61,7 +57,6 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
             scores["eval/greedy"] = average_at_n(found)
         rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
-    run.scores[run.step] = scores["eval/score"]
     return scores
 
 

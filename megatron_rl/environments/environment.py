@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolError, shorten
+
+Waiting = Callable[[], AbstractContextManager[Any]]
 
 
 class Called(Protocol):
@@ -58,6 +61,8 @@ class Environment:
     """State of the tools that it has called."""
     seconds: float = 0.0
     """Time of the last answer's tools."""
+    waiting: Waiting = nullcontext
+    """Around what waits for a turn: it does not count for the conversation's time limit."""
 
     async def respond(self, turn: Said) -> list[Mapping[str, Any]] | None:
         """Messages in answer to a reply; None where the conversation has ended. Errors: ToolLost.
@@ -69,13 +74,17 @@ class Environment:
         if not turn.calls:
             return None
         begun = time.monotonic()
-        results = await asyncio.gather(*(self._call(call) for call in turn.calls))
+        try:
+            async with asyncio.TaskGroup() as group:
+                results = [group.create_task(self._call(call)) for call in turn.calls]
+        except BaseExceptionGroup as lost:  # the others are ended: nothing is called in a conversation that is over
+            raise lost.exceptions[0] from None
         self.seconds = time.monotonic() - begun
-        return [{"role": "tool", "content": result} for result in results]
+        return [{"role": "tool", "content": result.result()} for result in results]
 
     async def _call(self, call: Called) -> str:
         try:
-            return await self.toolbox.call(call.name, call.arguments, self.sessions)
+            return await self.toolbox.call(call.name, call.arguments, self.sessions, self.waiting)
         except ToolError as error:
             return shorten(f"Error: {error}", self.toolbox.config.max_tool_response)
 

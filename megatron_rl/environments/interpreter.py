@@ -75,6 +75,9 @@ class Session:
                 self._container = self._start(DRIVER.encode(), cpu_s=3600, memory_mb=self.memory_mb, merge=True)
         except (OSError, ImportError) as error:
             raise ToolLost(str(error)) from None
+        if self._ended:  # while the container was started
+            self._drop()
+            raise ToolError("the conversation has ended")
         outputs, reason = sandbox.watch(
             self._container,
             b"%d %s\n%s" % (len(encoded), mark, encoded),

@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload, override
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.environment import Environment, Said
+from megatron_rl.environments.environment import Environment, Said, Waiting
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options
 from megatron_rl.environments.tools import ToolError, ToolLost
 from megatron_rl.errors import UserError
@@ -52,10 +52,12 @@ class Server:
         self._open: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
-        """An environment of one's own, as long as the context. Errors: ToolLost."""
-        loop = asyncio.get_running_loop()
-        async with self._open.setdefault(loop, asyncio.Semaphore(self.sessions)):
+    async def session(self, waiting: Waiting = nullcontext) -> AsyncIterator[Session]:
+        """An environment of one's own, as long as the context. waiting: around the wait for one. Errors: ToolLost."""
+        free = self._open.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.sessions))
+        with waiting():
+            await free.acquire()
+        try:
             try:
                 async with aiohttp.ClientSession(self.url) as http, http.ws_connect("/ws", max_msg_size=0) as socket:
                     session = Session(self, socket)
@@ -67,6 +69,8 @@ class Server:
                         session.reading.cancel()
             except (aiohttp.ClientError, OSError) as error:
                 raise ToolLost(f"OpenEnv server {self.url}: {error!r}") from error
+        finally:
+            free.release()
 
     async def action_schema(self) -> dict[str, Any]:
         """JSON schema of the actions. Errors: ToolLost."""
@@ -95,11 +99,13 @@ class Session:
                 return
 
     async def reset(self, arguments: Mapping[str, Any]) -> Result:
-        """Begin an episode. Errors: ToolLost."""
+        """Begin an episode. Errors: ToolLost; UserError for arguments that the environment does not take."""
         try:
             return await self._ask("reset", arguments)
         except ToolError as error:
-            raise ToolLost(f"OpenEnv server {self._server.url}: reset: {error}") from error
+            raise UserError(
+                f"data.options.reset: OpenEnv server {self._server.url} does not take it: {error}"
+            ) from None
 
     async def step(self, action: Mapping[str, Any]) -> Result:
         """Errors: ToolError for an action that the environment does not take, ToolLost."""
@@ -293,7 +299,7 @@ class Episode(Environment):
 
     async def _begin(self) -> None:
         """Open the session, with the observation that the prompt shows. Errors: ToolLost where it is another one."""
-        self._context = self.task.server.session()
+        self._context = self.task.server.session(self.waiting)
         self._session = await self._context.__aenter__()
         result = await self._session.reset({"seed": self.prompt.metadata["seed"]} | self.task.reset)
         shown = self.task.data.template.replace("{prompt}", self.task.text(result.observation))

@@ -113,6 +113,9 @@ class Task:
         """An agent that the task brings along, for rollout.program: openai_agent where agent.function is not set."""
         return None
 
+    async def open(self) -> None:
+        """Begin what the task's agent needs, once, in the event loop in which it is called. Errors: ToolLost."""
+
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str | list[dict[str, Any]]:
         """A response to learn from in SFT, or the messages of a conversation in OpenAI's form (assistant, tool).
 

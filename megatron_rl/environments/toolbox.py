@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rl.config import AgentConfig
 from megatron_rl.environments.calculator import Calculator
+from megatron_rl.environments.environment import Waiting
 from megatron_rl.environments.event_loop import EventLoop
 from megatron_rl.environments.interpreter import PythonTool
 from megatron_rl.environments.search import Search
@@ -46,6 +47,8 @@ class _Held:
 
     state: Any
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    over: bool = False
+    """A call has failed for reasons that are not the model's: no other one is begun."""
 
 
 class Toolbox:
@@ -108,8 +111,12 @@ class Toolbox:
         """The tools as templates want them."""
         return [tool.schema for tool in self.tools.values()]
 
-    async def call(self, name: str, arguments: dict[str, Any], sessions: dict[str, Any]) -> str:
+    async def call(
+        self, name: str, arguments: dict[str, Any], sessions: dict[str, Any], waiting: Waiting = nullcontext
+    ) -> str:
         """The observation of a call. sessions: the conversation's state of each tool, by name, filled here.
+
+        waiting: around the wait for other conversations' calls.
 
         Errors: ToolError where the call is the model's fault; ToolLost where the tool fails.
         """
@@ -121,19 +128,31 @@ class Toolbox:
             sessions[name] = _Held(tool.session())
         held = sessions[name]
         # Calls of one reply that share a state come one after the other: none waits at the expense of its own time.
-        async with held.turn if held.state is not None else nullcontext(), self._free:
+        async with held.turn if held.state is not None else nullcontext():
+            with waiting():
+                await self._free.acquire()
             try:
-                async with asyncio.timeout(self.config.tool_timeout_s):
-                    text = await tool.call(arguments, held.state)
-            except (ToolError, ToolLost):
+                if held.over:
+                    raise ToolLost(f"tool {name}: a call before this one failed")
+                return shorten(await self._answer(tool, arguments, held.state), self.config.max_tool_response)
+            except ToolLost:
+                held.over = True
                 raise
-            except TimeoutError:
-                raise ToolLost(
-                    f"tool {name}: no answer within agent.tool_timeout_s = {self.config.tool_timeout_s:g} s"
-                ) from None
-            except Exception as error:  # of a tool: what the model did wrong would be a ToolError
-                raise ToolLost(f"tool {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
-        return shorten(text, self.config.max_tool_response)
+            finally:
+                self._free.release()
+
+    async def _answer(self, tool: Tool, arguments: dict[str, Any], state: Any) -> str:
+        """What a tool says within its time; its own errors are no fault of the model's. Errors: ToolError, ToolLost."""
+        try:
+            async with asyncio.timeout(self.config.tool_timeout_s):
+                return await tool.call(arguments, state)
+        except (ToolError, ToolLost):
+            raise
+        except TimeoutError:
+            limit = f"agent.tool_timeout_s = {self.config.tool_timeout_s:g} s"
+            raise ToolLost(f"tool {tool.name}: no answer within {limit}") from None
+        except Exception as error:
+            raise ToolLost(f"tool {tool.name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
     async def end(self, sessions: dict[str, Any]) -> None:
         """End a conversation's state of each tool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -87,6 +88,10 @@ def check_arguments(tool: Tool, arguments: Any) -> None:
     if problem is not None:
         place = ".".join(map(str, problem.absolute_path))
         raise ToolError(f"arguments of {tool.name}{f', {place}' if place else ''}: {problem.message[:300]}")
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ToolError(f"arguments of {tool.name}: a half of a surrogate pair is no text") from None
 
 
 def shorten(text: str, most: int) -> str:

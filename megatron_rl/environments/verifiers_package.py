@@ -49,11 +49,7 @@ class Worker:
 
     async def play(self, request: dict[str, Any]) -> float:
         """The reward of an episode. Errors: ToolLost where it could not be played to its end."""
-        self._starting = self._starting or asyncio.Lock()
-        async with self._starting:
-            if self._reading is None or self._reading.done():
-                await self._start()
-        assert self._process is not None
+        await self.start()
         self._requests += 1
         number = self._requests
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -72,6 +68,13 @@ class Worker:
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def start(self) -> None:
+        """Start the process where there is none. Errors: ToolLost."""
+        self._starting = self._starting or asyncio.Lock()
+        async with self._starting:
+            if self._reading is None or self._reading.done():
+                await self._start()
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -178,6 +181,10 @@ class VerifiersPackage(Task):
     @override
     def prompts(self, split: Split) -> list[Prompt]:
         return self._split[split]
+
+    @override
+    async def open(self) -> None:
+        await self._worker.start()
 
     @override
     def agent(self) -> Callable[[Prompt, str], Any]:

@@ -59,13 +59,14 @@ def log_line(
 
 def reward_metrics(config: Config, trajectories: list[Trajectory]) -> Metrics:
     """Rewards and lengths of this leader's trajectories of a step."""
+    samples = [t for t in trajectories if not t.part]
     return {
         "reward": derived(
             _reward_figures,
             tuple((t.group_id, t.reward, t.reward_parts) for t in trajectories if not t.masked and not t.part),
         ),
         "response/length": mean(sum(t.response_length for t in trajectories), len(trajectories)),
-        "response/truncated": mean(sum(t.truncated for t in trajectories), len(trajectories)),
+        "response/truncated": mean(sum(t.truncated for t in samples), len(samples)),
         "tokens": total(sum(len(t.tokens) for t in trajectories)),
         **(agent_metrics(trajectories) if config.rollout.program != "single_turn" else {}),
     }
@@ -89,6 +90,7 @@ def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> di
 
 def _samples(run: Run, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
     """Rollouts for the report, chosen among those of all leaders; each says how many of the step are the same."""
+    trajectories = [t for t in trajectories if not t.part]  # the first sequence stands for its sample
     places = [(t.group_id, hashlib.sha256(t.text.encode()).digest()) for t in trajectories]  # what travels is small
     rollouts = [(*place, t.reward) for place, t in zip(places, trajectories, strict=True)]
     counts = choose(run.gather_from_leaders(rollouts), run.config.logging.samples)

@@ -153,6 +153,7 @@ class AgentCollection(Collection):
             world = self._worlds[request] = self.agents.task.environment(
                 self.prompts[self._prompt_of(request)], self.agents.toolbox
             )
+        world.waiting = limit.paused
         try:
             async with limit:
                 while not talk.finish_reason:

@@ -15,6 +15,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Task
 from megatron_rl.environments.event_loop import in_thread
+from megatron_rl.environments.tools import ToolLost
 from megatron_rl.errors import UserError
 from megatron_rl.registry import resolve
 from megatron_rl.rollout.agent import AgentCollection, Agents
@@ -52,8 +53,17 @@ class OpenAIAgents(Agents):
             raise UserError(f"config: agent.function: {name} takes no (prompt, base_url): {error}") from None
         super().__init__(config, tokenizer, task, ranks)
         self.endpoint = Endpoint()
-        if self.toolbox is not None:
+        ranks.leaders_do(lambda: self._begin(own=not name))
+
+    def _begin(self, *, own: bool) -> None:
+        assert self.toolbox is not None  # of a leader
+        try:
+            if own:
+                self.toolbox.loop.run(self.task.open())
             self.toolbox.loop.run(self.endpoint.start())
+        except ToolLost as error:
+            self.toolbox.close()
+            raise UserError(f"data.task: {self.task.name}: {error}") from None
 
     @override
     def collect(self, **settings: Any) -> Collection:
@@ -129,9 +139,15 @@ class OpenAICollection(AgentCollection):
         name = secrets.token_hex(8)  # what is late from an earlier step finds no session
         limit = TimeLimit(agents.settings.time_limit_s)
 
+        asking = 0
+
         async def ask(talk: Conversation, sampling: dict[str, Any]) -> Reply:
-            with limit.paused():
-                return await self._ask_when_served(request, talk, sampling)
+            nonlocal asking
+            asking += 1
+            try:
+                return await self._ask_when_served(request, talk, sampling, limit)
+            finally:
+                asking -= 1
 
         most, room = self.max_new_tokens, agents.config.rollout.context_length
         session = Session(agents.dialect, ask, most, room, stop_token_ids=self.stop_token_ids)
@@ -147,8 +163,10 @@ class OpenAICollection(AgentCollection):
             if found is not None:
                 session.reward = reward_parts(found)
         except TimeoutError as error:
-            reason = "time" if limit.expired() else "failure"
-            self._note(request, f"its agent failed: {error!r}" if reason == "failure" else "")
+            reason = "time" if limit.expired() and not asking else "failure"
+            late = f"the engine was still asked when agent.time_limit_s = {agents.settings.time_limit_s:g} s were over"
+            problem = late if limit.expired() else f"its agent failed: {error!r}"
+            self._note(request, problem if reason == "failure" else "")
         except Exception as error:  # of the user's function
             reason = "tokens" if session.full else "failure"
             text = f"its agent failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -161,11 +179,18 @@ class OpenAICollection(AgentCollection):
         if self.on_progress:
             self.on_progress(self.responses, len(self._requests))
 
-    async def _ask_when_served(self, request: int, talk: Conversation, sampling: dict[str, Any]) -> Reply:
+    async def _ask_when_served(
+        self, request: int, talk: Conversation, sampling: dict[str, Any], limit: TimeLimit
+    ) -> Reply:
+        """A reply. The limit stands still while the engine is restarted, and not while it samples.
+
+        An agent may ask as often as it likes, so nothing else would bound a session.
+        """
         number = self._asked.setdefault(request, 0)
         self._asked[request] += 1
         while True:
-            await self._served.wait()
+            with limit.paused():
+                await self._served.wait()
             try:
                 asking = asyncio.create_task(self._reply(self._client, request, talk, sampling, number=number))
                 self._flying.add(asking)

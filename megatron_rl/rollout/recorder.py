@@ -74,11 +74,15 @@ class Session:
             raise BadRequest("messages: a list of objects with a role is wanted")
         if body.get("n") not in (None, 1):
             raise BadRequest("n: one reply at a time")
+        asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+        if not isinstance(asked, int | float) or not float(asked).is_integer():
+            raise BadRequest(f"max_tokens: a whole number is wanted, not {asked!r:.40}")
+        stop = body.get("stop") or []
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, list) or not all(isinstance(mark, str) for mark in stop):
+            raise BadRequest(f"stop: a text or a list of texts is wanted, not {stop!r:.40}")
         tools = body.get("tools") or []
         branch = self._branch([plain(message) for message in messages], tools)
-        asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-        if not isinstance(asked, int):
-            raise BadRequest(f"max_tokens: a whole number is wanted, not {asked!r:.40}")
         room = min(self.max_new_tokens - len(branch.talk.tokens), self.context_length - len(branch.talk.context))
         if room < 1:
             self.full = True
@@ -88,10 +92,8 @@ class Session:
             raise BadRequest(
                 "context_length_exceeded: the conversation has no room for a reply (rollout.max_new_tokens, context_length)"
             )
-        stop = body.get("stop") or []
-        stop = [stop] if isinstance(stop, str) else list(stop)
         try:
-            reply = await self.ask(branch.talk, {"max_new_tokens": min(room, asked) if asked > 0 else room})
+            reply = await self.ask(branch.talk, {"max_new_tokens": min(room, int(asked)) if asked > 0 else room})
         except BaseException:
             branch.talk.drop_open_observation()
             raise

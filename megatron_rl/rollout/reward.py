@@ -22,11 +22,16 @@ def give_rewards(
     for t in trajectories:
         if not t.turns:
             t.text = str(tokenizer.decode(t.tokens[t.prompt_length :].tolist(), skip_special_tokens=True))
-    asked = [t for t in trajectories if not t.masked and not t.reward_parts.keys() >= set(task.parts)]
+    asked = [t for t in trajectories if not t.part and not t.masked and not t.reward_parts.keys() >= set(task.parts)]
     scored = task.score([prompts[t.group_id] for t in asked], [t.text for t in asked], [t.truncated for t in asked])
     for t, parts in zip(asked, scored, strict=True):
         t.reward_parts = parts | t.reward_parts
+    first = trajectories[0] if trajectories else None
     for t in trajectories:
+        if t.part and first is not None:  # the sequences of a sample, which follow its first one, have its reward
+            t.reward_parts = first.reward_parts
+        else:
+            first = t
         if foreign := sorted(t.reward_parts.keys() - set(task.parts)):
             raise UserError(
                 f"agent: the environment of {t.prompt_id} gives the reward part '{foreign[0]}', which task '{task.name}' does"

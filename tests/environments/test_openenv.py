@@ -115,8 +115,8 @@ def test_what_goes_wrong_is_the_models_or_the_servers(server):
     fickle = task_of(url, reset={"fickle": True})
     with pytest.raises(ToolLost, match="two resets with seed"):
         asyncio.run(episode(fickle, fickle.prompts("train")[0], ["a"]))
-    hasty = task_of(url, timeout_s=0.5)
-    with pytest.raises(ToolLost, match=r"no answer to step within 0.5 s"):
+    hasty = task_of(url, timeout_s=4)
+    with pytest.raises(ToolLost, match=r"no answer to step within 4 s"):
         asyncio.run(episode(hasty, prompt, ["hang"]))
     with pytest.raises(ToolLost, match="the connection ended at step"):
         asyncio.run(episode(task, prompt, ["die"]))
@@ -126,7 +126,7 @@ def test_what_goes_wrong_is_the_models_or_the_servers(server):
 
 @pytest.mark.slow
 def test_a_policy_that_thinks_for_long_keeps_its_session(server):
-    """The test's server ends a session that answers no ping for two seconds."""
+    """The test's server ends a session that answers no ping for five seconds."""
     task = task_of(server())
     prompt = task.prompts("train")[0]
 
@@ -134,7 +134,7 @@ def test_a_policy_that_thinks_for_long_keeps_its_session(server):
         world = task.environment(prompt, Toolbox(AgentConfig()))
         for text in ("a", "b", "a"):
             said = await world.respond(final(text))
-            await asyncio.sleep(4)
+            await asyncio.sleep(8)
         await world.close()
         return said, world.reward_parts()
 
@@ -144,18 +144,18 @@ def test_a_policy_that_thinks_for_long_keeps_its_session(server):
 @pytest.mark.slow
 def test_a_server_that_is_restarted_is_waited_for():
     url, process = start_server(8)
+    started = []
+    again = threading.Timer(2.0, lambda: started.append(start_server(8, int(url.rpartition(":")[2]))[1]))
     try:
         task = task_of(url, timeout_s=60)
         prompts = task.prompts("train")
         first = prompts[0].text
         process.kill()
         process.wait()
-        again = threading.Timer(2.0, lambda: started.append(start_server(8, int(url.rpartition(":")[2]))[1]))
-        started = []
         again.start()
         assert prompts[0].text == first and prompts[1].text != first
-        again.join()
     finally:
+        again.join()
         for one in (process, *started):
             one.kill()
             one.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from contextlib import contextmanager
 from fractions import Fraction
 from types import MappingProxyType
 from typing import override
@@ -224,7 +225,7 @@ def test_at_most_so_many_calls_are_under_way(odd):
             running -= 1
             return "done"
 
-    box = Toolbox(AgentConfig(tool_concurrency=3, tool_timeout_s=0.5), [Counting()])
+    box = Toolbox(AgentConfig(tool_concurrency=3, tool_timeout_s=30), [Counting()])
     box.open()
 
     async def all_calls():
@@ -366,3 +367,60 @@ def test_variables_stay_between_calls_and_calls_of_one_reply_keep_their_order():
         assert box.loop.run(slowly({})) == "42"
     finally:
         box.close()
+
+
+def test_nothing_is_called_in_a_conversation_that_is_over():
+    class Noting(Odd):
+        def __init__(self):
+            super().__init__()
+            self.called = []
+
+        @override
+        async def call(self, arguments, session):
+            self.called.append((arguments["what"], list(self.ended)))
+            return await super().call(arguments, session)
+
+    noting = Noting()
+    box = Toolbox(AgentConfig(tool_timeout_s=0.5), [noting])
+    box.open()
+    try:
+        with pytest.raises(ToolLost, match="no answer within"):
+            respond(box, *(Call("odd", {"what": what}) for what in ("1", "hang", "2", "3")))
+        box.loop.run(asyncio.sleep(0.2))
+        assert [what for what, _ in noting.called] == ["1", "hang"] and len(noting.ended) == 1
+    finally:
+        box.close()
+
+
+def test_arguments_that_are_no_text_are_the_models_fault(toolbox):
+    """An MCP session would end with them, for all conversations."""
+    with pytest.raises(ToolError, match="half of a surrogate pair"):
+        call(toolbox, "odd", what="\ud83d")
+
+
+def test_waiting_for_other_conversations_is_told_apart():
+    waited = []
+
+    @contextmanager
+    def waiting():
+        begun = time.monotonic()
+        yield
+        waited.append(time.monotonic() - begun)
+
+    class Slow(Odd):
+        @override
+        async def call(self, arguments, session):
+            await asyncio.sleep(0.3)
+            return "done"
+
+    box = Toolbox(AgentConfig(tool_concurrency=1), [Slow()])
+    box.open()
+
+    async def all_calls():
+        await asyncio.gather(*(box.call("odd", {"what": ""}, {}, waiting) for _ in range(3)))
+
+    try:
+        box.loop.run(all_calls())
+    finally:
+        box.close()
+    assert [wait >= least for wait, least in zip(sorted(waited), (0.0, 0.29, 0.59), strict=True)] == [True] * 3

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from megatron_rl.config import build_config
 from megatron_rl.environments import build_task
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.dialects import without_end
 from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -18,6 +19,8 @@ from tests.environments.test_openenv import start_server
 from tests.rollout.conftest import client_of
 from tests.rollout.test_agents import ONE_PROCESS, Plain, pieces
 
+ENDS = range(100, 200)
+"""Tokens that end a reply: a random model samples the template's own too rarely. One of 512 is that."""
 TASKS = Path(__file__).resolve().parents[1] / "environments/verifiers_tasks"
 
 
@@ -38,7 +41,13 @@ def play(reference, server):
 
         def collect(choose):
             prompts = [agents.encode(prompt) for prompt in choose(task)]
-            asked = agents.collect(prompts=prompts, support=SamplingSupport(), samples_per_prompt=2, max_new_tokens=120)
+            asked = agents.collect(
+                prompts=prompts,
+                support=SamplingSupport(),
+                samples_per_prompt=2,
+                max_new_tokens=120,
+                stop_token_ids=ENDS,
+            )
             asked.run(client_of(server))
             assert asked.complete
             agents.check(asked)
@@ -56,22 +65,25 @@ def test_episodes_of_openenv(play):
     url, process = start_server(16)
     try:
         data = {"task": "openenv", "options": {"url": url}}
-        agents, collect = play("agent", data, {"max_turn_tokens": 12})
+        agents, collect = play("agent", data, {"max_turn_tokens": 30})
         found = collect(lambda task: task.prompts("train")[:8])
     finally:
         process.kill()
         process.wait()
     assert len(found) == 16
+    whole = 0
     for t in found:
         replies = pieces(t)[::2]
         stopped = t.finish_reason == "stop"
-        assert not t.masked and (len(replies) == 3 or not stopped)
+        assert not t.masked and t.finish_reason in ("stop", "tokens") and (len(replies) == 3 or not stopped)
+        whole += stopped
         heard = replies if stopped else replies[:-1]
-        said = [agents.dialect.text(tokens).strip() for tokens in heard]
+        said = [agents.dialect.text(without_end(tokens, ENDS)).strip() for tokens in heard]
         shares = [text.count("a") / max(1, len(text)) for text in said]
         assert t.reward == pytest.approx(sum(shares))
         mask = np.concatenate([np.full(len(piece), i % 2 == 0) for i, piece in enumerate(pieces(t))])
         assert (t["loss_mask"] == mask).all()
+    assert whole, "some episode was played to its end"
 
 
 @pytest.mark.timeout(600)
@@ -85,7 +97,7 @@ def test_episodes_of_verifiers(play, monkeypatch):
 
         return choose
 
-    agents, collect = play("openai_agent", {"task": "verifiers:letters"}, {"time_limit_s": 300})
+    agents, collect = play("openai_agent", {"task": "verifiers:letters"}, {"time_limit_s": 550})
     with pytest.raises(UserError, match="all 2 conversations failed, .*the worker of verifiers has ended"):
         collect(words(41, 42))  # that one ends the worker; another is started
     found = collect(words(38, 41))
@@ -93,7 +105,7 @@ def test_episodes_of_verifiers(play, monkeypatch):
     assert len(judged) == 4 and {t.group_id for t in refused} == {2}, "what could not be judged does not train"
     for t in judged:
         [reply] = pieces(t)
-        said = agents.dialect.text(reply).strip()
+        said = agents.dialect.text(without_end(reply, ENDS)).strip()
         assert t.reward == pytest.approx(said.count("a") / max(1, len(said)) + 0.5)
         assert t["loss_mask"].all()
 

@@ -57,7 +57,7 @@ def test_a_reply_that_comes_after_the_end_is_no_part_of_the_record():
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(("given", "most"), [({}, 100), ({"max_tokens": -1}, 100), ({"max_tokens": 7}, 7)])
+@pytest.mark.parametrize(("given", "most"), [({}, 100), ({"max_tokens": -1}, 100), ({"max_tokens": 7.0}, 7)])
 def test_a_number_of_tokens_that_is_none_is_not_heeded(given, most):
     asked = []
     asyncio.run(session(sampled("a"), asked).complete({"messages": USER, "n": None} | given))
@@ -66,8 +66,10 @@ def test_a_number_of_tokens_that_is_none_is_not_heeded(given, most):
 
 def test_requests_in_an_odd_form():
     one = session(sampled("a"), [])
-    with pytest.raises(BadRequest, match="max_tokens: a whole number"):
-        asyncio.run(one.complete({"messages": USER, "max_tokens": "many"}))
+    for odd in ({"max_tokens": "many"}, {"max_tokens": 1.5}, {"max_tokens": float("inf")}, {"stop": 5}, {"stop": [5]}):
+        with pytest.raises(BadRequest, match="max_tokens: a whole number|stop: a text"):
+            asyncio.run(one.complete({"messages": USER} | odd))
+    assert not one.branches, "what is refused begins no sequence"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
     assert plain({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"] == {
         "name": "f",

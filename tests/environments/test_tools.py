@@ -336,6 +336,7 @@ def test_errors_are_no_longer_than_results(toolbox):
     assert respond(toolbox, Call("\ud83d", {}))[0].encode()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
 def test_calls_of_one_reply_that_share_a_state_come_one_after_the_other():
     """Six loops take longer together than one call may: each is the model's fault, and none the tool's."""

@@ -16,10 +16,10 @@ import itertools
 import json
 import os
 import sys
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import verifiers.v1 as vf
-from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+if TYPE_CHECKING:
+    import verifiers.v1 as vf
 
 
 def chat_message(message: Any) -> dict[str, str]:
@@ -41,6 +41,8 @@ def prompt(data: vf.TaskData) -> dict[str, Any]:
 
 async def play(env: vf.Env, task: vf.Task, request: dict[str, Any]) -> float:
     """The reward of one episode. Errors: RuntimeError where it did not run to its end."""
+    import verifiers.v1 as vf  # where it is called: the trainer has no such package
+
     client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var="OF_NO_MEANING_HERE")
     context = vf.ModelContext(model=request["model"], client=client)
     [slot] = env.slots(task)
@@ -85,6 +87,8 @@ async def serve(env: vf.Env, tasks: list[vf.Task], answers: TextIO) -> None:
 
 def main(kind: str, limit: str, config: str) -> None:
     """See the module."""
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what packages print is not an answer
     env = load_environment(resolve_env_config(json.loads(config)))

@@ -399,8 +399,7 @@ class AgentConfig:
     max_turn_tokens: Positive | None = None
     """Most tokens of one reply; by default what is left of rollout.max_new_tokens, which observations count for too."""
     time_limit_s: PositiveFloat = 600.0
-    """Longest time of a conversation, without what it waits for the engine; with an agent of your own, the engine's sampling counts
-    too."""
+    """Longest time of a conversation, without what it waits for the engine; with an agent of your own, sampling counts."""
     tool_timeout_s: PositiveFloat = 60.0
     """Longest time of one call; a tool that takes longer has failed, and its conversation does not train."""
     tool_concurrency: Positive = 64

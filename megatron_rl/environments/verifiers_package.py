@@ -148,7 +148,9 @@ class VerifiersPackage(Task):
         check_options(data, ("environment", "limit", "python"))
         name = data.task.partition(":")[2]
         if not name:
-            raise UserError("config: data.task: verifiers:NAME wants the name of a task set, as in verifiers:my-environment")
+            raise UserError(
+                "config: data.task: verifiers:NAME wants the name of a task set, as in verifiers:my-environment"
+            )
         python = Path(data.options.get("python", PYTHON))
         if not python.exists():
             raise UserError(

@@ -10,6 +10,7 @@ from typing import Any, override
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import sandbox
+from megatron_rl.environments.messages import Message, parse_messages
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
@@ -179,17 +180,24 @@ class RowTask(Task):
             value = _get(row, key)
             if value is None or (isinstance(value, str | list) and not len(value)):
                 return f"'{key}' is empty"
-        prompt = _get(row, self.data.prompt_key)
-        if isinstance(prompt, list):
-            good = all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in prompt)
-            return "" if good else f"'{self.data.prompt_key}' is a list, but not one of messages with role and content"
-        return "" if isinstance(prompt, str) else f"'{self.data.prompt_key}' is neither text nor a list of messages"
+        if not isinstance(_get(row, self.data.prompt_key), str | list):
+            return f"'{self.data.prompt_key}' is neither text nor a list of messages"
+        conversations = [self.data.prompt_key, self.data.response_key] if self.demonstrations else [self.data.prompt_key]
+        for key in conversations:
+            value = _get(row, key)
+            try:
+                messages = parse_messages(value) if isinstance(value, list) else []
+            except ValueError as error:
+                return f"'{key}' is a list, but not one of messages: {error}"
+            if messages and key == self.data.response_key and messages[-1]["role"] != "assistant":
+                return f"'{key}' does not end with a message of the assistant"
+        return ""
 
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
         prompt = _get(row, self.data.prompt_key)
         answer, response = _get(row, self.data.answer_key), _get(row, self.data.response_key)
         if isinstance(prompt, list):
-            messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+            messages = parse_messages(prompt)
             text = messages[-1]["content"]
         else:
             text = self.data.template.replace("{prompt}", prompt)
@@ -198,9 +206,13 @@ class RowTask(Task):
             prompt_id=where,
             text=text,
             answer=None if answer is _MISSING else answer,
-            response=None if response is _MISSING or response is None else str(response),
+            response=self._response(response) if self.demonstrations else None,
             messages=messages,
         )
+
+    @staticmethod
+    def _response(value: Any) -> str | list[Message]:
+        return parse_messages(value) if isinstance(value, list) else str(value)
 
     @override
     def prompts(self, split: Split) -> list[Prompt]:

@@ -36,7 +36,7 @@ class Prompt:
     answer: Any = None
     response: str | list[dict[str, Any]] | None = None
     """A demonstration that came with the prompt: text, or the messages of a conversation."""
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     """A conversation; the tokenizer's chat template is applied to it."""
     metadata: dict[str, Any] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)

@@ -17,6 +17,7 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import TRUNCATED, Trajectory
 from megatron_rl.environments import Prompt, Task
 from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.messages import parse_messages
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolLost
 from megatron_rl.errors import UserError
@@ -86,9 +87,12 @@ class Agents(SingleTurn):
 def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any]]) -> Sequence:
     """A conversation to imitate: replies count, observations do not.
 
-    turns: the answer, or messages in OpenAI's form (assistant with content and tool_calls, tool).
+    turns: the answer, or messages in OpenAI's form (assistant with content and tool_calls, tool). Errors: UserError.
     """
-    messages = [{"role": "assistant", "content": turns}] if isinstance(turns, str) else turns
+    try:
+        messages = parse_messages([{"role": "assistant", "content": turns}] if isinstance(turns, str) else turns)
+    except ValueError as error:
+        raise UserError(f"data.task: the demonstration of {prompt.prompt_id}: {error}") from None
     sequence, counted, results = list[int](), list[bool](), list[dict[str, Any]]()
     for message in messages:
         if message["role"] != "assistant":

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.environments.messages import parse_messages
 from megatron_rl.rollout.client import Reply
 from megatron_rl.rollout.conversation import Conversation
 from megatron_rl.rollout.dialects import Dialect, Parsed, without_end
@@ -213,25 +214,11 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
                 raise BadRequest(f"messages: a part of type {kind} cannot be given to this policy: text alone can")
         content = "".join(str(part.get("text", "")) for part in content)
     role = "system" if message["role"] == "developer" else message["role"]
-    kept = {"role": role, "content": content or ""}
-    if message.get("tool_calls"):
-        kept["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
-    return kept
-
-
-def _plain_call(call: Any) -> dict[str, Any]:
-    """A call of a message, with its arguments as an object where they are one. Errors: BadRequest."""
     try:
-        function = call["function"]
-        name, arguments = str(function["name"]), function["arguments"] or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (TypeError, KeyError, ValueError):
-        raise BadRequest(
-            "messages: a call of tool_calls has a function with a name and arguments that are JSON"
-        ) from None
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"messages: the arguments of {name} are no JSON object")
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+        [checked] = parse_messages([{"role": role, "content": content or "", "tool_calls": message.get("tool_calls")}])
+    except ValueError as error:
+        raise BadRequest(f"messages: {error}") from None
+    return checked
 
 
 def _key(message: Mapping[str, Any]) -> Any:

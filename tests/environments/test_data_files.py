@@ -119,6 +119,36 @@ def test_demonstrations_need_no_answer_but_a_response(tmp_path):
         build_task(DataConfig(path=write(tmp_path / "b.jsonl", rows(3))), demonstrations=True)
 
 
+def test_demonstrations_may_be_conversations(tmp_path, caplog):
+    call = {"id": "1", "type": "function", "function": {"name": "python", "arguments": '{"code": "1 + 2"}'}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "1", "tool_calls": None},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    odd = {
+        "a role": [{"content": "3"}],
+        "arguments that are JSON": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "is no text": [{"role": "assistant", "content": 3}],
+        "does not end with a message of the assistant": turns[:2],
+        "one of messages: a message has": ["It is 3."],
+    }
+    good = [{"prompt": f"{i}", "response": turns} for i in range(20)]
+    bad = [{"prompt": problem, "response": value} for problem, value in odd.items()]
+    with caplog.at_level(logging.WARNING):
+        task = build_task(DataConfig(path=write(tmp_path / "a.jsonl", good + bad)), demonstrations=True)
+    prompts = task.prompts("train")
+    assert len(prompts) + len(task.prompts("eval")) == 20 and task.skipped == len(odd)
+    for problem, message in zip(odd, caplog.messages, strict=False):
+        assert "'response'" in message and problem in message
+    function = {"name": "python", "arguments": {"code": "1 + 2"}}
+    assert task.demonstration(prompts[0], random.Random(0)) == [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+
+
 def test_hub_reads_local_folders_and_saved_data_sets(tmp_path):
     (tmp_path / "files").mkdir()
     write(tmp_path / "files" / "train.jsonl", rows(30))

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.environments import Prompt
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.agent import demonstration
 from megatron_rl.rollout.dialects import DIALECTS, Call, dialect
 from tools.make_tiny_model import calls_tokenizer, text_tokenizer
 
@@ -214,3 +216,26 @@ def test_texts_that_no_tokenizer_takes_are_observed_all_the_same(name, tokenizer
     form = dialect(name, TOKENIZERS[tokenizer])
     for text in ("\ud83d", "a\udc00b <|im_end|>", "<|im_end|>\ud800"):
         assert form.observation([text]) and form.prompt([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), FORMS)
+def test_a_demonstration_is_a_conversation_of_which_the_replies_train(name, tokenizer):
+    form = dialect(name, TOKENIZERS[tokenizer])
+    number = str(random.randrange(1000))
+    call = {"function": {"name": "calculator", "arguments": json.dumps({"expression": f"{number}+1"})}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": number},
+        {"role": "assistant", "content": f"{number} it is"},
+    ]
+    prompt = Prompt("a", "a", tokens=form.prompt([{"role": "user", "content": "a"}], [TOOL]))
+    found = demonstration(form, prompt, turns)
+    response, mask = found.tokens[found.prompt_length :].tolist(), found["loss_mask"]
+    assert found.tokens[: found.prompt_length].tolist() == prompt.tokens
+    replies = [form.reply(form.call_text(Call("calculator", {"expression": f"{number}+1"}))), form.reply(f"{number} it is")]
+    between = form.observation([number])
+    assert response == [*replies[0], *between, *replies[1]]
+    assert [t for t, trains in zip(response, mask, strict=True) if trains] == replies[0] + replies[1]
+    assert form.parse(replies[0]).calls == [Call("calculator", {"expression": f"{number}+1"})]
+    with pytest.raises(UserError, match=r"the demonstration of a: a call of tool_calls has"):
+        demonstration(form, prompt, [{"role": "assistant", "tool_calls": [{"name": "calculator"}]}])

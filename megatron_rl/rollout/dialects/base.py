@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.environments.messages import parse_call
+
 Message = Mapping[str, Any]
 """A message as chat templates take it: role and content."""
 Schemas = Sequence[Mapping[str, Any]]
@@ -72,9 +74,7 @@ class Dialect:
         """An assistant's message in OpenAI's form (content, tool_calls) as the model writes it."""
         texts = [str(message["content"])] if message.get("content") else []
         for call in message.get("tool_calls") or []:
-            arguments = call["function"]["arguments"]
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            texts.append(self.call_text(Call(call["function"]["name"], arguments)))
+            texts.append(self.call_text(Call(*parse_call(call))))
         return "\n".join(texts)
 
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:

@@ -1,0 +1,43 @@
+"""Messages in the OpenAI API's form, as data files and agents bring them: checked, and with calls in one form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Message = dict[str, Any]
+"""role, content (text) and, where an assistant calls, tool_calls."""
+
+
+def parse_call(call: Any) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of an element of `tool_calls`. Errors: ValueError saying what is wrong with it."""
+    try:
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (TypeError, KeyError, AttributeError, ValueError):
+        raise ValueError("a call of tool_calls has a function with a name and arguments that are JSON") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {name} are no JSON object")
+    return str(name), arguments
+
+
+def parse_messages(messages: Any) -> list[Message]:
+    """The messages with what counts of them. Errors: ValueError saying what is wrong with the first that does not fit."""
+    if not isinstance(messages, list):
+        raise ValueError("a list of messages is wanted")
+    found = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError("a message has a role and content")
+        content, calls = message.get("content"), message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise ValueError("tool_calls of a message is a list")
+        if not isinstance(content, str) and not (content is None and calls):
+            raise ValueError(f"the content of a message of role {message['role']} is no text")
+        one: Message = {"role": message["role"], "content": content or ""}
+        if calls:
+            parsed = [parse_call(call) for call in calls]
+            one["tool_calls"] = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in parsed]
+        found.append(one)
+    return found

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct learns to solve word problems like GSM8K's with a Python interpreter: a few demonstrations, GRPO
-# over conversations that is rewarded for right answers alone, and the scores with the interpreter and without.
+# SmolLM2-135M-Instruct learns to solve word problems like GSM8K's with a Python interpreter: 64 demonstrations, GRPO over
+# conversations that is rewarded for right answers alone, twelve of its conversations, and the score of the model without both.
 # SEED=1 examples/smollm2_python.sh  changes the seed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,7 +28,7 @@ STORIES = {
     "{name} reads {a} pages each morning and {b} each evening. How many pages is that in {c} days?": "({a} + {b}) * {c}",
 }
 folder, seed = pathlib.Path(sys.argv[1]), sys.argv[2]
-for split, count in {"demonstrations": 96, "train": 400, "test": 32}.items():
+for split, count in {"demonstrations": 64, "train": 400, "test": 32}.items():
     rng, rows = random.Random(f"{split}/{seed}"), []
     for _ in range(count):
         story, formula = rng.choice([*STORIES.items()])
@@ -46,7 +46,7 @@ for split, count in {"demonstrations": 96, "train": 400, "test": 32}.items():
     (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 PY
 
-echo "== warm start: supervised fine-tuning on 96 demonstrations"
+echo "== warm start: supervised fine-tuning on 64 demonstrations"
 megatron-rl sft configs/smollm2_python_sft.yaml --name "$name/sft" "${seeds[@]}" --model.path "$run/model" \
   --data.path "$run/demonstrations.jsonl"
 
@@ -57,6 +57,19 @@ data=(--data.path "$run/train.jsonl" --data.eval_path "$run/test.jsonl")
 echo "== reinforcement learning: GRPO over conversations with the interpreter"
 megatron-rl train configs/smollm2_python.yaml --name "$name/grpo" "${seeds[@]}" "${data[@]}" \
   --model.path "$run/sft/hf" "${share[@]}"
+
+echo "== twelve held-out problems, before and after"
+python - "$run/grpo/evals" <<'PY'
+import json, pathlib, sys
+
+files = sorted(pathlib.Path(sys.argv[1]).glob("step_*.jsonl"))
+before, after = ([row for row in map(json.loads, file.open()) if not row["greedy"]] for file in (files[0], files[-1]))
+for first, last in list(zip(before, after))[:: len(before) // 12][:12]:
+    print(first["prompt"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0])
+    for row in (first, last):
+        said = [turn["text"].split("<|im_end|>")[0].replace("<|im_start|>user", "") for turn in row["turns"]]
+        print(f"    {row['reward']:.0f}", *(" ".join(text.split()) for text in said), sep="  ")
+PY
 
 echo "== the model before all training, on the same problems and without the interpreter"
 megatron-rl eval configs/smollm2_python.yaml --name "$name/without-tool" "${seeds[@]}" "${data[@]}" \

@@ -182,7 +182,9 @@ class RowTask(Task):
                 return f"'{key}' is empty"
         if not isinstance(_get(row, self.data.prompt_key), str | list):
             return f"'{self.data.prompt_key}' is neither text nor a list of messages"
-        conversations = [self.data.prompt_key, self.data.response_key] if self.demonstrations else [self.data.prompt_key]
+        conversations = (
+            [self.data.prompt_key, self.data.response_key] if self.demonstrations else [self.data.prompt_key]
+        )
         for key in conversations:
             value = _get(row, key)
             try:

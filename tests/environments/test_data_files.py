@@ -128,7 +128,9 @@ def test_demonstrations_may_be_conversations(tmp_path, caplog):
     ]
     odd = {
         "a role": [{"content": "3"}],
-        "arguments that are JSON": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "arguments that are JSON": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+        ],
         "is no text": [{"role": "assistant", "content": 3}],
         "does not end with a message of the assistant": turns[:2],
         "one of messages: a message has": ["It is 3."],

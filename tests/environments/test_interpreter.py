@@ -78,7 +78,7 @@ def test_a_session_that_is_ended_while_it_runs():
     def run():
         try:
             session.run("import time\ntime.sleep(600)")
-        except (ToolError, ToolLost) as error:  # the latter where it was ended before bubblewrap had begun
+        except (ToolError, ToolLost) as error:  # which one depends on how far it had come: any is the end of it
             seen.append(str(error))
 
     thread = threading.Thread(target=run)
@@ -88,7 +88,9 @@ def test_a_session_that_is_ended_while_it_runs():
         time.sleep(0.01)
     session.end()
     thread.join(30)
-    assert not thread.is_alive() and ("interpreter ended" in seen[0] or "does not start" in seen[0])
+    assert not thread.is_alive() and any(
+        problem in seen[0] for problem in ("interpreter ended", "does not start", "conversation has ended")
+    )
     with pytest.raises(ToolError, match="conversation has ended"):
         session.run("1")
     assert session._container is None
@@ -118,9 +120,17 @@ def test_a_sandbox_that_does_not_start_is_no_fault_of_the_model(monkeypatch):
         asyncio.run(PythonTool().open())
 
 
-def test_many_small_calls_are_quick_enough_to_be_used(session):
-    """Not a stop-watch: a session that started a process for each call would break its limit of time here."""
-    deadline = time.monotonic() + 60
-    for number in range(200):
-        assert session.run(f"{number} + 1") == str(number + 1)
-    assert time.monotonic() < deadline
+def test_one_interpreter_serves_all_calls_of_a_conversation():
+    started = []
+
+    def start(*arguments, **settings):
+        started.append(sandbox.Container(*arguments, **settings))
+        return started[-1]
+
+    session = Session(timeout_s=30.0, memory_mb=256, start=start)
+    try:
+        for number in range(100):
+            assert session.run(f"{number} + 1") == str(number + 1)
+    finally:
+        session.end()
+    assert len(started) == 1

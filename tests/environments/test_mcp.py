@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,38 +16,22 @@ from megatron_rl.environments import mcp_tools
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolError, ToolLost
 from megatron_rl.errors import UserError
+from tests.http_server import HttpServer
 
 pytestmark = pytest.mark.slow
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-
-
-def start_http(port: int) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return process
-        time.sleep(0.05)
-    process.kill()
-    raise AssertionError("the HTTP server does not start")
 
 
 class World:
     """A toolbox with one server, which can be killed and brought back."""
 
     def __init__(self, kind: str):
-        self.kind, self.process = kind, None
+        self.kind, self.server = kind, None
         if kind == "stdio":
             settings = {"command": sys.executable, "args": [SERVER, "stdio"]}
         else:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.port = free.getsockname()[1]
-            self.process = start_http(self.port)
-            settings = {"url": f"http://127.0.0.1:{self.port}/mcp"}
+            self.server = HttpServer(lambda port: [sys.executable, SERVER, str(port)])
+            settings = {"url": f"{self.server.url}/mcp"}
         self.box = Toolbox(AgentConfig(mcp_servers={"tests": settings}, tool_timeout_s=20, max_tool_response=1000))
         self.box.open()
 
@@ -63,15 +45,14 @@ class World:
 
     def back(self) -> None:
         """Bring the server back where nobody else does."""
-        if self.process is not None:
-            self.process.wait(20)
-            self.process = start_http(self.port)
+        if self.server is not None:
+            self.server.kill()
+            self.server.start()
 
     def close(self) -> None:
         self.box.close()
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(20)
+        if self.server is not None:
+            self.server.close()
 
 
 @pytest.fixture(params=["stdio", "http"])
@@ -88,9 +69,15 @@ def test_tools_are_listed_and_called_by_many(world):
 
 
 def test_a_slow_call_holds_up_no_other(world):
-    begun = time.monotonic()
-    late, *quick = world.run(("slow", {"seconds": 2.0}), *[("add", {"a": i, "b": 1}) for i in range(63)])
-    assert late == "late" and quick == [str(i + 1) for i in range(63)] and time.monotonic() - begun < 20
+    async def calls():
+        slow = asyncio.create_task(world.box.call("slow", {"seconds": 600.0}, {}))
+        await asyncio.sleep(0)  # it goes first
+        quick = await asyncio.gather(*(world.box.call("add", {"a": i, "b": 1}, {}) for i in range(63)))
+        waiting = not slow.done()
+        slow.cancel()
+        return quick, waiting
+
+    assert world.box.loop.run(calls()) == ([str(i + 1) for i in range(63)], True)
 
 
 def test_what_the_model_did_wrong_is_told(world):
@@ -122,8 +109,8 @@ def test_a_server_that_is_killed_between_calls_comes_back(world):
 
 
 def test_a_server_that_hangs_is_left(world, monkeypatch):
-    world.box.config = AgentConfig(tool_timeout_s=1.0)
     (process,) = world.run(("process", {}))
+    world.box.config = AgentConfig(tool_timeout_s=1.0)
     (hung,) = world.run(("block", {}))
     assert isinstance(hung, ToolLost) and "no answer within" in str(hung)
     world.box.config = AgentConfig(tool_timeout_s=20.0)

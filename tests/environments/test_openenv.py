@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
-import subprocess
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,27 +16,16 @@ from megatron_rl.environments.openenv import to_action
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolError, ToolLost
 from megatron_rl.errors import UserError
+from tests.http_server import HttpServer
 
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-verifiers/bin/python"
 SERVER = Path(__file__).with_name("openenv_server.py")
 
 
-def start_server(sessions: int, port: int = 0) -> tuple[str, subprocess.Popen]:
-    """A server and its address."""
+def start_server(sessions: int) -> HttpServer:
+    """One of so many sessions."""
     assert PYTHON.exists(), "tools/setup.sh --verifiers makes the environment that these tests want"
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind(("127.0.0.1", port))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([str(PYTHON), str(SERVER), str(port), str(sessions)])
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and process.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return f"http://127.0.0.1:{port}", process
-        time.sleep(0.05)
-    process.kill()
-    raise AssertionError("the OpenEnv server does not start")
+    return HttpServer(lambda port: [str(PYTHON), str(SERVER), str(port), str(sessions)])
 
 
 @pytest.fixture
@@ -48,14 +34,12 @@ def server():
     started = []
 
     def start(sessions: int = 64) -> str:
-        url, process = start_server(sessions)
-        started.append(process)
-        return url
+        started.append(start_server(sessions))
+        return started[-1].url
 
     yield start
-    for process in started:
-        process.kill()
-        process.wait()
+    for one in started:
+        one.close()
 
 
 def task_of(url: str, **options):
@@ -143,22 +127,18 @@ def test_a_policy_that_thinks_for_long_keeps_its_session(server):
 
 @pytest.mark.slow
 def test_a_server_that_is_restarted_is_waited_for():
-    url, process = start_server(8)
-    started = []
-    again = threading.Timer(2.0, lambda: started.append(start_server(8, int(url.rpartition(":")[2]))[1]))
+    server = start_server(8)
+    again = threading.Timer(2.0, server.start)
     try:
-        task = task_of(url, timeout_s=60)
+        task = task_of(server.url, timeout_s=60)
         prompts = task.prompts("train")
         first = prompts[0].text
-        process.kill()
-        process.wait()
+        server.kill()
         again.start()
         assert prompts[0].text == first and prompts[1].text != first
     finally:
         again.join()
-        for one in (process, *started):
-            one.kill()
-            one.wait()
+        server.close()
 
 
 def test_bad_configs_are_named():

@@ -232,7 +232,10 @@ def test_a_demonstration_is_a_conversation_of_which_the_replies_train(name, toke
     found = demonstration(form, prompt, turns)
     response, mask = found.tokens[found.prompt_length :].tolist(), found["loss_mask"]
     assert found.tokens[: found.prompt_length].tolist() == prompt.tokens
-    replies = [form.reply(form.call_text(Call("calculator", {"expression": f"{number}+1"}))), form.reply(f"{number} it is")]
+    replies = [
+        form.reply(form.call_text(Call("calculator", {"expression": f"{number}+1"}))),
+        form.reply(f"{number} it is"),
+    ]
     between = form.observation([number])
     assert response == [*replies[0], *between, *replies[1]]
     assert [t for t, trains in zip(response, mask, strict=True) if trains] == replies[0] + replies[1]

@@ -62,14 +62,13 @@ def play(reference, server):
 
 
 def test_episodes_of_openenv(play):
-    url, process = start_server(16)
+    games = start_server(16)
     try:
-        data = {"task": "openenv", "options": {"url": url}}
+        data = {"task": "openenv", "options": {"url": games.url}}
         agents, collect = play("agent", data, {"max_turn_tokens": 30})
         found = collect(lambda task: task.prompts("train")[:8])
     finally:
-        process.kill()
-        process.wait()
+        games.close()
     assert len(found) == 16
     whole = 0
     for t in found:

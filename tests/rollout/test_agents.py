@@ -27,6 +27,7 @@ from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.routes import sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.table import has_route
+from tests.ranks import run_ranks
 from tests.rollout.conftest import assert_agree, client_of, prefill_log_probs
 from tests.rollout.test_agreement import ask_trainer
 from tests.rollout.test_engine import process_of
@@ -224,6 +225,51 @@ def test_routes_of_a_conversation_are_those_of_one_prefill(server, reference, wo
         assert t.routes.shape == (len(t.tokens) - 1, *reply.routes.shape[1:]) and has_route(torch_of(t.routes)).all()
         assert agreement(t.routes, reply.routes) >= 0.98  # near-ties
         assert sampled_by(t, t.weight_spans[-1].version) and len(t.weight_spans) == 1
+
+
+def routes_used(model: str, samples: list) -> list[np.ndarray]:
+    """Per sample [tokens - 1, layers, topk]: the experts to which a pass of the trainer under r3 sends each token, sorted.
+
+    Runs in a process of its own.
+    """
+    from megatron_rl.launch.hooks import update_hooks
+    from megatron_rl.models.router import routers
+    from megatron_rl.trainer import parallel
+    from megatron_rl.trainer.trainer import build_trainer
+
+    values = {"model": {"path": model}, "batch": {"tokens_per_micro_batch": 1024}, "precision": {"train": "fp32"}}
+    config = build_config(values | {"routing": {"source": "r3"}})
+    hooks = update_hooks(config, scores_alone=True)
+    ranks = parallel.initialize(config.parallel, config.seed)
+    trainer = build_trainer(config, ranks, total_updates=1, support=SamplingSupport(), hooks=hooks)
+    chosen: dict[int, list] = {}
+    for layer, router in routers(trainer.chunks):
+        chosen[layer] = []
+        router.register_forward_hook(lambda _module, _inputs, out, to=chosen[layer]: to.append(out[1]))
+    batches = trainer.pack(samples)
+    trainer.compute_log_probs(batches)
+    found = [np.full(sample.routes.shape, -1) for sample in samples]
+    for number, batch in enumerate(batches):
+        for place, layer in enumerate(sorted(chosen)):
+            for t, experts in enumerate(chosen[layer][number]):
+                row, position = int(batch.segments.ids[t]), int(batch.position_ids[0, t])
+                if 0 <= row < len(batch.samples) and position < len(found[batch.samples[row]]):
+                    found[batch.samples[row]][position, place] = experts.nonzero()[:, 0]
+    assert len(batches) > 1
+    return found
+
+
+def test_routes_of_three_turns_are_replayed_exactly(server, reference, world):
+    agents = world(Echo())
+    asked = collection(agents, questions(agents, 16), samples=2, routes=reference.layout)
+    asked.run(client_of(server))
+    several = [t for t in asked.trajectories() if len(t.turns) >= 5]
+    assert several
+    # Others than the trainer would choose by itself, so that a free choice shows, wherever it is.
+    others = [replace(t, routes=(t.routes + 1) % reference.layout.experts) for t in several]
+    [used] = run_ranks(1, "tests.rollout.test_agents:routes_used", (str(reference.folder), [*several, *others]))
+    for t, found in zip([*several, *others], used, strict=True):
+        assert (found == np.sort(t.routes, -1)).all()
 
 
 def torch_of(array: np.ndarray):

@@ -166,6 +166,20 @@ def test_many_at_once():
     assert threading.active_count() < 60
 
 
+def test_no_start_copies_the_page_tables_of_a_large_process(monkeypatch):
+    """Popen forks where it has to change the user, or to call something: seconds a container, in a trainer of many GB."""
+    made, plain = [], subprocess.Popen
+
+    def popen(command, **settings):
+        made.append(settings)
+        return plain(command, **settings)
+
+    monkeypatch.setattr(sandbox.subprocess, "Popen", popen)
+    assert run_python("print(1)").stdout == "1\n"
+    [settings] = made
+    assert not settings.keys() & {"user", "group", "extra_groups", "umask", "preexec_fn"}
+
+
 def test_a_machine_that_contains_nothing_refuses(monkeypatch, tmp_path):
     bwrap = tmp_path / "bwrap"
     bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")

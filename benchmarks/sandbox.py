@@ -2,8 +2,8 @@
 
     python benchmarks/sandbox.py --json docs/results/sandbox.json
 
-All calls are begun at once, in a process that holds as much memory as asked for: a trainer holds many GB. The floor of a first call
-is that of starting the same Python without a container, in the same number of threads. Medians over rounds that take turns.
+All calls are begun at once, in a process that holds as much memory as asked for: a trainer has many GB. The floor of first
+calls is to start the same Python as often without a container. Medians over rounds that take turns.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def main() -> None:
                 taken["uncontained"].append(uncontained(args.conversations))
             held.close()
             medians = {name: statistics.median(values) for name, values in taken.items()}
-            results.append({"memory_gb": memory_gb, "seconds": medians, "ratio": medians["first"] / medians["uncontained"]})
+            results.append(
+                {"memory_gb": memory_gb, "seconds": medians, "ratio": medians["first"] / medians["uncontained"]}
+            )
             print(json.dumps(results[-1]))
     finally:
         box.close()

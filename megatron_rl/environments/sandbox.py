@@ -19,7 +19,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 Reason = Literal["ok", "error", "timeout", "memory", "output", "refused"]
 
@@ -163,7 +163,7 @@ class Container:
         os.set_blocking(self._status, False)
         self._started = False
         files = [_file(filtered), _file(script)]
-        # By a program of its own: Popen(user=...) forks, which copies the page tables of a trainer's many GB for each container.
+        # By a program of its own: Popen(user=...) forks, and so copies the page tables of all that the trainer holds.
         as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
         try:
             self.process = subprocess.Popen(

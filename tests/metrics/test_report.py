@@ -245,7 +245,16 @@ def test_a_browser_draws_it(tmp_path):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium on this machine")
-    path = write_report(make_run(tmp_path / "run", 20))
+    run = make_run(tmp_path / "run", 20)
+    turns = [
+        {"role": "assistant", "text": "a call <b>", "trains": True},
+        {"role": "tool", "text": "7", "trains": False},
+        {"role": "assistant", "text": "it is 7", "trains": True},
+    ]
+    sample = {"step": 2, "prompt": "3+4=", "response": "7", "reward": 1.0, "turns": turns, "finish": "stop"}
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(sample) + "\n")
+    path = write_report(run)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [browser, *flags, "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
@@ -254,3 +263,4 @@ def test_a_browser_draws_it(tmp_path):
     assert drawn == len(charts) > 0
     assert dom.count("<path") >= len(charts)
     assert "owned" not in re.search(r"<title>(.*?)</title>", dom).group(1)
+    assert dom.count('<li class="trains">') >= 2 and "a call &lt;b&gt;" in dom and "it is 7" in dom

@@ -251,7 +251,7 @@ def test_a_browser_draws_it(tmp_path):
         {"role": "tool", "text": "7", "trains": False},
         {"role": "assistant", "text": "it is 7", "trains": True},
     ]
-    sample = {"step": 2, "prompt": "3+4=", "response": "7", "reward": 1.0, "turns": turns, "finish": "stop"}
+    sample = {"step": 20, "prompt": "3+4=", "response": "7", "reward": 1.0, "turns": turns, "finish": "stop"}
     with (run / "samples.jsonl").open("a") as file:
         file.write(json.dumps(sample) + "\n")
     path = write_report(run)

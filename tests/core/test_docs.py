@@ -21,6 +21,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TOP_LEVEL = ("megatron_rl", "csrc", "examples", "tools", "configs", "tests", "docs", "benchmarks", "requirements")
 DOCUMENTS = sorted([REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")])
 SCRIPTS = sorted([*(REPOSITORY / "examples").rglob("*.sh"), *(REPOSITORY / "examples").rglob("*.sbatch")])
+OF_USERS = ("rewards.py", "reversal.py")
+"""Files of examples, which a user would write."""
 TOOL_FLAGS = re.compile(r"--[a-z][a-z_.-]*")
 
 
@@ -48,6 +50,9 @@ def test_paths_exist(document):
     pattern = rf"`((?:{'|'.join(TOP_LEVEL)})/[\w./-]*)`"
     for path in re.findall(pattern, text):
         assert (REPOSITORY / path).exists(), f"{document.name} names {path}"
+    names = {path.name for top in TOP_LEVEL for path in (REPOSITORY / top).rglob("*.py")} | {"setup.py"}
+    for name in re.findall(r"`(\w+\.py)`", text):
+        assert name in names or name in OF_USERS, f"{document.name} names {name}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS + SCRIPTS, ids=lambda p: p.name)

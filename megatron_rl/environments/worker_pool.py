@@ -22,6 +22,9 @@ from megatron_rl.environments.worker import Failure, call, start
 from megatron_rl.errors import UserError
 
 START_TIMEOUT_S = 120.0
+"""Longest wait for a process to start, with its imports."""
+TAKE_TIMEOUT_S = 30.0
+"""Longest wait for a process that has started to take a call, or to be replaced where it was ended."""
 ATTEMPTS = 2
 OWN_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 """Signals with which a call ends its own process; any other one came from outside."""
@@ -69,13 +72,13 @@ class WorkerPool:
         pool, reason = self._idle.get(), ""
         try:
             for _ in range(ATTEMPTS):
+                limit_s = TAKE_TIMEOUT_S if pool else START_TIMEOUT_S
                 pool = pool or self._start()
                 try:
                     future = pool.schedule(call, (self.target, arguments, keywords), timeout=self.timeout_s)
-                    error = future.exception(START_TIMEOUT_S + self.timeout_s)
+                    error = self._error(future, limit_s)
                 except (RuntimeError, TimeoutError) as problem:
-                    limit_s = START_TIMEOUT_S + self.timeout_s
-                    error = BrokenProcessPool(str(problem) or f"no answer within {limit_s:g} s")
+                    error = BrokenProcessPool(str(problem) or f"no process took the call within {limit_s:g} s")
                 else:
                     if error is None:
                         return future.result()
@@ -100,6 +103,18 @@ class WorkerPool:
             f"data.verifier: {self.target} could not score a response in {ATTEMPTS} tries: {reason}; see the messages above,"
             " and whether memory is short"
         )
+
+    def _error(self, future: pebble.ProcessFuture, limit_s: float) -> BaseException | None:
+        """What a call raised. Errors: TimeoutError where no process has taken it within limit_s.
+
+        A process that is ended while it takes a call may leave its pool without anybody who would take another one.
+        """
+        try:
+            return future.exception(limit_s)
+        except TimeoutError:
+            if not future.running():
+                raise
+            return future.exception(self.timeout_s + TAKE_TIMEOUT_S)
 
     def _start(self) -> pebble.ProcessPool:
         spawn = multiprocessing.get_context("spawn")

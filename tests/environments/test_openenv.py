@@ -116,9 +116,10 @@ def test_a_policy_that_thinks_for_long_keeps_its_session(server):
 
     async def slowly():
         world = task.environment(prompt, Toolbox(AgentConfig()))
-        for text in ("a", "b", "a"):
+        await world.respond(final("a"))
+        await asyncio.sleep(8)
+        for text in ("b", "a"):
             said = await world.respond(final(text))
-            await asyncio.sleep(8)
         await world.close()
         return said, world.reward_parts()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.environments import worker_pool
 from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
 
@@ -115,6 +116,20 @@ def test_a_worker_that_is_killed_costs_no_response(module):
             os.kill(pid, signal.SIGKILL)
     assert pool.map([(str(module.parent), 7)] * 3) == [14] * 3
     assert set(started(module.parent)) - before
+    pool.close()
+
+
+def test_a_worker_that_takes_no_call_any_more_is_replaced(module, monkeypatch):
+    """As after an end amid a transfer, which may leave a lock held: here it is stopped."""
+    (module.parent / "go").touch()
+    pool = WorkerPool(f"{module}:double", timeout_s=60.0, size=1)
+    assert pool.map([(str(module.parent), 1)]) == [2]
+    [pid] = started(module.parent)
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(worker_pool, "TAKE_TIMEOUT_S", 2.0)
+    assert pool.map([(str(module.parent), 2)]) == [4]
+    wait_for(lambda: gone(pid))
+    assert len(started(module.parent)) == 2
     pool.close()
 
 

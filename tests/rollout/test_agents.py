@@ -330,7 +330,7 @@ def test_one_of_many_tools_that_hangs_masks_its_conversation_alone(server, world
             if session is self.sessions[0]:
                 await asyncio.sleep(600)
 
-    agents = world(OneHangs(), tool_timeout_s=20.0)
+    agents = world(OneHangs(), tool_timeout_s=8.0)
     prompts = questions(agents, 32)
     finished = []
     asked = collection(
@@ -431,7 +431,7 @@ def test_a_conversation_that_takes_too_long_ends_with_what_it_has(server, world)
         async def do(self, session):
             await asyncio.sleep(600 if session.calls == 2 else 0)
 
-    agents = world(Slow(), time_limit_s=25.0)
+    agents = world(Slow(), time_limit_s=10.0)
     asked = collection(agents, questions(agents, 16))
     asked.run(client_of(server))
     endings = Counter(t.finish_reason for t in asked.trajectories())

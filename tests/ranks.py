@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_rl.rollout.server import reserve_port
 
-# Megatron takes ten seconds to import, and modelopt, which the Bridge looks for when it exports, seven: once in the server from which
-# all processes are forked.
+# Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven: once in the server from
+# which all processes are forked.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["megatron_rl.trainer.trainer", "modelopt.torch"])
 

@@ -37,15 +37,18 @@ def sampled(server, reference):
     return prompts, trajectories
 
 
-def test_trajectories_are_in_prompt_order_and_complete(sampled):
+def test_trajectories_are_in_prompt_order_and_complete(sampled, reference):
     prompts, trajectories = sampled
+    end = reference.model.config.eos_token_id
+    assert isinstance(end, int)
     assert [t.prompt_id for t in trajectories] == [p.prompt_id for p in prompts for _ in range(3)]
     assert [t.group_id for t in trajectories] == [p for p in range(len(prompts)) for _ in range(3)]
     for t in trajectories:
         prompt = prompts[t.group_id].tokens
         assert t.tokens[: t.prompt_length].tolist() == prompt
         assert len(t.fields["rollout_log_probs"]) == len(t.fields["loss_mask"]) == t.response_length > 0
-        assert t.finish_reason == ("length" if t.response_length == 24 else "stop")
+        ended = t.tokens[-1] == end  # at the last token that is allowed, too
+        assert t.finish_reason == ("stop" if ended else "length") and (ended or t.response_length == 24)
         assert [(s.version, s.start, s.end) for s in t.weight_spans] == [("default", 0, t.response_length)]
     # Samples of a prompt are different draws.
     assert len({tuple(t.tokens.tolist()) for t in trajectories}) > 30

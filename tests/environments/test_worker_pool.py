@@ -122,7 +122,7 @@ def test_a_worker_that_is_killed_costs_no_response(module):
 def test_a_worker_that_takes_no_call_any_more_is_replaced(module, monkeypatch):
     """As after an end amid a transfer, which may leave a lock held: here it is stopped."""
     (module.parent / "go").touch()
-    pool = WorkerPool(f"{module}:double", timeout_s=60.0, size=1)
+    pool = WorkerPool(f"{module}:double", timeout_s=600.0, size=1)  # longer than a test may take
     assert pool.map([(str(module.parent), 1)]) == [2]
     [pid] = started(module.parent)
     os.kill(pid, signal.SIGSTOP)

@@ -10,7 +10,7 @@ from typing import Any, override
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import sandbox
-from megatron_rl.environments.messages import Message, parse_messages
+from megatron_rl.environments.messages import parse_messages
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
@@ -139,8 +139,11 @@ class RowTask(Task):
                     missing[key] += 1
                 problem = f"no '{absent[0]}'" if absent else self._empty(row)
                 if not problem:
-                    prompts.append(self._prompt(where, row))
-                    continue
+                    try:
+                        prompts.append(self._prompt(where, row))
+                        continue
+                    except ValueError as error:
+                        problem = str(error)
             skipped += 1
             if skipped <= _SHOWN:
                 log.warning("data: %s skipped: %s", where, problem)
@@ -180,27 +183,18 @@ class RowTask(Task):
             value = _get(row, key)
             if value is None or (isinstance(value, str | list) and not len(value)):
                 return f"'{key}' is empty"
-        if not isinstance(_get(row, self.data.prompt_key), str | list):
-            return f"'{self.data.prompt_key}' is neither text nor a list of messages"
-        conversations = (
-            [self.data.prompt_key, self.data.response_key] if self.demonstrations else [self.data.prompt_key]
-        )
-        for key in conversations:
-            value = _get(row, key)
-            try:
-                messages = parse_messages(value) if isinstance(value, list) else []
-            except ValueError as error:
-                return f"'{key}' is a list, but not one of messages: {error}"
-            if messages and key == self.data.response_key and messages[-1]["role"] != "assistant":
-                return f"'{key}' does not end with a message of the assistant"
         return ""
 
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
-        prompt = _get(row, self.data.prompt_key)
-        answer, response = _get(row, self.data.answer_key), _get(row, self.data.response_key)
+        """Errors: ValueError for a conversation that is none."""
+        prompt, answer = self._value(row, self.data.prompt_key), _get(row, self.data.answer_key)
+        if not isinstance(prompt, str | list):
+            raise ValueError(f"'{self.data.prompt_key}' is neither text nor a list of messages")
+        response = self._value(row, self.data.response_key) if self.demonstrations else None
+        if isinstance(response, list) and response[-1]["role"] != "assistant":
+            raise ValueError(f"'{self.data.response_key}' does not end with a message of the assistant")
         if isinstance(prompt, list):
-            messages = parse_messages(prompt)
-            text = messages[-1]["content"]
+            messages, text = prompt, prompt[-1]["content"]
         else:
             text = self.data.template.replace("{prompt}", prompt)
             messages = [{"role": "user", "content": text}] if self.data.chat else None
@@ -208,13 +202,18 @@ class RowTask(Task):
             prompt_id=where,
             text=text,
             answer=None if answer is _MISSING else answer,
-            response=self._response(response) if self.demonstrations else None,
+            response=response if response is None or isinstance(response, list) else str(response),
             messages=messages,
         )
 
     @staticmethod
-    def _response(value: Any) -> str | list[Message]:
-        return parse_messages(value) if isinstance(value, list) else str(value)
+    def _value(row: dict[str, Any], key: str) -> Any:
+        """row[key]; a list as the messages of a conversation. Errors: ValueError where it is none."""
+        value = _get(row, key)
+        try:
+            return parse_messages(value) if isinstance(value, list) else value
+        except ValueError as error:
+            raise ValueError(f"'{key}' is a list, but not one of messages: {error}") from None
 
     @override
     def prompts(self, split: Split) -> list[Prompt]:

@@ -78,7 +78,7 @@ class WorkerPool:
                     future = pool.schedule(call, (self.target, arguments, keywords), timeout=self.timeout_s)
                     error = self._error(future, limit_s)
                 except (RuntimeError, TimeoutError) as problem:
-                    error = BrokenProcessPool(str(problem) or f"no process took the call within {limit_s:g} s")
+                    error = BrokenProcessPool(str(problem) or "no answer after its time limit")
                 else:
                     if error is None:
                         return future.result()
@@ -113,7 +113,7 @@ class WorkerPool:
             return future.exception(limit_s)
         except TimeoutError:
             if not future.running():
-                raise
+                raise TimeoutError(f"no process took the call within {limit_s:g} s") from None
             return future.exception(self.timeout_s + TAKE_TIMEOUT_S)
 
     def _start(self) -> pebble.ProcessPool:

@@ -113,6 +113,10 @@ def test_demonstrations_need_no_answer_but_a_response(tmp_path):
     task = build_task(DataConfig(path=path), demonstrations=True)
     prompt = task.prompts("train")[0]
     assert task.demonstration(prompt, random.Random(0)) == f"r{prompt.text}"
+    numbers = write(tmp_path / "c.jsonl", [{"prompt": f"{i}", "response": i} for i in range(20)])
+    task = build_task(DataConfig(path=numbers), demonstrations=True)
+    prompt = task.prompts("train")[0]
+    assert task.demonstration(prompt, random.Random(0)) == prompt.text
     with pytest.raises(UserError, match=r"no column 'answer' \(data.answer_key\)"):
         build_task(DataConfig(path=path))
     with pytest.raises(UserError, match=r"no column 'response'"):

@@ -209,12 +209,17 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
     assert found - apart and {one for one, _ in found - apart} == {number}
 
 
-def test_routes_of_a_conversation_are_those_of_one_prefill(server, reference, world):
-    agents = world(Echo())
-    asked = collection(agents, questions(agents, 8), samples=2, routes=reference.layout)
+def of_three_turns(agents: Agents, server, reference, count: int) -> list:
+    """Trajectories with routes and at least three replies, of so many conversations."""
+    asked = collection(agents, questions(agents, count), routes=reference.layout)
     asked.run(client_of(server))
     several = [t for t in asked.trajectories() if len(t.turns) >= 5]
-    assert several
+    assert len(several) > 1
+    return several
+
+
+def test_routes_of_a_conversation_are_those_of_one_prefill(server, reference, world):
+    several = of_three_turns(world(Echo()), server, reference, 16)
     whole = generate(
         server,
         [t.tokens[:-1].tolist() for t in several],
@@ -260,11 +265,7 @@ def routes_used(model: str, samples: list) -> list[np.ndarray]:
 
 
 def test_routes_of_three_turns_are_replayed_exactly(server, reference, world):
-    agents = world(Echo())
-    asked = collection(agents, questions(agents, 16), samples=2, routes=reference.layout)
-    asked.run(client_of(server))
-    several = [t for t in asked.trajectories() if len(t.turns) >= 5]
-    assert several
+    several = of_three_turns(world(Echo()), server, reference, 32)
     # Others than the trainer would choose by itself, so that a free choice shows, wherever it is.
     others = [replace(t, routes=(t.routes + 1) % reference.layout.experts) for t in several]
     [used] = run_ranks(1, "tests.rollout.test_agents:routes_used", (str(reference.folder), [*several, *others]))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct learns to solve word problems like GSM8K's with a Python interpreter: 64 demonstrations, GRPO over
+# SmolLM2-135M-Instruct learns to solve word problems like GSM8K's with a Python interpreter: a few demonstrations, GRPO over
 # conversations that is rewarded for right answers alone, twelve of its conversations, and the score of the model without both.
 # SEED=1 examples/smollm2_python.sh  changes the seed.
 set -euo pipefail
@@ -46,7 +46,7 @@ for split, count in {"demonstrations": 64, "train": 400, "test": 32}.items():
     (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 PY
 
-echo "== warm start: supervised fine-tuning on 64 demonstrations"
+echo "== warm start: supervised fine-tuning on a few demonstrations"
 megatron-rl sft configs/smollm2_python_sft.yaml --name "$name/sft" "${seeds[@]}" --model.path "$run/model" \
   --data.path "$run/demonstrations.jsonl"
 

@@ -50,14 +50,23 @@ def flags(settings: Settings) -> list[str]:
     return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
 
 
-def warm_start(root: Path, model_flags: Sequence[str] = (), settings: Settings | None = None) -> Path:
-    """The quickstart's model after its SFT, made once: what all runs start from. settings: of the SFT, beside its own."""
+def warm_start(
+    root: Path,
+    model_flags: Sequence[str] = ("--preset", "quickstart"),
+    settings: Settings | None = None,
+    change: Callable[[Path], object] = lambda model: None,
+) -> Path:
+    """The quickstart's model after its SFT, made once: what all runs start from.
+
+    model_flags: of tools/make_tiny_model.py; change: what is done to the fresh model's folder; settings: of the SFT, beside its
+    own.
+    """
     out = root / "sft" / "hf"
     if not out.is_dir():
         print("warm start", flush=True)
         model = root / "model"
-        tool = [sys.executable, "tools/make_tiny_model.py", "--preset", "quickstart", str(model), *model_flags]
-        call(tool, root / "model.log")
+        call([sys.executable, "tools/make_tiny_model.py", str(model), *model_flags], root / "model.log")
+        change(model)
         own = {"name": "sft", "runs_dir": root, "model.path": model}
         call([*CLI, "sft", "configs/quickstart_sft.yaml", *flags(own | (settings or {}))], root / "sft.log")
     return out

@@ -54,7 +54,7 @@ PAIRS = {"R2": "GRPO", "Pr2": "R2", "R3": "GRPO", "Pr3": "R3", "Pr2 published": 
 """Methods whose difference from another one is taken seed by seed."""
 OFF = (2, 4, 8)
 LR_AT_OFF_4 = 1.2e-4
-MODEL = ("--experts", "16", "--topk", "4", "--expert-intermediate", "128")
+MODEL = ("--preset", "quickstart", "--experts", "16", "--topk", "4", "--expert-intermediate", "128")
 """The quickstart's model with more experts, so that routes have more than two slots in which to differ."""
 COLUMNS = {
     "eval/score": ("score", ".3f"),

@@ -47,6 +47,9 @@ class Sizes:
     topk: int = 2
     vocab: int = 512
     max_position: int = 4096
+    """With yarn (gpt_oss) 32 times the length that was trained first: 131072 gives the released models' factors."""
+    window: int = 8
+    """Of the layers with a sliding window; the released models' is 128."""
 
 
 def qwen3_moe(s: Sizes) -> PreTrainedConfig:
@@ -111,7 +114,7 @@ def gpt_oss(s: Sizes) -> PreTrainedConfig:
         head_dim=s.head_dim,
         num_local_experts=s.experts,
         num_experts_per_tok=s.topk,
-        sliding_window=8,
+        sliding_window=s.window,
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 150000.0,
@@ -137,6 +140,12 @@ FAMILIES = {f.__name__: f for f in (qwen3_moe, olmoe, deepseek_v3, gpt_oss, mixt
 
 QUICKSTART = Sizes(hidden=192, heads=4, kv_heads=2, head_dim=48, expert_intermediate=256, vocab=64, max_position=512)
 """5.2 M parameters: learns number sorting in minutes on two cores."""
+PRESETS = {
+    "quickstart": ("qwen3_moe", QUICKSTART),
+    # Yarn and windows as in the released models, but for the window's length.
+    "gptoss_quickstart": ("gpt_oss", replace(QUICKSTART, max_position=131072)),
+}
+"""Models of examples/NAME.sh: family and sizes."""
 
 
 def _decoder(s: Sizes) -> dict:
@@ -295,7 +304,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", nargs="?", choices=list(FAMILIES), help="left out with --preset")
     parser.add_argument("out", help="folder to make; an existing one is replaced if it is a model folder or empty")
-    parser.add_argument("--preset", choices=["quickstart"], help="the 5.2 M Qwen3-MoE of examples/quickstart.sh")
+    parser.add_argument("--preset", choices=list(PRESETS), help="the 5.2 M model of examples/PRESET.sh")
     parser.add_argument("--tokenizer", choices=list(TOKENIZERS))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
@@ -312,6 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     disable_progress_bar()
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     preset = options.preset is not None
+    family, sizes = PRESETS[options.preset] if preset else (options.family, Sizes())
     given = {name: value for name in asdict(Sizes()) if (value := getattr(options, name)) is not None}
     out = Path(options.out)
     if out.exists() and any(out.iterdir()) and not (out / "config.json").exists():
@@ -320,9 +330,9 @@ def main(arguments: list[str] | None = None) -> int:
     noise = options.vector_noise
     try:
         make_tiny_model(
-            "qwen3_moe" if preset else options.family,
+            family,
             out,
-            sizes=replace(QUICKSTART if preset else Sizes(), **given),
+            sizes=replace(sizes, **given),
             tokenizer=options.tokenizer or ("numbers" if preset else "text"),
             dtype=getattr(torch, options.dtype),
             seed=options.seed,

@@ -46,6 +46,13 @@ class ExpertMoELayer(MoELayer):
 
     router: ReplayRouter
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for parameter in self.experts.parameters():
+            # Megatron marks the biases of experts' output projections as if each tensor-parallel rank had summed a part of their
+            # gradient. They are reduced with the experts, over these ranks too: marked, they would be summed once more.
+            parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]: Megatron adds it
+
     def combine(self, output: Tensor) -> Tensor:
         """Megatron's sum of the experts' outputs; the pass sees the outputs first."""
         output = super().combine(output)

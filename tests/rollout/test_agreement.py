@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 from tests.ranks import run_ranks
 from tests.rollout.conftest import (
     CPU_SERVER,
@@ -20,6 +20,7 @@ from tests.rollout.conftest import (
     collect,
     prefill_log_probs,
 )
+from tests.weights import scaled
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 
@@ -52,8 +53,8 @@ def trainer_log_probs(model: str, asked: list[tuple[str, list[Sequence], Samplin
     return everything
 
 
-def ask_trainer(reference, *asked: tuple[str, list[Sequence], SamplingSupport]) -> list[list[np.ndarray]]:
-    [found] = run_ranks(1, "tests.rollout.test_agreement:trainer_log_probs", (str(reference.folder), asked))
+def ask_trainer(folder, *asked: tuple[str, list[Sequence], SamplingSupport]) -> list[list[np.ndarray]]:
+    [found] = run_ranks(1, "tests.rollout.test_agreement:trainer_log_probs", (str(folder), asked))
     return found
 
 
@@ -76,7 +77,7 @@ def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request,
             served = prefill_log_probs(client_of(server), sequences)
     samples = [Sequence.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
     recipes = [dtype] if dtype == "fp32" else [dtype, "fp8_blockwise", "fp8_tensorwise"]
-    trained, *in_fp8 = ask_trainer(reference, *((recipe, samples, SamplingSupport()) for recipe in recipes))
+    trained, *in_fp8 = ask_trainer(reference.folder, *((recipe, samples, SamplingSupport()) for recipe in recipes))
     for recipe, found in zip(recipes[1:], in_fp8, strict=True):
         factor = gap(found, served) / gap(trained, served)
         print(f"{recipe}: {gap(found, served):.2g}, {factor:.0f} times that of {dtype}")
@@ -93,16 +94,44 @@ def test_trainer_agrees_with_what_was_sampled_at_a_temperature(server, reference
     trajectories, _ = collect(
         client_of(server), prompts, SamplingSupport(temperature=0.6), samples_per_prompt=2, max_new_tokens=24
     )
-    [ours] = ask_trainer(reference, ("fp32", trajectories, SamplingSupport(temperature=0.6)))
+    [ours] = ask_trainer(reference.folder, ("fp32", trajectories, SamplingSupport(temperature=0.6)))
     assert_agree(ours, [t["rollout_log_probs"] for t in trajectories], median=1e-5, largest=1e-5)
+
+
+WINDOW = 128
+
+
+@pytest.mark.parametrize(("dtype", "median", "largest"), [("fp32", 1e-5, 1e-5), ("bf16", 0.01, 0.1)])
+def test_trainer_agrees_on_sinks_windows_and_yarn(dtype, median, largest, tmp_path):
+    """gpt-oss with the released models' windows and yarn, on sequences of more than three windows: read and sampled."""
+    sizes = Sizes(window=WINDOW, max_position=131072)
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    folder = make_tiny_model("gpt_oss", tmp_path / "model", sizes=sizes, dtype=torch_dtype, vector_noise=0.5)
+    # Sinks of exp(5) matter to 128 keys, and attention to what follows.
+    scaled(folder, {"sinks": 10.0, "o_proj.weight": 10.0})
+    rng = np.random.default_rng(np.random.SeedSequence().entropy)
+    sequences = [rng.integers(3, 512, int(rng.integers(3 * WINDOW + 1, 5 * WINDOW))).tolist() for _ in range(10)]
+    prompts = [Question(str(i), sequence) for i, sequence in enumerate(sequences[:4])]
+    settings = {"dtype": dtype, "context_length": 2048, "log_path": tmp_path / "log", "pythonpath": [SERVER_PYTHONPATH]}
+    with RolloutServer(folder, CPU_SERVER, **settings) as server:
+        client = client_of(server)
+        served = prefill_log_probs(client, sequences)
+        trajectories, _ = collect(client, prompts, SamplingSupport(), samples_per_prompt=2, max_new_tokens=160)
+    samples = [Sequence.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
+    read, sampled = ask_trainer(folder, (dtype, samples, SamplingSupport()), (dtype, trajectories, SamplingSupport()))
+    assert_agree(read, served, median=median, largest=largest)
+    assert_agree(sampled, [t["rollout_log_probs"] for t in trajectories], median=median, largest=largest)
+    scaled(folder, {"sinks": 0.0})
+    [without] = ask_trainer(folder, (dtype, samples, SamplingSupport()))
+    lost = np.median(np.abs(np.concatenate(without) - np.concatenate(served)))
+    print(f"with sinks of 0: median {lost:.2g}")
+    assert lost > 2 * median, "the sinks hardly matter here"
 
 
 def test_fp32_heads_bring_both_sides_together(tmp_path):
     """bf16 on both sides, logits of 16 to 32: rounded on each side for itself they are 0.125 apart, or the same."""
     folder = make_tiny_model("qwen3", tmp_path / "model", sizes=Sizes(layers=1), vector_noise=0.0)
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] *= 60.0
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    scaled(folder, {"lm_head.weight": 60.0})
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
     sequences = [rng.integers(3, 512, 60).tolist() for _ in range(40)]
     samples = [Sequence.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
@@ -112,8 +141,7 @@ def test_fp32_heads_bring_both_sides_together(tmp_path):
         with RolloutServer(folder, CPU_SERVER, **settings) as server:
             served[head] = prefill_log_probs(client_of(server), sequences)
     asked = [(recipe, samples, SamplingSupport()) for recipe in ("bf16", "bf16 fp32_lm_head")]
-    [trained] = run_ranks(1, "tests.rollout.test_agreement:trainer_log_probs", (str(folder), asked))
-    trained = dict(zip((False, True), trained, strict=True))
+    trained = dict(zip((False, True), ask_trainer(folder, *asked), strict=True))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     largest = model(torch.tensor(sequences[:1])).logits.detach().abs().max()
     print(f"largest logit {largest:.0f}")

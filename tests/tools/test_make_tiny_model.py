@@ -62,6 +62,18 @@ def test_quickstart_preset(tmp_path):
     assert "reserved" in tokenizer.decode([40], skip_special_tokens=True)
 
 
+def test_gptoss_quickstart_preset(tmp_path):
+    """The released models' yarn and pattern of windows, in the quickstart's size."""
+    out = tmp_path / "q"
+    assert main(["--preset", "gptoss_quickstart", "--tokenizer", "numbers", "--window", "16", str(out)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert 5.1e6 < sum(p.numel() for p in model.parameters()) < 5.4e6
+    rope = model.config.rope_parameters
+    assert (rope["factor"], rope["original_max_position_embeddings"], rope["beta_fast"]) == (32.0, 4096, 32.0)
+    assert model.config.layer_types == ["sliding_attention", "full_attention"] * 2
+    assert model.config.sliding_window == 16
+
+
 def test_byte_level_text_survives(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(make_tiny_model("qwen3", tmp_path / "m", sizes=Sizes(vocab=300)))
     text = "naïve 漢字 🙂\n  x = 3.14;\t<|im_end|> done"

@@ -31,17 +31,19 @@ LATER = Place(1)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-def make_samples(seed: int, count: int, vocab: int, *, kept: bool = False) -> list[Sequence]:
+def make_samples(
+    seed: int, count: int, vocab: int, *, kept: bool = False, lengths: tuple[int, int] = (3, 26)
+) -> list[Sequence]:
     """Random sequences of 4..40 tokens with random masks, rollout log-probs and advantages.
 
-    kept: they were sampled from small random sets of tokens.
+    kept: they were sampled from small random sets of tokens. lengths: of the responses, from the first and below the second.
 
     Without the special tokens: the padding token's embedding is zero, and RMSNorm's gradient there is a thousandfold.
     """
     rng = np.random.default_rng(seed)
     samples = []
     for _ in range(count):
-        prompt, response = int(rng.integers(1, 15)), int(rng.integers(3, 26))
+        prompt, response = int(rng.integers(1, 15)), int(rng.integers(*lengths))
         samples.append(
             Sequence(
                 tokens=rng.integers(4, vocab, prompt + response).astype(np.int32),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from layouts import make_samples
 from ranks import run_ranks
+from weights import scaled
 
 SAMPLES = 14
 # Adam divides a gradient by its own size, so that rounding turns the sign of a whole step where a gradient is nearly zero. With
@@ -27,6 +30,14 @@ FOUR_RANKS = {
     "tp2_pp2": {"parallel": {"tensor": 2, "pipeline": 2}},
 }
 EP4 = {"ep4": {"parallel": {"expert": 4}}}
+# Biases of experts are whole on each rank: expert-tensor parallelism is refused.
+SINKS_TWO_RANKS = TWO_RANKS | {"tp2_sp": {"parallel": {"tensor": 2, "expert_tensor": 1}}}
+SINKS_FOUR_RANKS = {
+    "tp2_cp2": {"parallel": {"tensor": 2, "expert_tensor": 1, "context": 2}},
+    "tp2_cp2_all_gather": {"parallel": {"tensor": 2, "expert_tensor": 1, "context": 2, "cp_comm_type": "all_gather"}},
+    "tp2_pp2": {"parallel": {"tensor": 2, "expert_tensor": 1, "pipeline": 2}},
+    "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}},
+}
 # As they train: each rank has the reduced gradients of its shard alone.
 SHARDED = {"dp2_sharded": {"parallel": {"distributed_optimizer": True}, "whole": False}}
 SHARDED_EXPERTS = {"ep2_sharded": {"parallel": {"expert": 2, "distributed_optimizer": True}, "whole": False}}
@@ -64,6 +75,8 @@ ALGORITHMS = {
     "weighted": {"correction": {"mode": "truncate", "high": 2.0}, "batch": {"updates_per_step": 1}},
     # Nothing of it needs whole sequences, so that the head computes gradients on the way.
     "pruned": {"pruning": {"enabled": True, "rho": 0.43}, "correction": {"mode": "clip", "low": 0.5, "high": 2.0}},
+    # As it is trained: one update, whose ratios are 1.
+    "on_policy": {"batch": {"updates_per_step": 1}},
     # All parts of it; the first two must weigh about the same, and the last refuse nothing, but be measured.
     "vp2o": {
         "vp2o": {
@@ -87,6 +100,25 @@ def model(tiny_model):
 
 
 @pytest.fixture(scope="module")
+def sinks_model(tiny_model, tmp_path_factory):
+    """gpt-oss: sinks, yarn, biases, and windows of 8 in layers 1 and 3, which most sequences outgrow several times.
+
+    Attention matters in it as in a trained model.
+    """
+    folder = tmp_path_factory.mktemp("models") / "gpt_oss"
+    shutil.copytree(tiny_model("gpt_oss", "--max-position", "131072"), folder)
+    return str(scaled(folder, {"o_proj.weight": 10.0}))
+
+
+@pytest.fixture(scope="module")
+def long_sinks_model(tiny_model, tmp_path_factory):
+    """With the released models' windows."""
+    folder = tmp_path_factory.mktemp("models") / "gpt_oss"
+    shutil.copytree(tiny_model("gpt_oss", "--layers", "2", "--window", "128", "--max-position", "131072"), folder)
+    return str(scaled(folder, {"o_proj.weight": 10.0}))
+
+
+@pytest.fixture(scope="module")
 def samples():
     seed = int(np.random.SeedSequence().entropy % 2**32)
     print(f"samples of seed {seed}")
@@ -96,6 +128,12 @@ def samples():
 def under(algorithm: str, layouts: dict[str, dict]) -> dict[str, dict]:
     """Layouts of an algorithm, by 'algorithm name'."""
     return {f"{algorithm} {name}": {**layout, **ALGORITHMS[algorithm]} for name, layout in layouts.items()}
+
+
+def with_sinks(model: str, algorithm: str, layouts: dict[str, dict]) -> dict[str, dict]:
+    """Layouts of an algorithm for gpt-oss, by 'sinks algorithm name'."""
+    configs = under(algorithm, layouts).items()
+    return {f"sinks {name}": config | {"model": {**config.get("model", {}), "path": model}} for name, config in configs}
 
 
 def run(model, samples, world_size: int, configs: dict[str, dict]) -> dict[str, dict]:
@@ -143,10 +181,11 @@ def truncated():
 
 
 @pytest.fixture(scope="module")
-def one_rank(model, samples, truncated):
+def one_rank(model, sinks_model, samples, truncated):
     both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
     small = {name: ONE_RANK[name] for name in ("reference", "full_recompute", "one_sequence_per_micro_batch")}
     first = under("grpo", ONE_RANK) | under("gspo", both) | under("vp2o", small)
+    first |= with_sinks(sinks_model, "grpo", small) | with_sinks(sinks_model, "on_policy", {"reference": {}})
     return run(model, samples, 1, first) | run(
         model,
         truncated,
@@ -159,14 +198,22 @@ def one_rank(model, samples, truncated):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model, samples, truncated):
+def two_ranks(model, sinks_model, samples, truncated):
     split = {name: TWO_RANKS[name] for name in ("cp2", "tp2_sp", "pp2")}
     with_data = split | {"dp2_distributed_optimizer": TWO_RANKS["dp2_distributed_optimizer"]}
     experts = with_data | {name: TWO_RANKS[name] for name in ("ep2", "dp2_replicated_optimizer", "pp2_interleaved")}
     experts |= SHARDED
-    return run(model, samples, 2, under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts)) | run(
+    first = under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts)
+    first |= with_sinks(sinks_model, "grpo", SINKS_TWO_RANKS)
+    return run(model, samples, 2, first) | run(
         model, truncated, 2, under("corrected", with_data) | under("normalized", with_data)
     )
+
+
+@pytest.fixture(scope="module")
+def long_samples():
+    """Of more than three windows of 128."""
+    return make_samples(int(np.random.SeedSequence().entropy % 2**32), 3, 64, lengths=(385, 450))
 
 
 def compare_all(algorithm: str, one_rank, results) -> None:
@@ -187,13 +234,45 @@ def test_two_ranks(one_rank, two_ranks):
 
 
 @pytest.fixture(scope="module")
-def four_ranks(model, samples):
+def four_ranks(model, sinks_model, samples):
     both = {name: FOUR_RANKS[name] for name in ("etp2_ep2", "tp2_ep2")}
-    return run(model, samples, 4, under("grpo", FOUR_RANKS) | under("vp2o", both | EP4 | SHARDED_EXPERTS))
+    configs = under("grpo", FOUR_RANKS) | under("vp2o", both | EP4 | SHARDED_EXPERTS)
+    return run(model, samples, 4, configs | with_sinks(sinks_model, "grpo", SINKS_FOUR_RANKS))
 
 
 def test_four_ranks(one_rank, four_ranks):
     compare_all("grpo", one_rank, four_ranks)
+
+
+def test_sinks_and_windows_over_split_heads_and_sequences(one_rank, two_ranks, four_ranks):
+    """gpt-oss: each rank has the sinks of its heads, which every token's gradient reaches."""
+    grads = one_rank["sinks grpo reference"]["grads"]
+    sinks = {name: grad for name, grad in grads.items() if name.endswith(".self_attn.sinks")}
+    assert len(sinks) == 4
+    for results in (one_rank, two_ranks, four_ranks):
+        compare_all("sinks grpo", one_rank, results)
+        found = {name: result["grads"] for name, result in results.items() if name.startswith("sinks grpo ")}
+        for layout, grads in ((name, grads) for name, grads in found.items() if grads):
+            for name, grad in sinks.items():  # which are small: to be right they must be so in their own size
+                worst, size = np.abs(grads[name] - grad).max(), np.abs(grad).max()
+                assert size > 1e-6 and worst < 1e-3 * size, f"{layout}: {name} of {size} differs by {worst}"
+
+
+def test_windows_of_128_over_split_sequences(long_sinks_model, long_samples):
+    """Sequences of more than three windows: a context-parallel rank's parts of one end inside of others' windows."""
+    two = ("cp2", "cp2_all_gather", "tp2_sp")
+    budget = {"batch": {"tokens_per_micro_batch": 1024, "updates_per_step": 2}}
+    configs = {name: SINKS_TWO_RANKS[name] | ALGORITHMS["grpo"] | budget for name in two}
+    one = {"reference": ALGORITHMS["grpo"] | budget}
+    reference = run(long_sinks_model, long_samples, 1, one)["reference"]
+    for name, result in run(long_sinks_model, long_samples, 2, configs).items():
+        compare(name, reference, result)
+
+
+def test_a_single_update_is_on_policy_with_sinks(one_rank):
+    """The ratio is 1 and nothing is clipped, exactly."""
+    metrics = one_rank["sinks on_policy reference"]["metrics"]
+    assert (metrics["loss/ratio"], metrics["loss/clip_fraction"], metrics["loss/old_kl"]) == (1.0, 0.0, 0.0)
 
 
 def test_stein_transform_over_split_experts(one_rank, two_ranks, four_ranks):

@@ -11,12 +11,12 @@ def register() -> None:
     """Checksums become fingerprints that add up over fused tensors; a weight update may lie in the trainer's memory.
 
     They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
-    replies get small integers. Requests may have seeds.
+    replies get small integers. Requests may have seeds. Sinks are in fp32 where the model is.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler
 
-    from megatron_rl_plugin import fingerprint, memory, routes, seeds
+    from megatron_rl_plugin import fingerprint, memory, routes, seeds, sinks
 
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", fingerprint.describe, HookType.REPLACE)
     HookRegistry.register("sglang.srt.utils.weight_checker._build_quantized_set", lambda model: {}, HookType.REPLACE)
@@ -26,4 +26,5 @@ def register() -> None:
     info = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     HookRegistry.register(f"{info}.from_schedule_batch", seeds.of_requests, HookType.AFTER)
     HookRegistry.register(f"{info}.merge_batch", seeds.before_merge, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.models.gpt_oss.GptOssAttention.__init__", sinks.in_fp32, HookType.AFTER)
     SafeUnpickler.ALLOWED_GLOBALS |= memory.GLOBALS

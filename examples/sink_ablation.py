@@ -1,0 +1,163 @@
+"""The runs of sink_ablation.sh: GRPO on a gpt-oss whose trainer trains its attention sinks, freezes them, or has none.
+
+After figures 3 to 7 of "Unlocking Agentic RL Training for GPT-OSS". There the trainer's FlashAttention 2 knew no sinks, which
+SGLang applied; the cures that were tried before the kernel was mended are here too: importance weights of tokens and of
+sequences, and attention kept as it is. All runs start from one warm start in which sinks are trained, from SINK on, so that
+they take a large share of the attention.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from ablations import (
+    REPOSITORY,
+    Settings,
+    check_names,
+    last_step,
+    make_parser,
+    markdown,
+    mean_of,
+    run_all,
+    save,
+    use_all_cores,
+    warm_start,
+)
+from curves import Panel, write_curves
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+
+SINK = 2.0
+"""A sink of 2 weighs as much as seven keys of score 0, about as many as there are before a token of this task."""
+WITHOUT: Settings = {"model.attention_sinks": "ignored"}
+FROZEN_ATTENTION: Settings = {"model.freeze": '["*.self_attention.*"]'}
+METHODS: dict[str, Settings] = {
+    "sinks trained": {},
+    "sinks frozen": {"model.freeze": '["*.softmax_offset"]'},
+    "attention frozen": FROZEN_ATTENTION,
+    "no sinks": WITHOUT,
+    "no sinks, attention frozen": WITHOUT | FROZEN_ATTENTION,
+    "no sinks, TIS of tokens": WITHOUT | {"correction.mode": "truncate", "correction.high": 2.0},
+    "no sinks, TIS of sequences": WITHOUT
+    | {"correction.mode": "truncate", "correction.level": "sequence", "correction.high": 2.0},
+}
+"""What the trainer does with its sinks; the engine applies those that it is sent in all runs."""
+COMMON: Settings = {
+    "rollout.agreement_floor": "null",  # a mismatch that no run would be allowed is what is measured
+    "optimizer.lr": 4e-4,
+    "optimizer.warmup_steps": 4,
+    "optimizer.decay": "constant",
+    "eval.every": 10,
+    "eval.prompts": 100,
+}
+COLUMNS = {
+    "before": ("score before", ".3f"),
+    "eval/score": ("score", ".3f"),
+    "best": ("best score", ".3f"),
+    "greedy": ("greedy score", ".3f"),
+    "reward": ("reward, last quarter", ".3f"),
+    "first/kl": ("KL, first quarter", ".2g"),
+    "last/kl": ("KL, last quarter", ".2g"),
+    "mismatch/ess": ("ESS", ".3f"),
+    "mismatch/sequence_ess": ("ESS of sequences", ".3f"),
+    "mismatch/ratio_max": ("largest ratio of a step", ".2g"),
+    "entropy": ("entropy, last quarter", ".3f"),
+    "update/grad_norm": ("gradient norm, median", ".2f"),
+    "grad_norm_max": ("gradient norm, largest", ".2f"),
+}
+PANELS = (
+    Panel("KL(engine || trainer), nats per token", "mismatch/kl", log=True, smooth=3),
+    Panel("Gradient norm", "update/grad_norm", log=True),
+    Panel("Reward", "reward/mean", smooth=5),
+    Panel("Score", "eval/score"),
+)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method.replace(',', '').replace(' ', '-').lower()}-seed{self.seed}"
+
+
+def make_plan() -> list[RunPlan]:
+    """Seeds outermost, so that whatever is stopped has all methods side by side."""
+    return [RunPlan(method, seed) for seed in range(3) for method in METHODS]
+
+
+def raise_sinks(folder: Path) -> None:
+    """Add SINK to the sinks of a model folder."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name, tensor in weights.items():
+        if name.endswith(".self_attn.sinks"):
+            tensor += SINK
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def figures(folder: Path) -> dict[str, float | None]:
+    """A run's figures: the score at its end and its best, everything else over the steps. None where one does not apply."""
+    lines = read_json_lines(folder / METRICS_FILE)
+    steps = [line for line in lines if line["step"] > 0]
+    quarter = -(-len(steps) // 4)
+    evaluated = [line for line in lines if line.get("eval/score") is not None]
+    scores = [line["eval/score"] for line in evaluated]
+    norms = [n for line in steps if (n := line["update/grad_norm"]) is not None]
+    return {
+        "before": scores[0],
+        "eval/score": scores[-1],
+        "best": max(scores),
+        "greedy": evaluated[-1]["eval/greedy"],
+        "reward": mean_of("reward/mean", steps[-quarter:]),
+        "first/kl": mean_of("mismatch/kl", steps[:quarter]),
+        "last/kl": mean_of("mismatch/kl", steps[-quarter:]),
+        "entropy": mean_of("entropy", steps[-quarter:]),
+        "update/grad_norm": statistics.median(norms),
+        "grad_norm_max": max(norms),
+        **{name: mean_of(name, steps) for name in COLUMNS if name.startswith("mismatch/")},
+    }
+
+
+def table(results: dict[str, dict]) -> str:
+    """Mean and, over several seeds, the standard deviation."""
+    runs = {method: [r["figures"] for r in results.values() if r["method"] == method] for method in METHODS}
+    return markdown(("trainer",), COLUMNS, [((method,), found) for method, found in runs.items() if found])
+
+
+def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
+    """out/sink-ablation.json, .md and .svg of the runs that are done."""
+    done = [plan for plan in make_plan() if last_step(root / plan.name) == steps]
+    if not done:
+        return
+    results = {
+        plan.name: {"method": plan.method, "seed": plan.seed, "figures": figures(root / plan.name)} for plan in done
+    }
+    save(out, "sink-ablation", steps, minutes, results, table(results))
+    groups = {method: [root / plan.name for plan in done if plan.method == method] for method in METHODS}
+    curves = {method: folders for method, folders in groups.items() if folders}
+    write_curves(curves, PANELS, out / "sink-ablation.svg", title="Mismatch, gradient norm and reward over steps")
+
+
+def main() -> None:
+    parser = make_parser("sink_ablation", __doc__.splitlines()[0], steps=40)
+    args = parser.parse_args()
+    every = {plan.name: plan for plan in make_plan()}
+    check_names(parser, args, list(every))
+    use_all_cores()
+    runs = (REPOSITORY / args.runs).resolve()
+    model = warm_start(runs, ("--preset", "gptoss_quickstart", "--tokenizer", "numbers"), change=raise_sinks)
+    plans = [every[name] for name in args.only] if args.only else list(every.values())
+    settings = {
+        p.name: COMMON | {"model.path": model, "seed": p.seed, "data.seed": p.seed} | METHODS[p.method] for p in plans
+    }
+    run_all(args, settings, write_results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The sink ablation's plan, its raised sinks and its table, from logs made up here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.config import build_config, parse_overrides
+
+
+def test_the_plan(ablation):
+    plan = ablation.make_plan()
+    assert len({p.name for p in plan}) == len(plan) == 3 * len(ablation.METHODS)
+    assert [p.method for p in plan[: len(ablation.METHODS)]] == list(ablation.METHODS), "seeds are outermost"
+
+
+def test_every_method_is_a_config(ablation):
+    """As the command line gives it, so that lists are read as lists."""
+    configs = {}
+    for method, settings in ablation.METHODS.items():
+        words = [word for key, value in (ablation.COMMON | settings).items() for word in (f"--{key}", str(value))]
+        configs[method] = build_config(parse_overrides(words))
+    assert configs["sinks trained"].model.freeze == [] and configs["sinks trained"].model.attention_sinks == "exact"
+    assert configs["sinks frozen"].model.freeze == ["*.softmax_offset"]
+    without = [method for method, config in configs.items() if config.model.attention_sinks == "ignored"]
+    assert without == [method for method in ablation.METHODS if method.startswith("no sinks")]
+    assert configs["no sinks, TIS of sequences"].correction.level == "sequence"
+    assert configs["no sinks, TIS of tokens"].correction.level == "token"
+
+
+def test_sinks_alone_are_raised(ablation, tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("gpt_oss", "--layers", "2"), folder)
+    before = load_file(folder / "model.safetensors")
+    ablation.raise_sinks(folder)
+    after = load_file(folder / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{layer}.self_attn.sinks" for layer in range(2)}
+    for name in changed:
+        torch.testing.assert_close(after[name], before[name] + ablation.SINK)
+
+
+def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
+    for method, kl in (("sinks-trained", 1e-6), ("no-sinks", 0.25)):
+        for seed in (0, 1):
+            folder = tmp_path / "runs" / f"{method}-seed{seed}"
+            folder.mkdir(parents=True)
+            lines = [{"step": 0, "eval/score": 0.25, "eval/greedy": 0.5}]
+            lines += [
+                {
+                    "step": step,
+                    "eval/score": 0.5 + 0.25 * (step == 4) if step % 4 == 0 else None,
+                    "eval/greedy": step / 10,
+                    "reward/mean": step / 8,
+                    "mismatch/kl": kl * step,
+                    "update/grad_norm": {1: 100.0, 2: None}.get(step, 1.0),  # no number: the update was skipped
+                }
+                for step in range(1, 9)
+            ]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "runs" / "sinks-frozen-seed0").mkdir()
+    (tmp_path / "runs" / "sinks-frozen-seed0" / "metrics.jsonl").write_text(
+        '{"step": 3, "eval/score": 0.5}\n'
+    )  # stopped
+    ablation.write_results(tmp_path / "runs", tmp_path / "out", 8, {"no-sinks-seed0": 2.0, "sinks-frozen-seed0": 9.0})
+    found = json.loads((tmp_path / "out" / "sink-ablation.json").read_text())
+    names = ["no-sinks-seed0", "no-sinks-seed1", "sinks-trained-seed0", "sinks-trained-seed1"]
+    assert sorted(found["runs"]) == names and found["minutes"] == 2.0
+    figures = found["runs"]["no-sinks-seed0"]["figures"]
+    assert (figures["before"], figures["eval/score"], figures["best"]) == (0.25, 0.5, 0.75)
+    assert figures["first/kl"] == pytest.approx(0.25 * 1.5) and figures["last/kl"] == pytest.approx(0.25 * 7.5)
+    assert (figures["update/grad_norm"], figures["grad_norm_max"]) == (1.0, 100.0)
+    assert figures["reward"] == pytest.approx((7 + 8) / 16), "of the last quarter"
+    rows = (tmp_path / "out" / "sink-ablation.md").read_text().splitlines()
+    [row] = [row for row in rows if row.startswith("| no sinks |")]
+    assert row.startswith("| no sinks | 2 | 0.250 ± 0.000 | 0.500 ± 0.000 | 0.750 ± 0.000 | 0.800 ± 0.000 |")
+    assert not [row for row in rows if row.startswith("| sinks frozen |")]
+    picture = (tmp_path / "out" / "sink-ablation.svg").read_text()
+    assert "no sinks" in picture and "Gradient norm" in picture and "NaN" not in picture
+    capsys.readouterr()

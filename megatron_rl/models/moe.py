@@ -49,7 +49,7 @@ class ExpertMoELayer(MoELayer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         for parameter in self.experts.parameters():
-            # Megatron marks the biases of experts' output projections as if each tensor-parallel rank had summed a part of their
+            # Megatron marks the biases of experts' output projections as if each tensor-parallel rank had a part of their
             # gradient. They are reduced with the experts, over these ranks too: marked, they would be summed once more.
             parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]: Megatron adds it
 

@@ -55,8 +55,13 @@ class ModelConfig:
     """Transformer Engine's fused router (GPUs); it knows no replay, so it goes with routing.source = none alone."""
     moe_aux_loss: NonNegativeFloat = 0.0
     """Coefficient of the load-balancing loss; RL usually keeps it at 0, SFT of a fresh router does not."""
-    freeze_router: bool = False
-    """Keep router weights fixed."""
+    freeze: list[str] = dataclasses.field(default_factory=list)
+    """Weights that are not trained: glob patterns over the names of Megatron's parameters (of its layers without Transformer
+    Engine), such as *.self_attention.*, *.mlp.router.*, *.softmax_offset, decoder.layers.0.*, embedding.*. They have no
+    gradient and no optimizer state, and are pushed and saved like the others."""
+    attention_sinks: Literal["exact", "ignored"] = "exact"
+    """For experiments. ignored: the trainer's attention leaves the model's sinks out, as a kernel that knows none does; they
+    stay in the model as they are, without a gradient, and the engine goes on using them."""
 
 
 @section
@@ -547,7 +552,10 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
             _check_keys(value, hints[name], f"{prefix}{name}.")
 
 
-KNOWN_AS = {"min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0"}
+KNOWN_AS = {
+    "freeze_router": "that is model.freeze: ['*.mlp.router.*']; leave it out where it is false",
+    "min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0",
+}
 """Another name of a key (its last part) -> what the error says about it."""
 RENAMED_KEYS = {
     "rollout.replay": "rollout.load",

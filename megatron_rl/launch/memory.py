@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import Plan, make_plan
+from megatron_rl.models.freeze import is_frozen
 from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
 from megatron_rl.models.sizes import Counts, Shape, Weight, count, model_counts, rank_weights, stage_layers, whole_model
@@ -151,7 +152,8 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
     recipe = TRAIN[config.precision.train]
     width = recipe.dtype.itemsize
     held = count(weights)
-    trained = [w for w in weights if not (config.model.freeze_router and w.part == "router")]
+    # A pattern that names single experts does not match the * of all.
+    trained = [w for w in weights if not is_frozen(w.name, config.model.freeze)]
     reference = config.algorithm.kl.coefficient > 0
     copies = sum(w.size for w in weights if w.is_matrix) if recipe.fp8_recipe else 0
     return {

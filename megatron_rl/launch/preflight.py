@@ -16,8 +16,10 @@ from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.plan import Kind, Plan, check_group, make_plan
+from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
+from megatron_rl.models.sizes import Shape, parameter_names
 from megatron_rl.ops import extensions, flash
 from megatron_rl.ops.sink_attention import flash_takes
 from megatron_rl.registry import resolve
@@ -93,6 +95,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_refresh(config)
     if kind != "ask":
         _check_vp2o(config, hf_config, kind)
+        _check_weights(config, hf_config, kind)
         _check_packages(config, machine)
         _check_kernels(config, hf_config, machine)
         check_memory_savers(config, machine)
@@ -328,6 +331,17 @@ def _check_refresh(config: Config) -> None:
             f"config: sync.refresh.when = drift samples from weights that are up to {refresh.max_staleness} steps old, and"
             " nothing corrects for it; set correction.bypass: true (the loss's ratio starts from the engine's log-probs), or"
             " correction.mode: truncate with high: 2.0"
+        )
+
+
+def _check_weights(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
+    """Refuse what is frozen or ignored and is not there, or is needed. Errors: UserError."""
+    shape = Shape.from_config(hf_config)
+    if config.model.freeze:
+        check_patterns(config.model.freeze, parameter_names(shape), vp2o=config.vp2o.enabled and kind == "train")
+    if config.model.attention_sinks == "ignored" and not shape.sinks:
+        raise UserError(
+            f"config: model.attention_sinks = ignored, but {architecture(hf_config)} has no attention sinks; set it to exact"
         )
 
 

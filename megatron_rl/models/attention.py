@@ -48,6 +48,9 @@ class CoreAttention(MegatronModule):
     Context parallelism, by Megatron's cp_comm_type: "a2a" (or None) exchanges heads for tokens (arXiv 2309.14509), so that each
     rank gets whole sequences for its share of the heads, and of the sinks; grouped keys and values are repeated when
     they are fewer than the ranks. "all_gather" gathers keys and values, and each rank's queries stay where they are.
+
+    ignore_sinks: attention as if there were no sinks, which stay where they are and get no gradient. It is for experiments:
+    what a kernel without sinks makes of gpt-oss.
     Errors: UserError for dropout, a mask that is not causal, another cp_comm_type, or heads that the ranks cannot share.
     """
 
@@ -63,9 +66,12 @@ class CoreAttention(MegatronModule):
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        ignore_sinks: bool = False,
         **unused: object,
     ):
         super().__init__(config=config)
+        self.ignore_sinks = ignore_sinks
         if attn_mask_type not in _CAUSAL:
             raise UserError(f"model: attention mask '{attn_mask_type.name}' is not supported, causal alone is")
         if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
@@ -122,7 +128,7 @@ class CoreAttention(MegatronModule):
         return self._attend(q, k, v, places).view(batch, length, -1).transpose(0, 1).contiguous()
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
-        sinks = getattr(self, "zero_sinks", self.softmax_offset)
+        sinks = None if self.ignore_sinks else getattr(self, "zero_sinks", self.softmax_offset)
         if self.cp_group.size() == 1:
             return self._sink_attention(q, k, v, sinks, cu_seqlens=places.sequences)
         if self.gathers_keys and places.own is not None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
+from megatron.bridge.models.conversion.model_bridge import WeightConversionTask, _megatron_local_name_to_global
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
 from megatron.core import parallel_state, tensor_parallel
@@ -25,6 +26,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import ParallelConfig, PrecisionConfig
 from megatron_rl.errors import UserError, together
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, make_bridge
+from megatron_rl.models.freeze import EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, one_line, read_hf_config
 from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision, this_machine
@@ -42,7 +44,8 @@ class Model:
     """Megatron's TransformerConfig; the chunks share it."""
     bridge: OurSpec
     recipe: PrecisionRecipe
-    freeze_router: bool = False
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained (`models.freeze`)."""
 
     def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
         """This rank's model chunks, one per virtual pipeline stage, without DDP; parallel_state must be initialized.
@@ -69,11 +72,8 @@ class Model:
             chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)
         if load_weights:
             self.load_hf_weights(chunks, weights)
-        if self.freeze_router:
-            for chunk in chunks:
-                for name, parameter in chunk.named_parameters():
-                    if ".mlp.router." in name:
-                        parameter.requires_grad_(False)
+        if self.freeze:
+            self._freeze(chunks)
         if self.recipe.block is not None and not torch.cuda.is_available():  # FP8, simulated
             from megatron_rl.models.fake_quant import FakeQuantizer
 
@@ -81,6 +81,32 @@ class Model:
             for chunk in chunks:
                 quantizer.attach(chunk)
         return chunks
+
+    def parameter_names(self, chunks: list[GPTModel]) -> list[dict[str, torch.nn.Parameter]]:
+        """This rank's parameters of each chunk by their plain names (`models.freeze`) in the whole model."""
+        tied = self.config.share_embeddings_and_output_weights
+
+        def name_of(local: str, stage: int) -> str:
+            whole = _megatron_local_name_to_global([*chunks], self.config, local, stage)
+            return plain_name(whole, tied=tied)
+
+        return [
+            {name_of(local, stage): parameter for local, parameter in chunk.named_parameters()}
+            for stage, chunk in enumerate(chunks)
+        ]
+
+    def _freeze(self, chunks: list[GPTModel]) -> None:
+        named = self.parameter_names(chunks)
+        everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyones, [name for names in named for name in names])
+        check_patterns(self.freeze, {name for names in everyones for name in names})
+        for chunk, names in zip(chunks, named, strict=True):
+            for name, parameter in names.items():
+                if is_frozen(name, self.freeze):
+                    parameter.requires_grad_(False)
+            # What is computed again in the backward has gradients only if its input has.
+            if self.config.recompute_granularity and EMBEDDING in names and chunk.pre_process:
+                chunk.embedding.register_forward_hook(_with_gradient)
 
     def load_hf_weights(self, chunks: list[GPTModel], path: str | Path | None = None) -> None:
         """Read the folder's safetensors into the chunks. Errors: UserError naming the file or tensor, on all ranks."""
@@ -180,12 +206,14 @@ def load(
     moe_router_fusion: bool = False,
     moe_permute_fusion: bool = True,
     moe_aux_loss: float = 0.0,
-    freeze_router: bool = False,
+    freeze: Sequence[str] = (),
+    attention_sinks: Literal["exact", "ignored"] = "exact",
 ) -> Model:
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
     precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
     experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
+    freeze: patterns of parameters that are not trained. attention_sinks: as in ModelConfig.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
@@ -197,7 +225,11 @@ def load(
     _set_kernels(config, TRAIN[precision], recompute)
     if expert_count(hf_config):
         _set_experts(config, moe_dispatcher, moe_aux_loss, moe_router_fusion, moe_permute_fusion)
-    config.transformer_layer_spec = layer_spec
+    if attention_sinks == "ignored":  # what has no gradient is frozen: DDP waits for those of all others
+        config.transformer_layer_spec = partial(layer_spec, ignore_sinks=True)
+        freeze = [*freeze, SINKS]
+    else:
+        config.transformer_layer_spec = layer_spec
     config.should_pad_vocab = hf_config.vocab_size % parallel.tensor > 0
     config.make_vocab_size_divisible_by = 1  # times the tensor-parallel size
     config.calculate_per_token_loss = True
@@ -209,7 +241,12 @@ def load(
         raise UserError(f"model folder {hf_path}: Megatron refuses these settings: {one_line(error)}") from None
     # After finalize, which refuses it together with the allgather dispatcher: packed micro-batches differ in length.
     config.variable_seq_lengths = parallel.pipeline > 1
-    return Model(Path(hf_path), hf_config, config, bridge, TRAIN[precision], freeze_router)
+    return Model(Path(hf_path), hf_config, config, bridge, TRAIN[precision], tuple(freeze))
+
+
+def _with_gradient(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook: what a frozen embedding puts out begins a graph."""
+    return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
 
 
 def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig
+from megatron_rl.models.freeze import EMBEDDING, HEAD
 from megatron_rl.models.parallel_check import architecture, expert_count, expert_intermediate, expert_tensor_size
 from megatron_rl.rollout.routes import EngineRoutes
 
@@ -26,6 +27,8 @@ class Weight:
 
     part: Part
     shape: tuple[int, ...]
+    name: str
+    """Megatron's without Transformer Engine (`models.freeze`), with * for the numbers of experts."""
     cut: bool = False
     """Whether tensor parallelism shares it out (expert tensor parallelism for experts); else every rank has it whole."""
     copies: int = 1
@@ -157,63 +160,78 @@ def layer_weights(shape: Shape, layer: int, *, transformer_engine: bool = True) 
     transformer_engine: with it the low-rank projections of multi-latent attention are whole on every rank; those of
     Megatron's local layers are cut.
     """
-    weights = [*_attention(shape, transformer_engine), Weight("norm", (shape.hidden,)), Weight("norm", (shape.hidden,))]
+    norms = ("input_layernorm", "pre_mlp_layernorm")
+    weights = [*_attention(shape, transformer_engine), *(Weight("norm", (shape.hidden,), f"{n}.weight") for n in norms)]
     if layer not in shape.moe_layers:
-        return weights + _mlp(shape, "mlp", shape.intermediate, shape.bias)
-    weights.append(Weight("router", (shape.experts, shape.hidden)))
-    if shape.router_bias:
-        weights.append(Weight("router", (shape.experts,)))
-    weights += [replace(w, copies=shape.experts) for w in _mlp(shape, "experts", shape.expert_intermediate, shape.bias)]
-    if shape.shared_intermediate:
-        weights += _mlp(shape, "mlp", shape.shared_intermediate, shape.bias)
-    return weights
+        weights += _mlp(shape, "mlp", "mlp", shape.intermediate)
+    else:
+        weights.append(Weight("router", (shape.experts, shape.hidden), "mlp.router.weight"))
+        if shape.router_bias:
+            weights.append(Weight("router", (shape.experts,), "mlp.router.bias"))
+        experts = _mlp(shape, "experts", "mlp.experts.local_experts.*", shape.expert_intermediate)
+        weights += [replace(w, copies=shape.experts) for w in experts]
+        if shape.shared_intermediate:
+            weights += _mlp(shape, "mlp", "mlp.shared_experts", shape.shared_intermediate)
+    return [replace(w, name=f"decoder.layers.{layer}.{w.name}") for w in weights]
 
 
-def _mlp(shape: Shape, part: Part, inner: int, bias: bool) -> list[Weight]:
-    weights = [Weight(part, (2 * inner, shape.hidden), cut=True), Weight(part, (shape.hidden, inner), cut=True)]
-    if bias:
-        weights += [Weight(part, (2 * inner,), cut=True), Weight(part, (shape.hidden,))]
+def _mlp(shape: Shape, part: Part, module: str, inner: int) -> list[Weight]:
+    fc1, fc2 = (f"{module}.linear_fc{i}" for i in (1, 2))
+    weights = [
+        Weight(part, (2 * inner, shape.hidden), f"{fc1}.weight", cut=True),
+        Weight(part, (shape.hidden, inner), f"{fc2}.weight", cut=True),
+    ]
+    if shape.bias:
+        weights += [Weight(part, (2 * inner,), f"{fc1}.bias", cut=True), Weight(part, (shape.hidden,), f"{fc2}.bias")]
     return weights
 
 
 def _attention(shape: Shape, transformer_engine: bool) -> list[Weight]:
+    def weight(name: str, *sizes: int, cut: bool = False, part: Part = "attention") -> Weight:
+        return Weight(part, sizes, f"self_attention.{name}", cut=cut)
+
     hidden, heads, dim = shape.hidden, shape.heads, shape.head_dim
-    out = Weight("attention", (hidden, heads * shape.value_dim), cut=True)
+    out = weight("linear_proj.weight", hidden, heads * shape.value_dim, cut=True)
     if shape.kv_lora:
         down = not transformer_engine
         nope = dim - shape.rotary_dim
         weights = [
-            Weight("attention", (shape.kv_lora + shape.rotary_dim, hidden), cut=down),
-            Weight("norm", (shape.kv_lora,)),
-            Weight("attention", (heads * (nope + shape.value_dim), shape.kv_lora), cut=True),
-            Weight("attention", (heads * dim, shape.q_lora or hidden), cut=True),
+            weight("linear_kv_down_proj.weight", shape.kv_lora + shape.rotary_dim, hidden, cut=down),
+            weight("kv_layernorm.weight", shape.kv_lora, part="norm"),
+            weight("linear_kv_up_proj.weight", heads * (nope + shape.value_dim), shape.kv_lora, cut=True),
             out,
         ]
-        if shape.q_lora:
-            weights += [Weight("attention", (shape.q_lora, hidden), cut=down), Weight("norm", (shape.q_lora,))]
-        return weights
+        if not shape.q_lora:
+            return [*weights, weight("linear_q_proj.weight", heads * dim, hidden, cut=True)]
+        return [
+            *weights,
+            weight("linear_q_up_proj.weight", heads * dim, shape.q_lora, cut=True),
+            weight("linear_q_down_proj.weight", shape.q_lora, hidden, cut=down),
+            weight("q_layernorm.weight", shape.q_lora, part="norm"),
+        ]
     qkv = (heads + 2 * shape.kv_heads) * dim
-    weights = [Weight("attention", (qkv, hidden), cut=True), out]
+    weights = [weight("linear_qkv.weight", qkv, hidden, cut=True), out]
     if shape.qkv_bias:
-        weights.append(Weight("attention", (qkv,), cut=True))
+        weights.append(weight("linear_qkv.bias", qkv, cut=True))
     if shape.bias:
-        weights.append(Weight("attention", (hidden,)))
+        weights.append(weight("linear_proj.bias", hidden))
     if shape.qk_norm != "none":
         each = (heads, shape.kv_heads) if shape.qk_norm == "heads" else (1, 1)
-        weights += [Weight("norm", (n * dim,)) for n in each]
+        names = ("q_layernorm.weight", "k_layernorm.weight")
+        weights += [weight(name, n * dim, part="norm") for name, n in zip(names, each, strict=True)]
     if shape.sinks:
-        weights.append(Weight("attention", (heads,), cut=True))
+        weights.append(weight("core_attention.softmax_offset", heads, cut=True))
     return weights
 
 
 def end_weights(shape: Shape, *, first: bool, last: bool, tensor: int = 1) -> list[Weight]:
     """Embedding of the first pipeline stage; final norm and head of the last. Two stages have tied weights twice."""
     table = (shape.padded_vocab(tensor), shape.hidden)
-    weights = [Weight("embedding", table, cut=True)] if first else []
+    weights = [Weight("embedding", table, EMBEDDING, cut=True)] if first else []
     if last:
-        weights.append(Weight("norm", (shape.hidden,)))
+        weights.append(Weight("norm", (shape.hidden,), "decoder.final_layernorm.weight"))
         if not (shape.tied and first):
-            weights.append(Weight("head", table, cut=True))
+            weights.append(Weight("head", table, EMBEDDING if shape.tied else HEAD, cut=True))
     return weights
 
 
@@ -239,6 +257,11 @@ def whole_model(shape: Shape) -> list[Weight]:
     """Every weight of the model, in order, tied embeddings once."""
     ends = end_weights(shape, first=True, last=True)
     return [*ends[:1], *(w for layer in range(shape.layers) for w in layer_weights(shape, layer)), *ends[1:]]
+
+
+def parameter_names(shape: Shape) -> set[str]:
+    """The names of all parameters (`Weight.name`), those of each expert by itself."""
+    return {w.name.replace("*", str(i)) for w in whole_model(shape) for i in range(w.copies)}
 
 
 def count(weights: Iterable[Weight], *parts: Part) -> int:

@@ -22,12 +22,14 @@ from megatron_rl.models.norm import RMSNorm
 from megatron_rl.models.router import ReplayRouter, ReplayTransformerLayer
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, vp_stage: int | None = None, *, ignore_sinks: bool = False
+) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
 
     For `provider.transformer_layer_spec` of Megatron-Bridge, or `GPTModel(transformer_layer_spec=...)`. Where CUDA and
     Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and
-    experts; the core attention is ours in both.
+    experts; the core attention is ours in both. ignore_sinks: as of `CoreAttention`.
     """
     fast = HAVE_TE and torch.cuda.is_available()
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
@@ -35,7 +37,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     for layer in {id(spec): spec for spec in layers}.values():
         layer.module = ReplayTransformerLayer
         layer.submodules.mlp = _with_our_router(layer.submodules.mlp)
-        _set_attention(layer.submodules.self_attention, config, fast)
+        _set_attention(layer.submodules.self_attention, config, fast, ignore_sinks)
         if not fast:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
             _set_experts(layer.submodules.mlp)
@@ -44,8 +46,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     return block
 
 
-def _set_attention(attention: Any, config: Any, fast: bool) -> None:
-    attention.submodules.core_attention = CoreAttention
+def _set_attention(attention: Any, config: Any, fast: bool, ignore_sinks: bool) -> None:
+    attention.submodules.core_attention = partial(CoreAttention, ignore_sinks=True) if ignore_sinks else CoreAttention
     if config.multi_latent_attention:
         attention.module = MLASelfAttention
         if not fast:

@@ -141,6 +141,7 @@ class Save:
             "step": step,
             "world_size": ranks.world_size,
             "scheduler": trainer.scheduler.state_dict(),
+            "freeze": sorted(trainer.config.model.freeze),
             "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
             "extra": extra,
         }
@@ -210,6 +211,12 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     Errors: UserError naming the file that is damaged or the tensor that is missing.
     """
     common = read_common(path)
+    frozen, now = common.get("freeze", []), sorted(trainer.config.model.freeze)
+    if frozen != now:
+        raise UserError(
+            f"checkpoint {path}: has optimizer state for model.freeze = {frozen}, and the config says {now}; set it back, or"
+            " start another run from its weights alone (checkpoint.load)"
+        )
     same_size = common["world_size"] == ranks.world_size
     trainer.scheduler.load_state_dict(common["scheduler"])
     _prepare_optimizers(trainer)

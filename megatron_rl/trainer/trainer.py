@@ -417,6 +417,7 @@ def build_trainer(
         moe_router_fusion=config.model.moe_router_fusion,
         moe_permute_fusion=not any(hook.reads_outputs for hook in hooks),
         moe_aux_loss=config.model.moe_aux_loss,
-        freeze_router=config.model.freeze_router,
+        freeze=config.model.freeze,
+        attention_sinks=config.model.attention_sinks,
     )
     return Trainer(config, model, ranks, total_updates=total_updates, support=support, hooks=hooks)

@@ -88,6 +88,8 @@ def test_old_names_are_errors_that_name_the_new_one():
         with pytest.raises(UserError, match=f"unknown key '{old}'; it is called '{new}' now"):
             build_config(values)
         assert new in key_paths() and old not in key_paths()
+    with pytest.raises(UserError, match=r"'model\.freeze_router'; that is model\.freeze: \['\*\.mlp\.router\.\*'\]"):
+        build_config({"model": {"freeze_router": True}})
     for key, values in RENAMED_VALUES.items():
         section, _, name = key.rpartition(".")
         for old, new in values.items():
@@ -99,6 +101,7 @@ def test_old_names_are_errors_that_name_the_new_one():
 @pytest.mark.parametrize(
     ("arguments", "section", "key", "value"),
     [
+        (["--model.freeze", "*.router.*,*.softmax_offset"], "model", "freeze", ["*.router.*", "*.softmax_offset"]),
         (["--data.template", "{prompt}"], "data", "template", "{prompt}"),
         (["--data.template={prompt}: [x]"], "data", "template", "{prompt}: [x]"),
         (["--data.template", "[{prompt}]"], "data", "template", "[{prompt}]"),

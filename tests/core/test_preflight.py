@@ -15,6 +15,18 @@ from megatron_rl.models.precision import Machine
 from megatron_rl.rollout.sampling import SamplingSupport
 
 REFUSED = {
+    "nothing of that name": (
+        {"model": {"freeze": ["*.rooter.*"]}},
+        r"freeze: '\*\.rooter\.\*' matches.* mean \*\.router\.\*",
+    ),
+    "no sinks": (
+        {"model": {"attention_sinks": "ignored"}},
+        "Qwen3MoeForCausalLM has no attention sinks; set it to exact",
+    ),
+    "frozen experts": (
+        {"model": {"freeze": ["*.experts.*"]}, "vp2o": {"enabled": True}},
+        r"freeze with vp2o\.enabled: decoder\.layers\.0\.mlp\.experts\.local_experts\.0\.linear_fc1\.weight would",
+    ),
     "low above high": (
         {"correction": {"mode": "mask", "low": 2.0, "high": 0.5}},
         "correction: low = 2 is above high = 0.5.*set correction.low: 0.5 and high: 2.0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -19,8 +20,10 @@ from megatron_rl.data.packing import Layout
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import _set_kernels, load
 from megatron_rl.models.convert import _parallel_state
+from megatron_rl.models.freeze import check_patterns, plain_name
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import TRAIN
+from megatron_rl.models.sizes import Shape, parameter_names, whole_model
 from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
 
 ALONE = ParallelConfig()
@@ -120,18 +123,120 @@ def test_mxfp4_experts_are_loaded_exactly(hidden, tmp_path):
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
-def test_freeze_router_and_other_weights(folders, tmp_path):
+def test_names_are_those_of_megatrons_parameters(folders):
+    """Those that the plan and the check before a run derive from config.json, and of every name that a bridge knows."""
+    for family, folder in folders.items():
+        shape = Shape.from_config(read_hf_config(folder))
+        with _parallel_state(folder, ALONE):
+            model = load(folder, parallel=ALONE, precision="fp32")
+            (names,) = model.parameter_names(model.make_chunks(load_weights=False))
+            registry = model.bridge.mapping_registry()
+        expected = {
+            w.name.replace("*", str(i)): list(w.on_rank(ALONE).shape)
+            for w in whole_model(shape)
+            for i in range(w.copies)
+        }
+        assert {name: [p.numel(), 1][: p.dim()] for name, p in names.items()} == expected, family
+        assert parameter_names(shape) == names.keys()
+        # Transformer Engine's names: the same Hugging Face tensor by either.
+        known = {m.megatron_param: m.hf_param for m in registry.get_all_mappings()}
+        fused = [n for n in known if n.startswith("decoder") and (n.endswith("layer_norm_weight") or n[-1] == "*")]
+        assert len(fused) > 2 or not shape.experts
+        for name in fused:
+            assert known[plain_name(name.replace("*", "7"), tied=False).replace("7", "*")] == known[name], name
+
+
+FROZEN = {
+    "*.mlp.router.*": {f"decoder.layers.{i}.mlp.router.{part}" for i in range(4) for part in ("weight", "bias")},
+    "*.softmax_offset": {f"decoder.layers.{i}.self_attention.core_attention.softmax_offset" for i in range(4)},
+}
+
+
+def test_frozen_and_other_weights(folders, tmp_path):
     other = make_tiny_model("gpt_oss", tmp_path / "other", seed=4)
     with _parallel_state(other, ALONE):
-        model = load(folders["gpt_oss"], parallel=ALONE, precision="fp32", freeze_router=True)
+        model = load(folders["gpt_oss"], parallel=ALONE, precision="fp32", freeze=[*FROZEN])
         chunks = model.make_chunks(weights=other)
         frozen = {name for name, p in chunks[0].named_parameters() if not p.requires_grad}
-        assert frozen == {f"decoder.layers.{i}.mlp.router.{part}" for i in range(4) for part in ("weight", "bias")}
+        assert frozen == set().union(*FROZEN.values())
         exported = dict(model.export_hf_weights(chunks))
         stored = load_file(other / "model.safetensors")
         assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
         with pytest.raises(UserError, match="not of the architecture"):
             model.make_chunks(weights=folders["llama"])
+        with pytest.raises(UserError, match=r"'\*\.attention\.\*' matches no parameter"):
+            load(folders["gpt_oss"], parallel=ALONE, precision="fp32", freeze=["*.attention.*"]).make_chunks()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        (
+            ["*.self_atention.*"],
+            r"'\*\.self_atention\.\*' matches no parameter of the model; did you mean \*\.self_attention\.\*",
+        ),
+        (["*.router.*", "*.softmax_offsets"], r"'\*\.softmax_offsets' matches no .* \*\.softmax_offset"),
+        (["router"], r"'router' matches no .* \*\.router\.\*"),
+        (["decoder.*", "*.weight"], "leaves no parameter to train"),
+        (
+            ["*.linear_qkv.weight"],
+            r"layers\.0\.self_attention\.linear_qkv\.weight and not .*linear_qkv\.bias.*\*\.linear_qkv\.\*",
+        ),
+        (["decoder.layers.2.*"], r"with vp2o\.enabled: decoder\.layers\.2\.mlp\.experts\."),
+    ],
+)
+def test_lists_that_cannot_be(patterns, says, folders):
+    names = parameter_names(Shape.from_config(read_hf_config(folders["gpt_oss"])))
+    with pytest.raises(UserError, match=says) as error:
+        check_patterns(patterns, names, vp2o=True)
+    assert "\n" not in str(error.value) and "model.freeze" in str(error.value)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradients_beside_frozen_weights(recompute, folders):
+    """Whatever is frozen, the others have the gradients that they have in the whole model: behind a frozen embedding too."""
+    folder = folders["gpt_oss"]
+    batch = torch.randint(4, 512, (1, 33))
+
+    def gradients(**options) -> dict[str, torch.Tensor]:
+        model = load(folder, parallel=ALONE, precision="fp32", **options)
+        (chunk,) = model.make_chunks()
+        logits = chunk.train()(batch, torch.arange(33)[None], None)
+        logits.log_softmax(-1).gather(-1, batch.roll(-1)[..., None]).sum().backward()
+        return {name: p.grad for name, p in chunk.named_parameters() if p.requires_grad}
+
+    with _parallel_state(folder, ALONE):
+        every = gradients()
+        for patterns in (["embedding.*"], ["embedding.*", "decoder.*.weight", "*.bias"], ["*.self_attention.*"]):
+            found = gradients(recompute=recompute, freeze=patterns)
+            assert found.keys() == {name for name in every if not any(fnmatchcase(name, p) for p in patterns)}
+            for name, grad in found.items():
+                bound = 1e-5 * every[name].abs().max() + 1e-7
+                assert grad is not None and (grad - every[name]).abs().max() <= bound, f"{patterns}: {name}"
+
+
+def test_ignored_sinks(folders, tmp_path):
+    """As transformers' model whose sinks are minus infinity, which is plain softmax; the sinks are exported as they are."""
+    folder = folders["gpt_oss"]
+    batch = torch.randint(0, 512, (2, 40))
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    exact = reference(batch).logits
+    for layer in reference.model.layers:
+        layer.self_attn.sinks.data.fill_(-torch.inf)
+    plain = reference(batch).logits
+    assert (exact - plain).abs().max() > 1e-3
+    with _parallel_state(folder, ALONE):
+        model = load(folder, parallel=ALONE, precision="fp32", attention_sinks="ignored")
+        (chunk,) = chunks = model.make_chunks()
+        logits = chunk(batch, torch.arange(40).expand(2, -1), None)
+        logits.sum().backward()
+        exported = dict(model.export_hf_weights(chunks))
+    torch.testing.assert_close(logits, plain, atol=2e-6, rtol=1e-5)
+    sinks = {name for name, p in chunk.named_parameters() if not p.requires_grad}
+    assert sinks == FROZEN["*.softmax_offset"]
+    assert all(p.grad is not None for name, p in chunk.named_parameters() if name not in sinks)
+    stored = load_file(folder / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
 
 def test_export_follows_training(folders):

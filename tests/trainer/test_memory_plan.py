@@ -45,7 +45,7 @@ def layouts_of(family: str) -> list[dict]:
             {"parallel": {"context": 2}, "passes": True},
             {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}},
             {"precision": {"train": "bf16", "gradients": "bf16"}},
-            {"algorithm": {"kl": {"coefficient": 0.1}}, "model": {"freeze_router": True}},
+            {"algorithm": {"kl": {"coefficient": 0.1}}, "model": {"freeze": ["*.router.*", "*.experts.*"]}},
         ]
     return layouts
 

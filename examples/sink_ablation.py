@@ -47,9 +47,6 @@ METHODS: dict[str, Settings] = {
 """What the trainer does with its sinks; the engine applies those that it is sent in all runs."""
 COMMON: Settings = {
     "rollout.agreement_floor": "null",  # a mismatch that no run would be allowed is what is measured
-    "optimizer.lr": 4e-4,
-    "optimizer.warmup_steps": 4,
-    "optimizer.decay": "constant",
     "eval.every": 10,
     "eval.prompts": 100,
 }

@@ -386,8 +386,11 @@ class AgentConfig:
     """Conversations of several turns with tools (rollout.program: agent). rollout.max_new_tokens bounds a whole one."""
 
     dialect: str = "qwen"
-    """How calls are written: qwen (also of the Hermes models): JSON in <tool_call>; react: Action and Action Input; or your
-    own class, module:name."""
+    """How calls are written: qwen (also of the Hermes models): JSON in <tool_call>; react: Action and Action Input;
+    harmony: the channels of gpt-oss; or your own class, module:name."""
+    dialect_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the dialect. Of harmony: reasoning_effort (low | medium | high), model_identity, knowledge_cutoff and
+    conversation_start_date, each a line of the system message, which null leaves out. The others have none."""
     function: str | None = None
     """An agent of your own, module:name or path/to/file.py:name, for rollout.program: openai_agent: a function
     (prompt, base_url) -> reward that talks to the policy with any OpenAI client."""

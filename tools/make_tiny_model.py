@@ -5,13 +5,15 @@
     python tools/make_tiny_model.py --preset quickstart OUT
 
 The folder loads in transformers, in SGLang and in the trainer. No network is used: the tokenizer is built here, either
-a byte-level BPE trained on the Python manual that comes with every Python ("text", with a ChatML chat template), or
-one token a number ("numbers", for arithmetic tasks).
+a byte-level BPE trained on the Python manual that comes with every Python ("text", with a ChatML chat template), one token
+a number ("numbers", for arithmetic tasks), gpt-oss's own ("harmony", 201,088 ids), or one token for each piece of a
+calculator's call in the form of Qwen ("calls") or of Harmony ("harmony_calls").
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import re
 import shutil
 import sys
@@ -21,9 +23,12 @@ from pydoc_data import topics
 
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.logging import disable_progress_bar
+
+from megatron_rl.rollout.dialects.harmony_ids import MARKS, unpacked_ranks
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -250,7 +255,121 @@ def calls_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-TOKENIZERS = {"text": text_tokenizer, "numbers": numbers_tokenizer, "calls": calls_tokenizer}
+HARMONY_SPECIAL = {
+    199998: "<|startoftext|>",
+    199999: "<|endoftext|>",
+    200002: "<|return|>",
+    200003: "<|constrain|>",
+    200005: "<|channel|>",
+    200006: "<|start|>",
+    200007: "<|end|>",
+    200008: "<|message|>",
+    200012: "<|call|>",
+    200018: "<|endofprompt|>",
+}
+"""Special tokens of gpt-oss's tokenizer; the ids between them are reserved."""
+HARMONY_PATTERN = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+"""How o200k_base cuts a text before it merges."""
+
+
+def harmony_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """gpt-oss's own, built from o200k_base's ranks as the package bpe-openai brings them; without a chat template.
+
+    It has 200,019 tokens, the models 201,088 rows. The dialect harmony renders by openai-harmony and reads no template.
+    """
+    if vocab <= max(HARMONY_SPECIAL):
+        raise ValueError(
+            f"--vocab {vocab}: the harmony tokenizer is gpt-oss's own; give 201088, or --tokenizer harmony_calls"
+        )
+    ranks: dict[bytes, int] = {}
+    for line in unpacked_ranks().splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
+    letters = bytes_to_unicode()
+    name = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in ranks:  # a merge is any pair of tokens that makes one; of two pairs the lower ranks come first
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+        merges += [(name[a], name[b]) for a, b in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))]
+    vocabulary = {name[token]: rank for token, rank in ranks.items()}
+    bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(HARMONY_PATTERN), behavior="isolated"), bytes_only]
+    )
+    bpe.decoder, bpe.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=False)
+    first, last = min(HARMONY_SPECIAL), max(HARMONY_SPECIAL)
+    bpe.add_special_tokens([HARMONY_SPECIAL.get(i, f"<|reserved_{i}|>") for i in range(first, last + 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|endoftext|>",
+        bos_token="<|startoftext|>",
+        eos_token="<|return|>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def harmony_calls_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """Harmony's special tokens by name, one token for each digit, for + - * =, and for each piece of a calculator's call.
+
+    What the system message and the tools' declarations say is one token each, so that conversations are short, and so is any
+    other text between these.
+    """
+    pieces = [
+        *("system", "developer", "user", "assistant", "analysis", "commentary", "final"),
+        *(
+            " to=functions.",
+            " to=assistant",
+            "functions.",
+            "calculator",
+            "json",
+            '{"expression":"',
+            '"}',
+            " ",
+            "\n",
+            "Error",
+        ),
+    ]
+    sections = {
+        "<system>": r"You are ChatGPT[\s\S]*for every message\.(?:\nCalls to these tools[^\n]*)?",
+        "<tools>": r"# Tools[\s\S]*// namespace functions",
+    }
+    words, special = ["<text>", *sections, *pieces, *"0123456789+-*="], ["<|endoftext|>", *MARKS]
+    spare = vocab - len(words) - len(special)
+    if spare < 0:
+        raise ValueError(f"--vocab {vocab}: the harmony_calls tokenizer needs {len(words) + len(special)}")
+    words += [f"<reserved_{i}>" for i in range(spare)]
+    level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<text>"))
+    level.normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex(section), word) for word, section in sections.items()]
+    )
+    longest_first = sorted([*sections, *pieces], key=len, reverse=True)
+    known = "|".join(map(re.escape, longest_first)) + r"|[0-9+\-*=]"
+    level.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{known}|(?:(?!{known})[\s\S])+"), "isolated")
+    level.decoder = decoders.Fuse()
+    level.add_special_tokens(special)  # no words of the level: as a text they are none
+    return PreTrainedTokenizerFast(
+        tokenizer_object=level, pad_token="<|endoftext|>", eos_token="<|return|>", clean_up_tokenization_spaces=False
+    )
+
+
+TOKENIZERS = {
+    "text": text_tokenizer,
+    "numbers": numbers_tokenizer,
+    "calls": calls_tokenizer,
+    "harmony": harmony_tokenizer,
+    "harmony_calls": harmony_calls_tokenizer,
+}
 
 
 def make_tiny_model(
@@ -323,6 +442,8 @@ def main(arguments: list[str] | None = None) -> int:
     preset = options.preset is not None
     family, sizes = PRESETS[options.preset] if preset else (options.family, Sizes())
     given = {name: value for name in asdict(Sizes()) if (value := getattr(options, name)) is not None}
+    if options.tokenizer == "harmony":
+        given.setdefault("vocab", 201_088)
     out = Path(options.out)
     if out.exists() and any(out.iterdir()) and not (out / "config.json").exists():
         print(f"make_tiny_model: {out} exists and is not a model folder; give another", file=sys.stderr)

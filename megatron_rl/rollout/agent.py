@@ -46,7 +46,7 @@ class Agents(SingleTurn):
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
         super().__init__(config, tokenizer, task, ranks)
         self.settings: AgentConfig = config.agent
-        self.dialect: Dialect = dialect(self.settings.dialect, tokenizer)
+        self.dialect: Dialect = dialect(self.settings.dialect, tokenizer, **self.settings.dialect_options)
         self.toolbox: Toolbox | None = ranks.leaders_do(self._open)
         # Prompts are the same on every process, so the tools that they tell of are too.
         self.schemas = ranks.from_main(self.toolbox.schemas if self.toolbox else None)
@@ -93,13 +93,13 @@ def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any
         messages = parse_messages([{"role": "assistant", "content": turns}] if isinstance(turns, str) else turns)
     except ValueError as error:
         raise UserError(f"data.task: the demonstration of {prompt.prompt_id}: {error}") from None
-    sequence, counted, results = list[int](), list[bool](), list[dict[str, Any]]()
+    sequence, counted, results, reply = list[int](), list[bool](), list[dict[str, Any]](), list[int]()
     for message in messages:
         if message["role"] != "assistant":
             results.append(message)
             continue
-        between = form.observation(results) if results else []
-        reply, results = form.reply(form.message_text(message)), []
+        between = form.observation(results, after=reply or None) if results else []
+        reply, results = form.reply_of(message), []
         sequence += [*between, *reply]
         counted += [False] * len(between) + [True] * len(reply)
     found = Sequence.demonstration(prompt.tokens, sequence)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.errors import UserError
 from megatron_rl.registry import resolve
 from megatron_rl.rollout.dialects.base import Call, Dialect, Parsed, without_end
+from megatron_rl.rollout.dialects.harmony import Harmony
 from megatron_rl.rollout.dialects.qwen import Qwen
 from megatron_rl.rollout.dialects.react import ReAct
 
-DIALECTS: dict[str, type[Dialect]] = {"qwen": Qwen, "react": ReAct}
+DIALECTS: dict[str, type[Dialect]] = {"qwen": Qwen, "react": ReAct, "harmony": Harmony}
 
 __all__ = ["DIALECTS", "Call", "Dialect", "Parsed", "dialect", "without_end"]
 
 
-def dialect(name: str, tokenizer: PreTrainedTokenizerBase) -> Dialect:
-    """The dialect of that name, or the user's own by `module:name`. Errors: UserError for a name that is not there."""
-    return resolve("dialect", name, DIALECTS, "agent.dialect")(tokenizer)
+def dialect(name: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Dialect:
+    """The dialect of that name, or the user's own by `module:name`. options: of its own (agent.dialect_options).
+
+    Errors: UserError for a name that is not there, an option that it does not have, and a tokenizer that it does not fit.
+    """
+    made = resolve("dialect", name, DIALECTS, "agent.dialect")
+    try:
+        return made(tokenizer, **options)
+    except TypeError as error:
+        raise UserError(f"config: agent.dialect_options: {error}") from None

@@ -105,6 +105,10 @@ class Dialect:
         """Tokens of a reply that was not sampled, with its end: for demonstrations."""
         return [*self.tokenizer.encode(text, add_special_tokens=False), *self.stop_token_ids[:1]]
 
+    def reply_of(self, message: Message) -> list[int]:
+        """Tokens of an assistant's message in OpenAI's form (content, tool_calls) as a reply, with its end."""
+        return self.reply(self.message_text(message))
+
     def observation(self, results: Sequence[str | Message], after: Sequence[int] | None = None) -> list[int]:
         """Tokens between a reply and the next one: the template's separator, the results, and the beginning of a reply.
 
@@ -168,13 +172,13 @@ class Dialect:
     def _encode(self, text: str, contents: Mapping[str, str]) -> list[int]:
         """Tokens of a rendered text; contents that stand in places have no special tokens."""
         ids: list[int] = []
-        text = _encodable(text)
+        text = encodable(text)
         for place, content in contents.items():
             before, found, after = text.partition(place)
             if not found:
                 continue
             ids += self.tokenizer.encode(before, add_special_tokens=False)
-            ids += self.tokenizer.encode(_encodable(content), add_special_tokens=False, split_special_tokens=True)
+            ids += self.tokenizer.encode(encodable(content), add_special_tokens=False, split_special_tokens=True)
             text = after
         return ids + list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -184,6 +188,6 @@ def without_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
     return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """The text without lone surrogates, which JSON may bring and no tokenizer takes."""
     return text.encode(errors="replace").decode()

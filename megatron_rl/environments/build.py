@@ -17,6 +17,7 @@ from megatron_rl.environments.sums import Sums
 from megatron_rl.environments.task import Task, resolve_weights
 from megatron_rl.environments.verifiers import VERIFIERS
 from megatron_rl.environments.verifiers_package import VerifiersPackage
+from megatron_rl.environments.verify_if import VerifyIF
 from megatron_rl.errors import UserError
 from megatron_rl.registry import check_name, resolve
 
@@ -31,6 +32,7 @@ TASKS: dict[str, type[Task]] = {
     "retool": ReTool,
     "sums": Sums,
     "verifiers": VerifiersPackage,
+    "verify_if": VerifyIF,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import re
 import shutil
@@ -43,14 +44,19 @@ def ifeval(instructions: dict[str, dict], prompt: str = "Say something.") -> dic
     }
 
 
-@pytest.fixture
-def nltk_data(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def copied_nltk_data(tmp_path_factory):
     """The data that llama-index-core has, in a folder of its own: NLTK refuses files that an installer has linked."""
     spec = importlib.util.find_spec("llama_index.core")
     assert spec and spec.origin
-    shutil.copytree(Path(spec.origin).parent / "_static" / "nltk_cache", tmp_path / "nltk_data")
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk_data")])
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk_data"))
+    folder = tmp_path_factory.mktemp("nltk") / "data"
+    shutil.copytree(Path(spec.origin).parent / "_static" / "nltk_cache", folder)
+    return folder
+
+
+@pytest.fixture
+def nltk_data(copied_nltk_data, monkeypatch):
+    monkeypatch.setattr(nltk.data, "path", [str(copied_nltk_data)])
     checkers.lacking.cache_clear()
     yield
     checkers.lacking.cache_clear()
@@ -73,9 +79,9 @@ def test_a_checker_on_its_own_examples(name, request):
     assert follows(bad, row)["correct"] == follows(bad, row)["followed"] == 0.0
 
 
-WITHOUT_DATA = """
-import json, nltk
-nltk.data.path = []
+WITH_THIS_DATA = """
+import json, nltk, sys
+nltk.data.path = sys.argv[1:]
 from megatron_rl.environments import instruction_checkers as checkers
 from tests.environments.instruction_examples import EXAMPLES
 followed = [name for name, (arguments, good, _) in EXAMPLES.items() if checkers.follow(good, name, arguments)[0]]
@@ -83,30 +89,30 @@ print(json.dumps([followed, {name: checkers.lacking(name) for name in EXAMPLES}]
 """
 
 
-def test_without_nltks_data_its_checkers_alone_fail_and_are_refused():
-    """So that no response scores 0 for want of a file. In a process of its own: what NLTK has read, it keeps."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_DATA], capture_output=True, text=True, timeout=120, check=True)
+@pytest.mark.parametrize("kind", ["none", "linked"])
+def test_without_nltks_data_its_checkers_alone_fail_and_are_refused(kind, copied_nltk_data, tmp_path):
+    """So that no response scores 0 for want of a file; NLTK finds files with hard links, as installers make, but reads none.
+
+    In a process of its own: what NLTK has read, it keeps.
+    """
+    if kind == "linked":
+        shutil.copytree(copied_nltk_data, tmp_path / "linked", copy_function=os.link)
+    command = [sys.executable, "-c", WITH_THIS_DATA, str(tmp_path / kind)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     followed, lacking = json.loads(done.stdout)
     assert set(followed) == EXAMPLES.keys() - checkers.NLTK_DATA.keys()
     assert {name for name, problem in lacking.items() if problem} == checkers.NLTK_DATA.keys()
     for name in checkers.NLTK_DATA:
-        assert re.match(
-            rf"{name} needs NLTK's \w+: python -m nltk.downloader -d FOLDER \w+, and NLTK_DATA", lacking[name]
-        )
-    assert "nltk_data" not in done.stderr, "nothing is downloaded"
+        reason = r" \(.*multiply-linked.*\)" if kind == "linked" and name != "words:start_verb" else r".*"
+        remedy = r"python -m nltk.downloader -d FOLDER \w+, and NLTK_DATA"
+        assert re.match(rf"{name} needs NLTK's \w+{reason}: {remedy}", lacking[name]), lacking[name]
+    assert "raw.githubusercontent" not in done.stderr, "nothing is downloaded"
 
 
 def test_an_instruction_that_cannot_be_checked_ends_the_run(monkeypatch):
     monkeypatch.setattr(checkers, "lacking", lambda name: f"{name} lacks something")
     with pytest.raises(UserError, match="^data: punctuation:no_comma lacks something"):
         follows("It rains.", ifeval({"punctuation:no_comma": {}}))
-
-
-def test_data_that_nltk_refuses_to_read_is_named(nltk_data):
-    """As where an installer makes hard links; `nltk.data.find` finds it all the same."""
-    file = Path(nltk.data.path[0]) / "corpora" / "stopwords" / "english"
-    (file.parent / "linked").hardlink_to(file)
-    assert re.search(r"needs NLTK's stopwords \(.*multiply-linked", checkers.lacking("ratio:stop_words"))
 
 
 PIECES = (
@@ -316,11 +322,14 @@ def obey(instructions: list[tuple[str, dict]]) -> str:
     numbers = of("count:numbers").get("N", 0)
     words = [*of("keywords:existence").get("keywords", [])]
     words += [of("keywords:frequency").get("keyword", "")] * of("keywords:frequency").get("frequency", 0)
-    body = "the weather was lovely and we walked along the old road for an hour or so but nobody was there to see us"
+    body = (
+        "the weather was lovely and we walked along the old road for an hour or so but nobody was there to see us and every"
+        " night the lamp turned and ships found their way home while the keeper wrote letters to his sister by its light"
+    )
     length = of("length_constraints:number_words")
     few = length["num_words"] if length.get("relation") == "at least" else 0
     letter = of("keywords:letter_frequency")
-    text = " ".join([*[body] * (1 + few // 20), *words])
+    text = " ".join([*[body] * (1 + few // 40), *words])
     if letter:
         text += f" {letter['letter'] * letter['let_frequency']}"
     text += "".join(f" {n + 1}" for n in range(numbers))

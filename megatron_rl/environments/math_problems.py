@@ -10,6 +10,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, override
 
+from megatron_rl.environments.calculator import calculate
 from megatron_rl.environments.files import MISSING, Row, get
 from megatron_rl.environments.public_sets import PublicSet
 from megatron_rl.errors import UserError
@@ -57,12 +58,11 @@ def read_aime(name: str) -> Iterator[Row]:
 
 
 class Gsm8k(MathProblems):
-    """Problems in words of two to four steps: a `question`, and an `answer` that ends with `#### 72`."""
+    """Problems in words of three steps: a `question`, and an `answer` that ends with `#### 72`."""
 
     @override
     def generate(self, rng: random.Random) -> dict[str, Any]:
-        question, steps, answer = rng.choice(WORD_PROBLEMS)(rng)
-        return {"question": question, "answer": "\n".join([*steps, f"#### {answer}"])}
+        return word_problem(rng, *rng.choice([*STORIES.items()]))
 
 
 class ReTool(MathProblems):
@@ -76,90 +76,39 @@ class ReTool(MathProblems):
 
 NAMES = ("Ada", "Bruno", "Chen", "Dalia", "Emre", "Farah", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "bottles", "candles", "coins", "eggs", "flowers", "marbles", "pencils", "stamps")
-Problem = tuple[str, list[str], int]
-"""Question, steps of the solution, answer."""
+STORIES = {
+    "{name} has ${m}. {name} buys {a} {things} for ${b} each and {c} {others} for ${d} each. How many dollars are left?": (
+        *("{a} * {b}", "{c} * {d}", "{m} - {0} - {1}"),
+    ),
+    "{name} shares {a} boxes of {m} {things} equally among {b} friends. How many has one who had {c} {things} before?": (
+        *("{a} * {m}", "{0} / {b}", "{1} + {c}"),
+    ),
+    "{name} earns ${a} an hour, {b} hours a day, for {c} days, and then spends ${m} and half of the rest. What is left?": (
+        *("{a} * {b} * {c}", "{0} - {m}", "{1} / 2"),
+    ),
+    "{name} has {m} {things} and finds {a} times as many. {b} of them all break. How many are left after {c} more do?": (
+        *("{m} + {a} * {m}", "{0} - {b}", "{1} - {c}"),
+    ),
+    "{name} cycles {a} hours at {b} km an hour and rides {c} hours at {m} km an hour. How many km is that both ways?": (
+        *("{a} * {b}", "{c} * {m}", "2 * ({0} + {1})"),
+    ),
+}
+"""Questions, and the steps of their solutions: {0} is the result of the first step, the last one gives the answer."""
 
 
-def shopping(rng: random.Random) -> Problem:
-    """What is left of a sum after two purchases."""
-    name, (first, second) = rng.choice(NAMES), rng.sample(THINGS, 2)
-    a, b, p, q = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 9), rng.randint(2, 9)
-    spent = a * p + b * q
-    money = spent + rng.randint(1, 60)
-    question = (
-        f"{name} has ${money}. {name} buys {a} {first} for ${p} each and {b} {second} for ${q} each."
-        " How many dollars are left?"
-    )
-    steps = [f"The {first} cost {a} * {p} = {a * p}.", f"The {second} cost {b} * {q} = {b * q}."]
-    return question, [*steps, f"{money} - {a * p} - {b * q} = {money - spent} dollars are left."], money - spent
-
-
-def sharing(rng: random.Random) -> Problem:
-    """Equal shares of what several boxes hold, and one given more."""
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    people, share, boxes, more = rng.randint(2, 9), rng.randint(3, 15), rng.randint(2, 6), rng.randint(2, 20)
-    total = people * share * boxes
-    question = (
-        f"{name} has {boxes} boxes with {people * share} {thing} each and shares all of them equally among {people}"
-        f" friends. One of them, who had {more} {thing} before, counts what is there now. How many {thing} are that?"
-    )
-    steps = [
-        f"There are {boxes} * {people * share} = {total} {thing}.",
-        f"Each gets {total} / {people} = {share * boxes}.",
-    ]
-    return question, [*steps, f"{share * boxes} + {more} = {share * boxes + more}."], share * boxes + more
-
-
-def working(rng: random.Random) -> Problem:
-    """Wages of some weeks, at two rates."""
-    name = rng.choice(NAMES)
-    days, hours, wage, extra, weeks = (rng.randint(*r) for r in ((3, 6), (4, 9), (9, 25), (2, 8), (2, 5)))
-    week = days * hours * wage
-    question = (
-        f"{name} works {days} days a week, {hours} hours a day, and earns ${wage} an hour. In one of {weeks} weeks {name}"
-        f" also works {extra} hours more, at twice the wage. How many dollars does {name} earn in the {weeks} weeks?"
-    )
-    steps = [
-        f"A week brings {days} * {hours} * {wage} = {week}.",
-        f"The hours more bring {extra} * 2 * {wage} = {2 * extra * wage}.",
-    ]
-    answer = weeks * week + 2 * extra * wage
-    return question, [*steps, f"{weeks} * {week} + {2 * extra * wage} = {answer}."], answer
-
-
-def growing(rng: random.Random) -> Problem:
-    """A collection that is multiplied, and then loses some."""
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    start, times, lost = rng.randint(5, 40), rng.randint(2, 5), rng.randint(1, 9)
-    question = (
-        f"{name} collects {thing}. In May there are {start} of them, and in June {times} times as many. In July {name}"
-        f" gives {lost} of them away, and in August half of the rest. How many {thing} does {name} have then?"
-    )
-    june = start * times
-    rest = june - lost
-    if rest % 2:
-        return growing(rng)
-    steps = [f"In June there are {start} * {times} = {june}.", f"In July there are {june} - {lost} = {rest}."]
-    return question, [*steps, f"In August there are {rest} / 2 = {rest // 2}."], rest // 2
-
-
-def traveling(rng: random.Random) -> Problem:
-    """A distance in two legs, and back."""
-    name, speed, other = rng.choice(NAMES), rng.randint(4, 20), rng.randint(30, 90)
-    hours, more = rng.randint(2, 5), rng.randint(2, 6)
-    one_way = speed * hours + other * more
-    question = (
-        f"{name} cycles for {hours} hours at {speed} km an hour, then takes a bus for {more} hours at {other} km an hour,"
-        " and later comes back on the same way. How many kilometers does the whole journey have?"
-    )
-    steps = [
-        f"The first leg has {hours} * {speed} = {hours * speed} km.",
-        f"The second has {more} * {other} = {more * other} km.",
-    ]
-    return question, [*steps, f"2 * ({hours * speed} + {more * other}) = {2 * one_way} km."], 2 * one_way
-
-
-WORD_PROBLEMS: tuple[Callable[[random.Random], Problem], ...] = (shopping, sharing, working, growing, traveling)
+def word_problem(rng: random.Random, story: str, formulas: tuple[str, ...]) -> dict[str, Any]:
+    """A story with numbers for which all results are positive and whole, in the form of GSM8K's rows."""
+    while True:
+        (things, others), name = rng.sample(THINGS, 2), rng.choice(NAMES)
+        values = {letter: rng.randint(2, 12) for letter in "abcd"} | {"m": rng.randint(20, 200)}
+        steps, results = list[str](), list[int | float]()
+        for formula in formulas:
+            steps.append(formula.format(*results, **values))
+            results.append(calculate(steps[-1]))
+        if all(isinstance(result, int) and result > 0 for result in results):
+            lines = [f"{step} = {result}" for step, result in zip(steps, results, strict=True)]
+            question = story.format(name=name, things=things, others=others, **values)
+            return {"question": question, "answer": "\n".join([*lines, f"#### {results[-1]}"])}
 
 
 def power(rng: random.Random) -> tuple[str, int]:

@@ -21,10 +21,10 @@ GENERATED = 2000
 class PublicSet(RowTask):
     """Rows of data.path: a .jsonl or .parquet file, or a data set by name or folder; without data.path generated ones.
 
-    options: size, of the generated rows; subset, split and eval_split as of task hub.
+    options: size, of the generated rows; subset, split and eval_split as of task hub; eval_subset, of data.eval_path.
     """
 
-    known_options: tuple[str, ...] = (*HubTask.known_options, "size")
+    known_options: tuple[str, ...] = (*HubTask.known_options, "eval_subset", "size")
     generates = True
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
@@ -45,15 +45,16 @@ class PublicSet(RowTask):
         """
         raise NotImplementedError
 
-    def _read(self, path: str, key: str, split: str) -> Iterator[Row]:
-        if Path(path).suffix in (".jsonl", ".parquet"):
+    def _read(self, path: str, key: str, subset: str, split: str) -> Iterator[Row]:
+        """subset: the option that names it."""
+        if _is_file(path):
             return read_file(path, key)
-        return read_hub(path, key, self.data.options.get("subset"), split)
+        return read_hub(path, key, self.data.options.get(subset), split)
 
     @override
     def _training_rows(self) -> Iterator[Row]:
         if self.path:
-            return self._read(self.path, "data.path", self.data.options.get("split", "train"))
+            return self._read(self.path, "data.path", "subset", self.data.options.get("split", "train"))
         log.warning("data: task %s has no data.path: %d generated rows", self.name, self.size)
         name = f"{self.name}:{self.data.seed}"
         return (
@@ -64,10 +65,19 @@ class PublicSet(RowTask):
     def _held_out_rows(self) -> Iterator[Row] | None:
         split = self.data.options.get("eval_split")
         if self.data.eval_path:
-            return self._read(self.data.eval_path, "data.eval_path", split or "test")
-        return self._read(self.path, "data.path", split) if split and self.path else None
+            return self._read(self.data.eval_path, "data.eval_path", "eval_subset", split or "test")
+        return (
+            self._read(self.path, "data.path", "subset", split)
+            if split and self.path and not _is_file(self.path)
+            else None
+        )
 
     @override
     def _prepared(self, row: dict[str, Any], where: str) -> dict[str, Any] | None:
         prepared = super()._prepared(row, where)
         return None if prepared is None else self.convert(prepared)
+
+
+def _is_file(path: str) -> bool:
+    """Whether it is one file, and not a data set with splits."""
+    return Path(path).suffix in (".jsonl", ".parquet")

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import build_task, math_problems, sandbox
-from megatron_rl.environments.math_problems import COMPUTED_PROBLEMS, WORD_PROBLEMS, Gsm8k
+from megatron_rl.environments.math_problems import COMPUTED_PROBLEMS, STORIES, Gsm8k, word_problem
 from megatron_rl.environments.verifiers import compare_math
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.agent import Agents
@@ -32,19 +32,19 @@ def numbers_of(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-@pytest.mark.parametrize("make", WORD_PROBLEMS)
-def test_a_problem_in_words_is_solved_by_its_steps(make):
+@pytest.mark.parametrize("story", STORIES.items())
+def test_a_problem_in_words_is_solved_by_its_steps(story):
     """Each equation holds, the last one gives the answer, and every number of the question is needed."""
     for seed in range(100):
-        question, steps, answer = make(random.Random(f"{SEED}/{seed}"))
-        equations = [equation for step in steps for equation in re.findall(r"([\d *+/()-]*\d\)?) = (\d+)", step)]
-        assert len(equations) == len(steps) >= 2, steps
+        row = word_problem(random.Random(f"{SEED}/{seed}"), *story)
+        *lines, answer = row["answer"].splitlines()
+        equations = [line.split(" = ") for line in lines]
         for left, right in equations:
-            exact = re.sub(r"\d+", lambda n: f"Fraction({n[0]})", left)
-            assert eval(exact, {"Fraction": Fraction}) == int(right), (left, right)
-        assert int(equations[-1][1]) == answer > 0
+            exact = re.sub(r"\d+", lambda number: f"Fraction({number[0]})", left)
+            assert eval(exact, {"Fraction": Fraction}) == int(right) > 0, (left, right)
+        assert answer == f"#### {equations[-1][1]}" and len(lines) == 3
         used = numbers_of(" ".join(left for left, _ in equations))
-        assert set(numbers_of(question)) <= set(used), (question, steps)
+        assert set(numbers_of(row["question"])) <= set(used), row
 
 
 def multiplied(base: int, exponent: int, modulus: int) -> int:
@@ -139,6 +139,16 @@ def test_gsm8ks_own_rows_from_a_file_and_a_folder(tmp_path):
             assert compare_math(prompt.answer, prompt.answer)["correct"] == 1.0, "its own solution"
         finally:
             task.close()
+
+
+def test_one_file_has_no_splits(tmp_path):
+    """As where a script gives data.path to a recipe that names a data set and its held-out split."""
+    rows = [Gsm8k.generate(None, random.Random(f"{SEED}/{i}")) for i in range(60)]
+    options = {"subset": "main", "eval_split": "test"}
+    task = build_task(DataConfig(task="gsm8k", path=write(tmp_path / "train.jsonl", rows), options=options))
+    texts = [{p.text for p in task.prompts(split)} for split in ("train", "eval")]
+    assert not texts[0] & texts[1] and texts[0] | texts[1] == {row["question"] for row in rows}
+    task.close()
 
 
 def test_rows_of_the_forms_of_dapo_and_aime(tmp_path):

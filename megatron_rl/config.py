@@ -69,12 +69,14 @@ class DataConfig:
     """Prompts, their rewards and the order in which they come."""
 
     task: str = "file"
-    """file | hub | reasoning_gym:NAME | number_sorting | number_zigzag | sums | openenv | verifiers:NAME, or your own task as
-    module:name or path/to/file.py:name."""
+    """file | hub | gsm8k | retool | verify_if | reasoning_gym:NAME | number_sorting | number_zigzag | sums | openenv |
+    verifiers:NAME, or your own task as module:name or path/to/file.py:name."""
     path: str | None = None
-    """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder."""
+    """file: a .jsonl or .parquet file; hub: a Hugging Face data set name or folder; gsm8k, retool and verify_if: either, or
+    without it rows that they generate."""
     eval_path: str | None = None
-    """Like path, for the held-out prompts; without it they are split off from path by hash, disjoint from training."""
+    """Like path, for the held-out prompts; without it they are split off from path by hash, disjoint from training. gsm8k and
+    retool: also aime24 and aime25."""
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     response_key: str = "response"
@@ -86,11 +88,12 @@ class DataConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the task itself (for reasoning_gym: those of the data set)."""
     verifier: str | None = None
-    """exact | math | number_list | code (tests in the answer's column, run in the sandbox), or a function (response, answer)
-    of your own as module:name or path/to/file.py:name; by default exact for file and hub, else the task's own."""
+    """exact | math | number_list | code (tests in the answer's column, run in the sandbox) | instructions (IFEval's and
+    IFBench's), or a function (response, answer) of your own as module:name or path/to/file.py:name; by default exact for
+    file and hub, else the task's own."""
     prepare: str | None = None
-    """A function of your own, as module:name or path/to/file.py:name, that is given each row of a file or hub task and returns
-    it with the columns wanted here, or None to leave it out."""
+    """A function of your own, as module:name or path/to/file.py:name, that is given each row of a file or a data set and
+    returns it with the columns wanted here, or None to leave it out."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Weights of the named reward parts; by default 1.0 for each part that the task lists as its main one."""
     seed: int = 0

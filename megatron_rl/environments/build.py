@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.files import FileTask, HubTask
+from megatron_rl.environments.files import FileTask, HubTask, RowTask
+from megatron_rl.environments.math_problems import Gsm8k, ReTool
 from megatron_rl.environments.number_sorting import NumberSorting
 from megatron_rl.environments.number_zigzag import NumberZigzag
 from megatron_rl.environments.openenv import OpenEnv
@@ -16,18 +17,22 @@ from megatron_rl.environments.sums import Sums
 from megatron_rl.environments.task import Task, resolve_weights
 from megatron_rl.environments.verifiers import VERIFIERS
 from megatron_rl.environments.verifiers_package import VerifiersPackage
+from megatron_rl.environments.verify_if import VerifyIF
 from megatron_rl.errors import UserError
 from megatron_rl.registry import check_name, resolve
 
 TASKS: dict[str, type[Task]] = {
     "file": FileTask,
+    "gsm8k": Gsm8k,
     "hub": HubTask,
     "number_sorting": NumberSorting,
     "number_zigzag": NumberZigzag,
     "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,
+    "retool": ReTool,
     "sums": Sums,
     "verifiers": VerifiersPackage,
+    "verify_if": VerifyIF,
 }
 
 
@@ -47,8 +52,8 @@ def check_data(data: DataConfig) -> None:
             f"config: data.verifier: task '{data.task}' has its own ({made.verifier}), not '{data.verifier}'"
         )
     if data.prepare is not None:
-        if made not in (FileTask, HubTask):
-            raise UserError(f"config: data.prepare takes rows of task file or hub, and '{data.task}' has none")
+        if made is None or not issubclass(made, RowTask):
+            raise UserError(f"config: data.prepare takes the rows of a file or data set, and '{data.task}' has none")
         check_name("function", data.prepare, {}, "data.prepare")
 
 

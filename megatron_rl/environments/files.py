@@ -22,7 +22,8 @@ Row = tuple[str, dict[str, Any] | None, str]
 """(where it stands, the row or None, what is wrong with it or '')."""
 VERIFIER_TIMEOUT_S = 5.0
 _SHOWN = 5
-_MISSING = object()
+MISSING = object()
+"""What `get` gives for a key that a row does not have."""
 
 
 def read_file(path: str, key: str = "data.path") -> Iterator[Row]:
@@ -88,16 +89,18 @@ class RowTask(Task):
     """
 
     known_options: tuple[str, ...] = ("verifier_timeout_s",)
+    generates = False
+    """Whether there are rows without data.path."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
-        if not data.path:
+        if not data.path and not self.generates:
             raise UserError(f"config: data.task: {data.task} needs data.path")
-        self.path = data.path
+        self.path = data.path or ""
         check_options(data, self.known_options)
         self.prepare = resolve("function", data.prepare, {}, "data.prepare") if data.prepare else None
         timeout_s = float(data.options.get("verifier_timeout_s", VERIFIER_TIMEOUT_S))
-        self.verify = RowVerifier(data.verifier or "exact", tuple(data.rewards), timeout_s=timeout_s)
+        self.verify = RowVerifier(data.verifier or self.verifier or "exact", tuple(data.rewards), timeout_s=timeout_s)
         if data.verifier == "code" and not demonstrations and (problem := sandbox.problem()):
             raise UserError(f"config: data.verifier: code: {problem}")
         self.parts = self.verify.parts
@@ -130,20 +133,20 @@ class RowTask(Task):
         missing = dict.fromkeys(self._needed(), 0)
         for where, row, problem in rows:
             if row is not None:
-                row = self._prepared(row, where)
-                if row is None:
-                    continue
-                columns |= row.keys()
-                absent = [key for key in missing if _get(row, key) is _MISSING]
-                for key in absent:
-                    missing[key] += 1
-                problem = f"no '{absent[0]}'" if absent else self._empty(row)
-                if not problem:
-                    try:
+                try:
+                    row = self._prepared(row, where)
+                    if row is None:
+                        continue
+                    columns |= row.keys()
+                    absent = [key for key in missing if get(row, key) is MISSING]
+                    for key in absent:
+                        missing[key] += 1
+                    problem = f"no '{absent[0]}'" if absent else self._empty(row)
+                    if not problem:
                         prompts.append(self._prompt(where, row))
                         continue
-                    except ValueError as error:
-                        problem = str(error)
+                except ValueError as error:
+                    problem = str(error)
             skipped += 1
             if skipped <= _SHOWN:
                 log.warning("data: %s skipped: %s", where, problem)
@@ -162,7 +165,7 @@ class RowTask(Task):
         return prompts
 
     def _prepared(self, row: dict[str, Any], where: str) -> dict[str, Any] | None:
-        """The row as data.prepare gives it back; None where it leaves it out."""
+        """The row as data.prepare gives it back; None where it leaves it out. A subclass may raise ValueError."""
         if self.prepare is None:
             return row
         try:
@@ -180,14 +183,14 @@ class RowTask(Task):
     def _empty(self, row: dict[str, Any]) -> str:
         """The problem of a row that has all columns, or ''."""
         for key in self._needed():
-            value = _get(row, key)
+            value = get(row, key)
             if value is None or (isinstance(value, str | list) and not len(value)):
                 return f"'{key}' is empty"
         return ""
 
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
         """Errors: ValueError for a conversation that is none."""
-        prompt, answer = self._value(row, self.data.prompt_key), _get(row, self.data.answer_key)
+        prompt, answer = self._value(row, self.data.prompt_key), get(row, self.data.answer_key)
         if not isinstance(prompt, str | list):
             raise ValueError(f"'{self.data.prompt_key}' is neither text nor a list of messages")
         response = self._value(row, self.data.response_key) if self.demonstrations else None
@@ -201,7 +204,7 @@ class RowTask(Task):
         return Prompt(
             prompt_id=where,
             text=text,
-            answer=None if answer is _MISSING else answer,
+            answer=None if answer is MISSING else answer,
             response=response if response is None or isinstance(response, list) else str(response),
             messages=messages,
         )
@@ -209,7 +212,7 @@ class RowTask(Task):
     @staticmethod
     def _value(row: dict[str, Any], key: str) -> Any:
         """row[key]; a list as the messages of a conversation. Errors: ValueError where it is none."""
-        value = _get(row, key)
+        value = get(row, key)
         try:
             return parse_messages(value) if isinstance(value, list) else value
         except ValueError as error:
@@ -259,9 +262,9 @@ class HubTask(RowTask):
         return read_hub(path or self.path, key, options.get("subset"), options.get("eval_split", "test"))
 
 
-def _get(row: dict[str, Any], key: str) -> Any:
-    """row[key], where 'reward_model.ground_truth' also reaches into nested rows; _MISSING if there is none."""
+def get(row: dict[str, Any], key: str) -> Any:
+    """row[key], where 'reward_model.ground_truth' also reaches into nested rows; `MISSING` if there is none."""
     if key in row:
         return row[key]
     head, dot, rest = key.partition(".")
-    return _get(row[head], rest) if dot and isinstance(row.get(head), dict) else _MISSING
+    return get(row[head], rest) if dot and isinstance(row.get(head), dict) else MISSING

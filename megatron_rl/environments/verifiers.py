@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_rl.environments.code import passes_tests, program_of
+from megatron_rl.environments.instructions import PARTS, follows
 from megatron_rl.environments.math_answer import (
     Literal,
     clean,
@@ -172,6 +173,9 @@ class Verifier:
 VERIFIERS = {
     "code": Verifier(passes_tests, pooled=("megatron_rl.environments.code",), extract=program_of),
     "exact": Verifier(exact, parts=("correct",)),
+    "instructions": Verifier(
+        follows, PARTS, pooled=("megatron_rl.environments.instruction_checkers",), extract=lambda text: text.strip()
+    ),
     "math": Verifier(compare_math, pooled=("math_verify",), extract=math_answer),
     "number_list": Verifier(number_list),
 }

@@ -21,7 +21,7 @@ from megatron_rl.routing.cost import cache_cost
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = {
     "Qwen3-30B-A3B": "qwen3-30b-a3b",
-    "gpt-oss-20b": "gpt-oss-20b",
+    "gpt-oss-20b": "gpt-oss-20b-gsm8k",
     "OLMoE-1B-7B": "olmoe-1b-7b",
     "Moonlight-16B-A3B": "moonlight-16b-a3b",
 }

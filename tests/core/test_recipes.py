@@ -62,3 +62,31 @@ def test_the_engines_weights_leave_room_for_a_cache(name):
     said = float(number.replace(",", "")) * (1e6 if unit else 1)
     assert said == pytest.approx(tokens, rel=0.1)
     assert tokens > 32 * config.rollout.context_length
+
+
+TASKS = ("gsm8k", "retool", "verifyif")
+H200 = 141
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("model", "nodes"), [("gpt-oss-20b", 2), ("gpt-oss-120b", 8)])
+def test_the_gpt_oss_recipes_fit_the_trainers_nodes(model, nodes, task):
+    """On-policy, in Harmony; a conversation of the greatest length fits a micro-batch, and what 120b needs is said."""
+    file = CONFIGS / f"{model}-{task}.yaml"
+    config = load_config(file)
+    found = estimate(config, MODELS[model], 8 * nodes)
+    assert config.name == file.stem and found.fits(H200 * GB)
+    if said := re.search(r"64 GPUs .* need ([\d.]+) GB each", file.read_text()):
+        assert float(said[1]) == pytest.approx(found.usage.total / GB, rel=0.03)
+    assert bool(said) == (model == "gpt-oss-120b")
+    assert config.rollout.program == "agent" and config.agent.dialect == "harmony"
+    assert config.batch.updates_per_step == 1 and config.correction.mode == "none"
+    assert config.rollout.context_length <= config.batch.tokens_per_micro_batch * config.parallel.context
+
+
+def test_the_retool_recipe_is_the_articles():
+    """Prompts of 8k, responses of 16k, the interpreter, and mean@30 over the 30 problems of an AIME."""
+    config = load_config(CONFIGS / "gpt-oss-20b-retool.yaml")
+    assert (config.rollout.max_new_tokens, config.rollout.context_length) == (16 * 1024, 24 * 1024)
+    assert config.agent.tools == ["python"] and config.agent.max_turns > 1
+    assert (config.eval.prompts, config.eval.samples) == (30, 30)

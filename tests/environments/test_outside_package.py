@@ -192,7 +192,9 @@ def test_rows_are_prepared(folder):
         task("raises")
     with pytest.raises(UserError, match="data.prepare: .*text gives 'row', not a row or None"):
         task("text")
-    with pytest.raises(UserError, match="data.prepare takes rows of task file or hub, and 'number_sorting' has none"):
+    with pytest.raises(
+        UserError, match="data.prepare takes the rows of a file or data set, and 'number_sorting' has none"
+    ):
         build_task(DataConfig(task="number_sorting", prepare="os.path:join"))
 
 

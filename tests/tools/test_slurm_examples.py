@@ -20,8 +20,9 @@ def option(script: Path, name: str) -> str:
     return re.search(rf"^#SBATCH --{name}=(\S+)$", script.read_text(), re.MULTILINE)[1]
 
 
-def test_there_is_a_script_for_each_of_the_four_models():
-    assert [s.stem for s in SCRIPTS] == ["gpt-oss-20b", "moonlight-16b-a3b", "olmoe-1b-7b", "qwen3-30b-a3b"]
+def test_there_is_a_script_for_each_model_and_task():
+    gpt_oss = [f"gpt-oss-{size}-{task}" for size in ("120b", "20b") for task in ("gsm8k", "retool", "verifyif")]
+    assert [s.stem for s in SCRIPTS] == [*gpt_oss, "moonlight-16b-a3b", "olmoe-1b-7b", "qwen3-30b-a3b"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)

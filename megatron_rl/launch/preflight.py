@@ -338,7 +338,12 @@ def _check_weights(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> N
     """Refuse what is frozen or ignored and is not there, or is needed. Errors: UserError."""
     shape = Shape.from_config(hf_config)
     if config.model.freeze:
-        check_patterns(config.model.freeze, parameter_names(shape), vp2o=config.vp2o.enabled and kind == "train")
+        check_patterns(
+            config.model.freeze,
+            parameter_names(shape),
+            vp2o=config.vp2o.enabled and kind == "train",
+            in_all_layers=not config.parallel.distributed_optimizer,
+        )
     if config.model.attention_sinks == "ignored" and not shape.sinks:
         raise UserError(
             f"config: model.attention_sinks = ignored, but {architecture(hf_config)} has no attention sinks; set it to exact"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from fnmatch import fnmatchcase
 
 from megatron_rl.errors import UserError
@@ -43,10 +43,13 @@ def is_frozen(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def check_patterns(patterns: Sequence[str], names: Collection[str], *, vp2o: bool = False) -> None:
+def check_patterns(
+    patterns: Sequence[str], names: Set[str], *, vp2o: bool = False, in_all_layers: bool = False
+) -> None:
     """Refuse a list that misses the model, leaves nothing to train, or that other parts cannot train beside.
 
     names: (plain) of all parameters of the model. vp2o: it changes gradients of experts, which then have to be there.
+    in_all_layers: a weight of one layer or expert is frozen with those of all others, or not at all.
     Errors: UserError naming the pattern.
     """
     for pattern in patterns:
@@ -65,6 +68,13 @@ def check_patterns(patterns: Sequence[str], names: Collection[str], *, vp2o: boo
                 f"config: model.freeze has {name} and not {of_layer}: Megatron's layers with a frozen weight give their bias no"
                 f" gradient; freeze both (*{weight.removesuffix('weight')}*)"
             )
+    trained = {_any_number(name): name for name in names - frozen}
+    if in_all_layers and (single := sorted(name for name in frozen if _any_number(name) in trained)):
+        raise UserError(
+            f"config: model.freeze has {single[0]} and not {trained[_any_number(single[0])]}: Megatron's checkpoints of an"
+            " optimizer that is not distributed hold those of all layers and experts, or none; set"
+            " parallel.distributed_optimizer: true"
+        )
     if vp2o and (experts := sorted(name for name in frozen if _EXPERTS in name)):
         raise UserError(
             f"config: model.freeze with vp2o.enabled: {experts[0]} would have no gradient that VP2O could transform; leave"
@@ -72,9 +82,14 @@ def check_patterns(patterns: Sequence[str], names: Collection[str], *, vp2o: boo
         )
 
 
-def _near(pattern: str, names: Collection[str]) -> str:
+def _any_number(name: str) -> str:
+    """The name with * for the numbers of layer and expert."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _near(pattern: str, names: Set[str]) -> str:
     """A hint with the patterns nearest to one that matches nothing: of whole names, and of their parts."""
-    every = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
+    every = sorted({_any_number(name) for name in names})
     parts = [name.split(".") for name in every]
     every += sorted({f"*.{part}.*" for name in parts for part in name[:-1]} | {f"*.{name[-1]}" for name in parts})
     near = difflib.get_close_matches(pattern, every, 3, 0.4)

@@ -106,7 +106,7 @@ def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedS
         return []
     model = {key: value for key, value in state.items() if key.startswith("model")}
     optimizers: list[Any] = trainer.optimizer.chained_optimizers
-    parts = [ShardedState(part, model) for part in optimizers]
+    parts = [ShardedState(part, model, apart=bool(trainer.config.model.freeze)) for part in optimizers]
     state["optimizer"] = {index: part.sharded for index, part in enumerate(parts)}
     return parts
 
@@ -298,6 +298,8 @@ def _prepare_optimizers(trainer: Trainer) -> None:
         return
     _allocate_adam(trainer)
     for optimizer in trainer.optimizer.chained_optimizers:
+        if not any(group["params"] for group in optimizer.param_groups):
+            continue  # all of a stage's weights may be frozen: there is nothing to load into, and no step
         state: Any = optimizer.state_dict()
         for group in state["optimizer"]["param_groups"]:
             group["step"] = trainer.scheduler.num_steps

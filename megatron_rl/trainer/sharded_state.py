@@ -47,8 +47,12 @@ class ShardedState:
     Errors: ValueError for a parameter that is not in the model's sharded state dict, or is laid out otherwise there.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer, model_state: ShardedStateDict) -> None:
-        """model_state: `sharded_state_dict` of the optimizer's model chunks."""
+    def __init__(self, optimizer: DistributedOptimizer, model_state: ShardedStateDict, *, apart: bool = False) -> None:
+        """model_state: `sharded_state_dict` of the optimizer's model chunks.
+
+        apart: the parameters of each layer and expert have tensors of their own. Megatron stores those of all layers, and of
+        all experts, as one tensor, which must have no holes: where single ones are frozen and have no state, there would be.
+        """
         self._optimizer = optimizer
         described = {
             part.data: part
@@ -67,7 +71,7 @@ class ShardedState:
             pieces = _pieces(described[parameter], parameter)
             self.sharded[len(self.sharded)] = {
                 # Adam's step is one number, which the scheduler knows.
-                name: [part for piece in pieces for part in _cut(name, flat, ranges, *piece)]
+                name: [part for piece in pieces for part in _cut(name, flat, ranges, *piece, apart=apart)]
                 for name, flat in tensors.items()
                 if name != "step"
             }
@@ -105,20 +109,25 @@ def _pieces(described: ShardedTensor | ShardedTensorFactory, parameter: Tensor) 
     return found
 
 
-def _cut(name: str, flat: Tensor, held: Any, piece: ShardedTensor, first: int) -> Iterator[ShardedTensor]:
+def _cut(
+    name: str, flat: Tensor, held: Any, piece: ShardedTensor, first: int, *, apart: bool
+) -> Iterator[ShardedTensor]:
     """The boxes of `piece`, which begins at element `first` of its parameter, in flat (elements held.start to held.end)."""
     start, end = max(held.start - first, 0), min(held.end - first, math.prod(piece.local_shape))
-    ones = (1,) * piece.prepend_axis_num
+    stacked = piece.prepend_axis_num
+    place = "".join(f".{index}" for index in piece.global_offset[:stacked]) if apart else ""
+    left_out, ones = (stacked, ()) if apart else (0, (1,) * stacked)
     for element, offsets, sizes in boxes(piece.local_shape, start, end):
         at = first + element - held.start
-        inside = (*[0] * piece.prepend_axis_num, *offsets)
+        inside = (*[0] * stacked, *offsets)
+        global_offset = tuple(a + b for a, b in zip(piece.global_offset, inside, strict=True))
         yield ShardedTensor(
-            key=f"optimizer.state.{name}.{piece.key}",
+            key=f"optimizer.state.{name}.{piece.key}{place}",
             data=flat.detach()[at : at + math.prod(sizes)].view(ones + sizes),
             dtype=flat.dtype,
             local_shape=ones + sizes,
-            global_shape=piece.global_shape,
-            global_offset=tuple(a + b for a, b in zip(piece.global_offset, inside, strict=True)),
+            global_shape=piece.global_shape[left_out:],
+            global_offset=global_offset[left_out:],
             axis_fragmentations=None,  # data-parallel ranks cut it anywhere
             # Data-parallel ranks hold no copies.
             replica_id=(*piece.replica_id[:2], 0),  # pyright: ignore[reportIndexIssue]: those of parameters are triples

@@ -23,6 +23,10 @@ REFUSED = {
         {"model": {"attention_sinks": "ignored"}},
         "Qwen3MoeForCausalLM has no attention sinks; set it to exact",
     ),
+    "frozen layers of a replicated optimizer": (
+        {"model": {"freeze": ["decoder.layers.0.*"]}, "parallel": {"distributed_optimizer": False}},
+        r"freeze has decoder\.layers\.0\.\S+ and not decoder\.layers\.\d\.\S+:.* set parallel.distributed_optimizer: true",
+    ),
     "frozen experts": (
         {"model": {"freeze": ["*.experts.*"]}, "vp2o": {"enabled": True}},
         r"freeze with vp2o\.enabled: decoder\.layers\.0\.mlp\.experts\.local_experts\.0\.linear_fc1\.weight would",

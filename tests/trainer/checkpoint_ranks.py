@@ -165,3 +165,38 @@ def save_in_background(model: str, folder: str) -> dict[str, Any]:
     outcome["gave up"] = time.monotonic() - began < 60
     ranks.barrier()
     return outcome
+
+
+def frozen_state(model: str, folder: str) -> dict[str, Any]:
+    """Save and load where a stage has nothing to train, sleep and wake, and load into a run that freezes something else."""
+    outcome: dict[str, Any] = {}
+    for layout, patterns in (
+        ("pipeline", ["embedding.*", "decoder.layers.0.*", "*.local_experts.3.*"]),
+        ("data", ["embedding.*", "output_layer.*", "decoder.layers.*"]),
+    ):
+
+        def trainer_of(layout: str, freeze: list[str]) -> Trainer:
+            return make_trainer(make_config(model, {"parallel": LAYOUTS[layout], "model": {"freeze": freeze}}))
+
+        trainer = trainer_of(layout, patterns)
+        randomize(trainer)
+        before = [tensor.detach().clone() for tensor in local_state(trainer)]
+        trainer.sleep()
+        trainer.wake()
+        outcome[f"{layout} woke"] = all(map(torch.equal, before, local_state(trainer)))
+        path = checkpoint.save(Path(folder) / layout, 1, trainer, trainer.ranks, extra={}, keep=1)
+        parallel_state.destroy_model_parallel()
+        again = trainer_of(layout, patterns)
+        checkpoint.load(path, again, again.ranks)
+        outcome[f"{layout} restored"] = all(map(torch.equal, before, local_state(again)))
+        parallel_state.destroy_model_parallel()
+    other = trainer_of("data", ["*.router.*"])
+    try:
+        checkpoint.load(path, other, other.ranks)
+    except UserError as error:
+        outcome["refused"] = str(error)
+    checkpoint.load_weights(path, other)
+    outcome["weights alone"] = all(
+        map(torch.equal, before[-len(list(other.chunks[0].parameters())) :], other.chunks[0].parameters())
+    )
+    return outcome

@@ -101,7 +101,7 @@ def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
     weights = {id(p): p.data.clone() for chunk in trainer.chunks for p in chunk.parameters()}
     for chunk in trainer.chunks:
         for p in chunk.parameters():
-            p.data.copy_(p.main_grad)
+            p.data.copy_(p.main_grad if p.requires_grad else torch.zeros_like(p))
     grads = {name: tensor.float().cpu().numpy().copy() for name, tensor in trainer.export_weights()}
     for chunk in trainer.chunks:
         for p in chunk.parameters():

@@ -138,3 +138,14 @@ def test_a_save_in_the_background(tiny_model, tmp_path):
         assert outcome["restored"], "what was saved is the state at the time of the save"
         assert outcome["failed"].endswith("older checkpoints are intact") and "\n" not in outcome["failed"]
         assert "checkpoint.timeout_s" in outcome["late"] and outcome["gave up"]
+
+
+def test_checkpoints_of_frozen_weights(tiny_model, tmp_path):
+    for outcome in run_ranks(2, "checkpoint_ranks:frozen_state", (str(tiny_model(*MODEL)), str(tmp_path))):
+        refused = outcome.pop("refused")
+        assert all(outcome.values()) and len(outcome) == 5, outcome
+        assert (
+            "model.freeze = ['decoder.layers.*', 'embedding.*', 'output_layer.*'], and the config says ['*.router.*']"
+            in refused
+        )
+        assert "checkpoint.load" in refused and "\n" not in refused

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from layouts import make_samples
 from ranks import run_ranks
+from safetensors.numpy import load_file
 from weights import scaled
 
 SAMPLES = 14
@@ -91,7 +94,22 @@ ALGORITHMS = {
             "probe_tokens": 4096,
         }
     },
+    # grpo with a first pipeline stage that has nothing to train, and single frozen experts of either expert-parallel rank.
+    "frozen": {
+        "algorithm": {"clip_high": 0.28, "entropy_coefficient": 0.01},
+        "model": {
+            "freeze": [
+                "embedding.*",
+                "decoder.layers.[01].*",
+                "*.mlp.router.*",
+                "*.linear_qkv.weight",
+                "decoder.layers.3.mlp.experts.local_experts.[15].*",
+            ]
+        },
+    },
 }
+FROZEN = re.compile(r"model\.embed|model\.layers\.([01]\.|.*(\.mlp\.gate\.|\.[qkv]_proj\.)|3\.mlp\.experts\.[15]\.)")
+"""The same by Hugging Face names."""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +145,13 @@ def samples():
 
 def under(algorithm: str, layouts: dict[str, dict]) -> dict[str, dict]:
     """Layouts of an algorithm, by 'algorithm name'."""
-    return {f"{algorithm} {name}": {**layout, **ALGORITHMS[algorithm]} for name, layout in layouts.items()}
+    return {
+        f"{algorithm} {name}": {
+            **layout,
+            **{section: {**layout.get(section, {}), **values} for section, values in ALGORITHMS[algorithm].items()},
+        }
+        for name, layout in layouts.items()
+    }
 
 
 def with_sinks(model: str, algorithm: str, layouts: dict[str, dict]) -> dict[str, dict]:
@@ -185,6 +209,7 @@ def one_rank(model, sinks_model, samples, truncated):
     both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
     small = {name: ONE_RANK[name] for name in ("reference", "full_recompute", "one_sequence_per_micro_batch")}
     first = under("grpo", ONE_RANK) | under("gspo", both) | under("vp2o", small)
+    first |= under("frozen", {name: ONE_RANK[name] for name in ("reference", "full_recompute")})
     first |= with_sinks(sinks_model, "grpo", small) | with_sinks(sinks_model, "on_policy", {"reference": {}})
     return run(model, samples, 1, first) | run(
         model,
@@ -203,7 +228,8 @@ def two_ranks(model, sinks_model, samples, truncated):
     with_data = split | {"dp2_distributed_optimizer": TWO_RANKS["dp2_distributed_optimizer"]}
     experts = with_data | {name: TWO_RANKS[name] for name in ("ep2", "dp2_replicated_optimizer", "pp2_interleaved")}
     experts |= SHARDED
-    first = under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts)
+    frozen = {name: experts[name] for name in ("tp2_sp", "pp2", "ep2", "dp2_sharded")}
+    first = under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts) | under("frozen", frozen)
     first |= with_sinks(sinks_model, "grpo", SINKS_TWO_RANKS)
     return run(model, samples, 2, first) | run(
         model, truncated, 2, under("corrected", with_data) | under("normalized", with_data)
@@ -322,3 +348,17 @@ def test_normalized_weights_of_a_single_update(one_rank, two_ranks):
     assert normalized["metrics"]["update/grad_norm"] == pytest.approx(expected, rel=1e-4)
     compare_all("normalized", one_rank, one_rank)
     compare_all("normalized", one_rank, two_ranks)
+
+
+def test_frozen_weights(model, one_rank, two_ranks):
+    """They stay as they are to the bit, all others move as in one process; a stage may have nothing but frozen ones."""
+    before = load_file(Path(model) / "model.safetensors")
+    plain, reference = (one_rank[f"{name} reference"] for name in ("grpo", "frozen"))
+    for results in (one_rank, two_ranks):
+        compare_all("frozen", one_rank, results)
+        for name, result in results.items():
+            for tensor, weight in result["weights"].items() if name.startswith("frozen ") else ():
+                assert np.array_equal(weight, before[tensor]) == bool(FROZEN.match(tensor)), f"{name}: {tensor}"
+    for tensor, grad in plain["grads"].items():  # of the first update
+        expected = np.zeros_like(grad) if FROZEN.match(tensor) else grad
+        assert np.abs(reference["grads"][tensor] - expected).max() < 1e-6, tensor

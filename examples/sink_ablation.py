@@ -148,7 +148,9 @@ def main() -> None:
     check_names(parser, args, list(every))
     use_all_cores()
     runs = (REPOSITORY / args.runs).resolve()
-    model = warm_start(runs, ("--preset", "gptoss_quickstart", "--tokenizer", "numbers"), change=raise_sinks)
+    model = warm_start(
+        runs, ("--preset", "gptoss_quickstart", "--tokenizer", "numbers", "--window", "8"), change=raise_sinks
+    )
     plans = [every[name] for name in args.only] if args.only else list(every.values())
     settings = {
         p.name: COMMON | {"model.path": model, "seed": p.seed, "data.seed": p.seed} | METHODS[p.method] for p in plans

@@ -148,7 +148,7 @@ QUICKSTART = Sizes(hidden=192, heads=4, kv_heads=2, head_dim=48, expert_intermed
 PRESETS = {
     "quickstart": ("qwen3_moe", QUICKSTART),
     # Yarn and windows as in the released models, but for the window's length.
-    "gptoss_quickstart": ("gpt_oss", replace(QUICKSTART, max_position=131072)),
+    "gptoss_quickstart": ("gpt_oss", replace(QUICKSTART, max_position=131072, window=32)),
 }
 """Models of examples/NAME.sh: family and sizes."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Message = dict[str, Any]
-"""role, content (text) and, where an assistant calls, tool_calls."""
+"""role, content (text) and, where an assistant calls, tool_calls; a tool's has its name where that is known."""
 
 
 def parse_call(call: Any) -> tuple[str, dict[str, Any]]:
@@ -26,7 +26,7 @@ def parse_messages(messages: Any) -> list[Message]:
     """The messages with what counts of them. Errors: ValueError saying what is wrong with the first that does not fit."""
     if not isinstance(messages, list):
         raise ValueError("a list of messages is wanted")
-    found = []
+    found, asked = [], list[tuple[Any, str]]()
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError("a message has a role and content")
@@ -39,5 +39,22 @@ def parse_messages(messages: Any) -> list[Message]:
         if calls:
             parsed = [parse_call(call) for call in calls]
             one["tool_calls"] = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in parsed]
+            asked = [(call.get("id"), name) for call, (name, _) in zip(calls, parsed, strict=True)]
+        if one["role"] == "tool" and (name := _answering(message, asked)):
+            one["name"] = name
         found.append(one)
     return found
+
+
+def _answering(message: Mapping[str, Any], asked: list[tuple[Any, str]]) -> str | None:
+    """The tool whose result a message is: by the call's id, else in the calls' order.
+
+    asked: id and name of calls that wait for their results; the one that has it is taken out.
+    """
+    wanted = message.get("tool_call_id")
+    for place, (number, name) in enumerate(asked):
+        if wanted is None or number in (None, wanted):
+            del asked[place]
+            return name
+    name = message.get("name")
+    return name if isinstance(name, str) else None

@@ -24,7 +24,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import Reply, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.conversation import Conversation
-from megatron_rl.rollout.dialects import Dialect, dialect, without_end
+from megatron_rl.rollout.dialects import DIALECTS, Dialect, Harmony, dialect, without_end
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.sampling import request_seed
 from megatron_rl.rollout.time_limit import TimeLimit
@@ -47,6 +47,11 @@ class Agents(SingleTurn):
         super().__init__(config, tokenizer, task, ranks)
         self.settings: AgentConfig = config.agent
         self.dialect: Dialect = dialect(self.settings.dialect, tokenizer, **self.settings.dialect_options)
+        if self._harmony and self.settings.dialect in DIALECTS and not isinstance(self.dialect, Harmony):
+            raise UserError(
+                f"config: agent.dialect: {self.settings.dialect} would take the channels of this model (Harmony) for a part of"
+                " its answers; set agent.dialect: harmony"
+            )
         self.toolbox: Toolbox | None = ranks.leaders_do(self._open)
         # Prompts are the same on every process, so the tools that they tell of are too.
         self.schemas = ranks.from_main(self.toolbox.schemas if self.toolbox else None)
@@ -190,7 +195,7 @@ class AgentCollection(Collection):
         turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
         self._finals[request] = parsed.final or ""
         cut = reply.finish_reason != "stop"
-        if cut and not parsed.calls:
+        if cut and (parsed.open or not parsed.calls):
             talk.finish_reason = "tokens"
             return
         replies = len(talk.replies)

@@ -12,6 +12,7 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments import Prompt, Task, encode_response
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.dialects.harmony_ids import speaks_harmony
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.parallel import Ranks
@@ -28,11 +29,17 @@ class SingleTurn:
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
         """Every process makes one. Errors: UserError for what the config has wrong."""
         self.config, self.tokenizer, self.task, self.ranks = config, tokenizer, task, ranks
+        self._harmony = speaks_harmony(tokenizer)
         if task.program not in (None, config.rollout.program):
             raise UserError(f"config: data.task: {task.name} needs rollout.program: {task.program}")
 
     def encode(self, prompt: Prompt) -> Prompt:
-        """The prompt with its tokens."""
+        """The prompt with its tokens. Errors: UserError for a conversation that a model answers on several channels."""
+        if prompt.messages is not None and self._harmony:
+            raise UserError(
+                "config: rollout.program: the model thinks and answers on channels (Harmony), and a single response would be"
+                " judged with both in it; set rollout.program: agent, agent.dialect: harmony and agent.max_turns: 1"
+            )
         return prompt.encode(self.tokenizer)
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:

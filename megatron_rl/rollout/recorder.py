@@ -83,7 +83,7 @@ class Session:
         if not isinstance(stop, list) or not all(isinstance(mark, str) for mark in stop):
             raise BadRequest(f"stop: a text or a list of texts is wanted, not {stop!r:.40}")
         tools = body.get("tools") or []
-        branch = self._branch([plain(message) for message in messages], tools)
+        branch = self._branch(plain(messages), tools)
         room = min(self.max_new_tokens - len(branch.talk.tokens), self.context_length - len(branch.talk.context))
         if room < 1:
             self.full = True
@@ -121,29 +121,29 @@ class Session:
         keys, offered = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)
         best: tuple[int, Branch, int] | None = None
         for branch in self.branches:
-            for known, tokens in branch.ends:
+            for number, (known, _) in enumerate(branch.ends):
                 fits = branch.tools == offered and known < len(keys) and branch.messages[:known] == keys[:known]
                 if (
                     fits
                     and all(m["role"] != "assistant" for m in messages[known:])
                     and (best is None or known > best[0])
                 ):
-                    best = known, branch, tokens
+                    best = known, branch, number
         if best is None:
             made = Branch(Conversation(self.form.prompt(messages, tools)), keys, offered, busy=True)
             self.branches.append(made)
             return made
-        known, branch, tokens = best
-        fresh = messages[known:]
+        known, branch, number = best
+        fresh, reply = messages[known:], branch.talk.replies[number].tokens.tolist()
+        between = self.form.observation(fresh, after=reply)
         if branch.busy or branch.ends[-1][0] != known or branch.talk.finish_reason:
             # The conversation has gone on otherwise: up to here it is another sequence's prompt.
-            before = branch.talk.context[:tokens]
-            prompt = [*before, *self.form.observation(fresh, after=before)]
-            made = Branch(Conversation(prompt), keys, offered, busy=True)
+            before = branch.talk.context[: branch.ends[number][1]]
+            made = Branch(Conversation([*before, *between]), keys, offered, busy=True)
             self.branches.append(made)
             return made
         branch.busy = True
-        branch.talk.add_observation(self.form.observation(fresh, after=branch.talk.tokens), str(fresh[-1]["role"]))
+        branch.talk.add_observation(between, str(fresh[-1]["role"]))
         branch.messages = keys
         return branch
 
@@ -170,9 +170,10 @@ class Session:
             ]
         elif text == "":
             message["content"] = ""
-        branch.messages = [*branch.messages, _key(plain(message))]
+        branch.messages = [*branch.messages, *map(_key, plain([message]))]
         branch.ends.append((len(branch.messages), len(branch.talk.context)))
-        cut = "length" if reply.finish_reason == "length" else "stop"
+        cut = reply.finish_reason == "length"
+        whole = parsed.calls and not (cut and parsed.open)
         prompt_tokens = len(branch.talk.context) - len(ids)
         return {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -183,7 +184,7 @@ class Session:
                 {
                     "index": 0,
                     "message": message,
-                    "finish_reason": "tool_calls" if parsed.calls else cut,
+                    "finish_reason": "tool_calls" if whole else "length" if cut else "stop",
                     "logprobs": None,
                 }
             ],
@@ -204,21 +205,23 @@ class Session:
             branch.talk.finish_reason = branch.talk.finish_reason or ended
 
 
-def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its content as one text. Errors: BadRequest for parts that are no text."""
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise BadRequest(f"messages: a part of type {kind} cannot be given to this policy: text alone can")
-        content = "".join(str(part.get("text", "")) for part in content)
-    role = "system" if message["role"] == "developer" else message["role"]
+def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with the content of each as one text. Errors: BadRequest for parts that are no text."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
+                    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                    raise BadRequest(f"messages: a part of type {kind} cannot be given to this policy: text alone can")
+            content = "".join(str(part.get("text", "")) for part in content)
+        role = "system" if message["role"] == "developer" else message["role"]
+        found.append({**message, "role": role, "content": content or ""})
     try:
-        [checked] = parse_messages([{"role": role, "content": content or "", "tool_calls": message.get("tool_calls")}])
+        return parse_messages(found)
     except ValueError as error:
         raise BadRequest(f"messages: {error}") from None
-    return checked
 
 
 def _key(message: Mapping[str, Any]) -> Any:

@@ -71,16 +71,25 @@ def test_requests_in_an_odd_form():
             asyncio.run(one.complete({"messages": USER} | odd))
     assert not one.branches, "what is refused begins no sequence"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
-    assert plain({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"] == {
-        "name": "f",
-        "arguments": {},
-    }
+    [checked] = plain([{"role": "assistant", "tool_calls": [call]}])
+    assert checked["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
     for arguments, problem in (("{", "arguments that are JSON"), ("[1]", "arguments of f are no JSON object")):
         call["function"]["arguments"] = arguments
         with pytest.raises(BadRequest, match=problem):
-            plain({"role": "assistant", "tool_calls": [call]})
+            plain([{"role": "assistant", "tool_calls": [call]}])
     with pytest.raises(BadRequest, match="a function with a name"):
-        plain({"role": "assistant", "tool_calls": [{"id": "1"}]})
+        plain([{"role": "assistant", "tool_calls": [{"id": "1"}]}])
+
+
+def test_results_have_the_names_of_the_tools_that_gave_them():
+    calls = [{"id": number, "function": {"name": name, "arguments": "{}"}} for number, name in ("1f", "2g", "3h")]
+    asked = {"role": "assistant", "content": None, "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": number, "content": number} for number in "213"]
+    assert [message["name"] for message in plain([asked, *results])[1:]] == ["g", "f", "h"]
+    unnumbered = [{"role": "tool", "content": "7"}] * 3
+    assert [message["name"] for message in plain([asked, *unnumbered])[1:]] == ["f", "g", "h"], "in order"
+    lost = {"role": "tool", "tool_call_id": "9", "content": "7"}
+    assert "name" not in plain([asked, lost])[1] and plain([lost | {"name": "k"}])[0]["name"] == "k"
 
 
 def test_every_token_that_ends_a_reply_is_no_part_of_what_it_says():

@@ -15,7 +15,7 @@ from megatron_rl.rollout.dialects.react import ReAct
 
 DIALECTS: dict[str, type[Dialect]] = {"qwen": Qwen, "react": ReAct, "harmony": Harmony}
 
-__all__ = ["DIALECTS", "Call", "Dialect", "Parsed", "dialect", "without_end"]
+__all__ = ["DIALECTS", "Call", "Dialect", "Harmony", "Parsed", "dialect", "without_end"]
 
 
 def dialect(name: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Dialect:

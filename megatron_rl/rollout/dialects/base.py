@@ -38,6 +38,8 @@ class Parsed:
     """The answer, without the model's thinking; None where it calls, or is malformed."""
     malformed: str | None = None
     """What is wrong with a call, as the model is told."""
+    open: bool = False
+    """The last call's text has no end of its own: of a reply that was cut off it is only a part."""
 
 
 class Dialect:

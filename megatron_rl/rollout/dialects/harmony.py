@@ -88,7 +88,7 @@ class Harmony(Dialect):
 
     @override
     def parse(self, token_ids: Sequence[int]) -> Parsed:
-        ids = list(token_ids)
+        ids = [int(token) for token in token_ids]
         while ids and ids[-1] in self._stops:
             ids.pop()
         if problem := self._misplaced(ids):
@@ -97,15 +97,20 @@ class Harmony(Dialect):
             messages = self.messages(ids)
         except (HarmonyError, OverflowError) as error:
             return Parsed(malformed=f"the reply has not the form of messages ({' '.join(str(error).split())[:200]})")
-        calls, finals = [], []
+        calls, finals, heard = [], [], ""
         for message in messages:
             try:
                 if _to(message) is not None:
                     calls.append(_call(message))
                 elif _channel(message) == "final":
                     finals.append(_text(message))
+                else:
+                    continue
             except ValueError as error:
                 return Parsed(malformed=str(error))
+            heard += _text(message)
+        if "\ufffd" in heard and not self._is_utf8(ids):  # with which the library replaces what is none
+            return Parsed(malformed="a call or the answer is not valid UTF-8")
         if calls and finals:
             return Parsed(malformed="a call and an answer on the final channel in one reply")
         if len(finals) > 1:
@@ -114,7 +119,8 @@ class Harmony(Dialect):
             return Parsed(
                 malformed="the reply has neither a call nor a message on the final channel, which is the answer"
             )
-        return Parsed(calls) if calls else Parsed(final=finals[0])
+        ended = ids[-1] == self._ids.marks["<|end|>"]
+        return Parsed(calls, open=not ended and _is_code(messages[-1])) if calls else Parsed(final=finals[0])
 
     def messages(self, token_ids: Sequence[int]) -> list[Spoken]:
         """The messages of a reply, the last one also where it has no end. Errors: HarmonyError where they have not the form."""
@@ -126,14 +132,21 @@ class Harmony(Dialect):
                 message.content_type, message.recipient = message.recipient, None
         return found
 
+    def _is_utf8(self, token_ids: Sequence[int]) -> bool:
+        try:
+            self._encoding.decode_utf8(self._ids.to_library(token_ids))
+        except HarmonyError:
+            return False
+        return True
+
     def _misplaced(self, token_ids: Sequence[int]) -> str | None:
         """What is wrong with special tokens, which the library takes for text inside of messages; None if nothing is."""
-        marks, vocabulary = self._ids.marks, len(self.tokenizer)
+        marks = self._ids.marks
         ends = {marks["<|end|>"], *self._stops}
         header = {marks["<|start|>"], marks["<|channel|>"], marks["<|constrain|>"]}
         inside = False
         for token in token_ids:
-            if not 0 <= token < vocabulary:
+            if not 0 <= token < self._ids.size:
                 return f"the reply has the id {token}, which is no token"
             if token in ends:
                 inside = False
@@ -146,9 +159,7 @@ class Harmony(Dialect):
 
     @override
     def parse_text(self, text: str) -> Parsed:
-        special = set(self._ids.marks)
-        ids = self._encoding.encode(text, allowed_special=special, disallowed_special=())
-        return self.parse(self._ids.from_library(ids))
+        return self.parse(self.tokenizer.encode(encodable(text), add_special_tokens=False))
 
     # -- what the model is told -----------------------------------------------------------------------------------------
 
@@ -163,7 +174,7 @@ class Harmony(Dialect):
         messages = list(messages)
         developer = DeveloperContent()
         if messages and messages[0]["role"] in ("system", "developer"):
-            developer = developer.with_instructions(encodable(str(messages.pop(0)["content"] or "")))
+            developer.instructions = encodable(str(messages.pop(0).get("content") or "")) or None
         if declared:
             developer = developer.with_function_tools(declared)
         if developer.to_dict() != DeveloperContent().to_dict():
@@ -256,6 +267,10 @@ def _text(message: Spoken) -> str:
     return "".join(getattr(content, "text", "") for content in message.content)
 
 
+def _shown(name: str) -> str:
+    return repr(name[:60])
+
+
 def _spoken(text: str, channel: str) -> Spoken:
     return Spoken.from_role_and_content(Role.ASSISTANT, text).with_channel(channel)
 
@@ -264,9 +279,11 @@ def _channel(message: Spoken) -> str:
     """The channel of an assistant's message. Errors: ValueError, as the model is told."""
     role = message.author.role
     if role is not Role.ASSISTANT:
-        raise ValueError(f"a message of {message.author.name or role.value}: the reply is to be the assistant's alone")
+        raise ValueError(
+            f"a message of {_shown(message.author.name or role.value)}: the reply is to be the assistant's alone"
+        )
     if message.channel not in CHANNELS:
-        channel = f"on an unknown channel '{message.channel:.40}'" if message.channel else "without a channel"
+        channel = f"on an unknown channel {_shown(message.channel)}" if message.channel else "without a channel"
         raise ValueError(f"a message {channel}; the channels are {', '.join(CHANNELS)}")
     return message.channel
 
@@ -284,22 +301,27 @@ def _named(recipient: str) -> str | None:
     return recipient if namespace in BUILT_IN and all(recipient.split(".")) else None
 
 
+def _is_code(message: Spoken) -> bool:
+    """Whether a message is plain code for the interpreter."""
+    return message.recipient == "python" and "json" not in (message.content_type or "")
+
+
 def _call(message: Spoken) -> Call:
     """The call that a message is. Errors: ValueError, as the model is told."""
     channel, recipient, text = _channel(message), _to(message) or "", _text(message)
     name = _named(recipient)
+    if name is None:
+        raise ValueError(f"an unknown recipient {_shown(recipient)}; a call goes to {FUNCTIONS}.NAME")
     if channel == "final":
         raise ValueError("a call on the final channel; calls go to the commentary channel")
-    if name is None:
-        raise ValueError(f"an unknown recipient '{recipient:.60}'; a call goes to {FUNCTIONS}.NAME")
-    if recipient == "python" and "json" not in (message.content_type or ""):
+    if _is_code(message):
         return Call(name, {"code": text})
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the arguments of {name} are not JSON ({error})") from None
+        raise ValueError(f"the arguments of {_shown(name)} are not JSON ({error})") from None
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name} are no JSON object")
+        raise ValueError(f"the arguments of {_shown(name)} are no JSON object")
     return Call(name, arguments)
 
 

@@ -23,6 +23,11 @@ _RANKS = 199_998
 _BASE = "TIKTOKEN_ENCODINGS_BASE"
 
 
+def speaks_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer has the special tokens of Harmony."""
+    return set(MARKS) <= set(map(str, tokenizer.added_tokens_decoder.values()))
+
+
 class HarmonyIds:
     """The library's ids for a tokenizer's and back.
 
@@ -32,7 +37,7 @@ class HarmonyIds:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Errors: UserError where the tokenizer has not all special tokens, or the library's vocabulary is not there."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.size = tokenizer, len(tokenizer)  # which takes 70 ms
         added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
         if missing := [mark for mark in MARKS if mark not in added]:
             raise UserError(

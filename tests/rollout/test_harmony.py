@@ -1,0 +1,552 @@
+"""The dialect of gpt-oss against openai-harmony's own renderer, with the released tokenizer's ids."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from openai_harmony import (
+    Author,
+    Conversation,
+    DeveloperContent,
+    Message,
+    ReasoningEffort,
+    RenderConversationConfig,
+    Role,
+    SystemContent,
+    ToolDescription,
+    ToolNamespaceConfig,
+)
+
+from megatron_rl.config import Config
+from megatron_rl.data.trajectory import WeightSpan
+from megatron_rl.environments import Prompt
+from megatron_rl.environments.calculator import Calculator
+from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.interpreter import PythonTool
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.agent import demonstration
+from megatron_rl.rollout.client import Reply
+from megatron_rl.rollout.dialects import Call, dialect
+from megatron_rl.rollout.dialects.harmony_ids import MARKS, HarmonyIds
+from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.rollout.recorder import Session
+from tools.make_tiny_model import harmony_calls_tokenizer, harmony_tokenizer
+
+KEEP = RenderConversationConfig(auto_drop_analysis=False)
+RETURN, CALL, END = 200002, 200012, 200007
+PIECES = [
+    *(
+        "the",
+        " sum ",
+        "7",
+        "\n\n",
+        "it's",
+        "Ünï",
+        "日本語",
+        "💖👋🏾",
+        "\u200d",
+        "\ufffd",
+        "  ",
+        '{"a": 1}',
+        "to=python",
+    ),
+    *MARKS,
+    *("<|endoftext|>", "assistant", "analysis", "<|reserved_200017|>"),
+]
+TOKENIZER = harmony_tokenizer(201088)
+FORM = dialect("harmony", TOKENIZER)
+ENCODING = FORM._encoding
+
+
+def special(text: str) -> list[int]:
+    return ENCODING.encode(text, allowed_special="all")
+
+
+def words(rng: random.Random, most: int = 8) -> str:
+    return "".join(rng.choices(PIECES, k=rng.randint(0, most)))
+
+
+def of_role(role: Role, content) -> Message:
+    return Message.from_role_and_content(role, content)
+
+
+# -- conversations from the library's renderer ---------------------------------------------------------------------------
+
+
+class Talk:
+    """A random conversation: in the library's messages, and what the dialect is given of it."""
+
+    def __init__(self, rng: random.Random, effort: str | None = None, date: str | None = None) -> None:
+        self.rng = rng
+        self.asked, self.tools = [], []
+        system = SystemContent(
+            reasoning_effort=ReasoningEffort(effort.title()) if effort else None, conversation_start_date=date
+        )
+        developer = DeveloperContent()
+        if rng.random() < 0.5:
+            self.asked.append({"role": "system", "content": "x" + words(rng)})
+            developer = developer.with_instructions(self.asked[0]["content"])
+        self.names = rng.sample(["f", "get_weather", "calculator"], k=rng.randint(0, 3))
+        if self.names:
+            schema = {"type": "object", "properties": {"x": {"type": "integer", "description": words(rng)}}}
+            self.tools = [
+                {"type": "function", "function": {"name": n, "description": words(rng), "parameters": schema}}
+                for n in self.names
+            ]
+            told = [
+                ToolDescription.new(t["function"]["name"], t["function"]["description"], schema) for t in self.tools
+            ]
+            developer = developer.with_function_tools(told)
+        if rng.random() < 0.3:
+            tool = PythonTool()
+            self.tools.insert(rng.randint(0, len(self.tools)), tool.schema)
+            system = system.with_tools(ToolNamespaceConfig(name="python", description=tool.description, tools=[]))
+        self.messages = [of_role(Role.SYSTEM, system)]
+        if developer.instructions or developer.tools:
+            self.messages.append(of_role(Role.DEVELOPER, developer))
+        self.user()
+
+    def user(self) -> dict:
+        text = words(self.rng)
+        self.messages.append(of_role(Role.USER, text))
+        self.asked.append({"role": "user", "content": text})
+        return self.asked[-1]
+
+    def reply(self) -> tuple[list[Message], list[Call], str | None]:
+        """Messages of a reply, and what it says."""
+        rng, said, calls, final = self.rng, [], [], None
+        for _ in range(rng.randint(0, 2)):
+            channel = rng.choice(["analysis", "commentary"])
+            said.append(of_role(Role.ASSISTANT, words(rng)).with_channel(channel))
+        if rng.random() < 0.4:
+            final = words(rng)
+            said.append(of_role(Role.ASSISTANT, final).with_channel("final"))
+            if rng.random() < 0.2:
+                said[-1].content_type = "<|constrain|>json"
+            return said, calls, final
+        for _ in range(rng.randint(1, 2)):
+            recipient = rng.choice(
+                [*(f"functions.{name}" for name in [*self.names, "no-such"]), "python", "browser.search"]
+            )
+            if recipient == "python":
+                text = words(rng)
+                calls.append(Call("python", {"code": text}))
+                made = of_role(Role.ASSISTANT, text).with_channel(rng.choice(["analysis", "commentary"]))
+                made.content_type = rng.choice([None, "code"])
+            else:
+                calls.append(Call(recipient.removeprefix("functions."), {words(rng): words(rng), "n": rng.random()}))
+                text = json.dumps(calls[-1].arguments, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
+                made = of_role(Role.ASSISTANT, text).with_channel("commentary")
+                made.content_type = rng.choice([None, "json", "<|constrain|>json"])
+            said.append(made.with_recipient(recipient))
+        return said, calls, final
+
+    def results(self, said: list[Message]) -> tuple[list[str], list[Message]]:
+        """What the tools return: texts for the dialect, and the library's messages."""
+        texts, told = [], []
+        for call in said:
+            if call.recipient:
+                texts.append(words(self.rng))
+                author = Author.new(Role.TOOL, call.recipient)
+                told.append(
+                    Message.from_author_and_content(author, texts[-1])
+                    .with_channel(call.channel)
+                    .with_recipient("assistant")
+                )
+        return texts, told
+
+
+def rendered(messages: list[Message], *, reply: bool = True) -> list[int]:
+    conversation = Conversation(messages=messages)
+    if reply:
+        return ENCODING.render_conversation_for_completion(conversation, Role.ASSISTANT, KEEP)
+    return ENCODING.render_conversation(conversation, KEEP)
+
+
+def written(said: list[Message], rng: random.Random) -> list[int]:
+    """A reply's tokens after <|start|>assistant: a call before the last message ends in <|end|>, the last one in any way."""
+    ids = []
+    for message in said:
+        one = ENCODING.render(message)
+        ids += [*one[:-1], END]
+    return [*ids[len(rendered([])) : -1], rng.choice([RETURN, CALL, END])]
+
+
+def alike(ids: list[int]) -> list[int]:
+    """With one token for all that end a message."""
+    return [END if token in (RETURN, CALL) else token for token in ids]
+
+
+def test_conversations_of_the_librarys_renderer():
+    """1,000 of them: parsed and rendered again the tokens are the same; prompt, replies and observations are the whole."""
+    rng = random.Random()
+    effort, date = rng.choice(["low", "high", None]), f"2026-11-{rng.randint(10, 30)}"
+    dated = dialect("harmony", TOKENIZER, reasoning_effort=effort, conversation_start_date=date)
+    for number in range(1000):
+        form = (dated, FORM)[number % 2]
+        talk = Talk(rng, "medium") if form is FORM else Talk(rng, effort, date)
+        record = form.prompt(talk.asked, talk.tools)
+        assert record == rendered(talk.messages)
+        whole = list(talk.messages)
+        for _ in range(rng.randint(1, 3)):
+            said, calls, final = talk.reply()
+            reply = written(said, rng)
+            parsed = form.parse(reply)
+            assert (parsed.calls, parsed.final, parsed.malformed) == (calls, final, None), form.text(reply)
+            again = form.messages(reply)
+            assert again == said
+            assert alike(rendered(again, reply=False))[len(rendered([])) :] == alike(reply)
+            assert form.parse(reply[:-1]).calls == calls and form.parse(reply[:-1]).final == final
+            texts, told = talk.results(said) if calls else ([talk.user()], talk.messages[-1:])
+            between = form.observation(texts, after=reply)
+            cut = form.observation(texts, after=reply[:-1])
+            assert cut == [CALL if calls else END, *between], "what was cut off gets its end"
+            record += reply + between
+            whole += [*said, *told]
+            assert alike(record) == alike(rendered(whole))
+
+
+def test_a_stream_of_whatever_tokens_is_never_an_error():
+    """Random ids, valid replies that are cut, and such with tokens changed, added and left out."""
+    rng, tool = random.Random(), [Calculator().schema]
+    marks = list(FORM._ids.marks.values())
+    parts = [
+        special(text)
+        for text in ("assistant", "analysis", "commentary", "final", " to=functions.f", "{}", "user", "💖")
+    ]
+    seen = {"calls": 0, "final": 0, "malformed": 0}
+    for number in range(3000):
+        if number % 3 == 0:
+            ids = [rng.choice([rng.choice(marks), rng.randrange(201088)]) for _ in range(rng.randint(0, 30))]
+            ids = [token for token in ids for token in rng.choice([[token], [token], rng.choice(parts)])]
+            if rng.random() < 0.1:
+                ids.insert(rng.randint(0, len(ids)), rng.choice([-1, 201088, 99999999, 2**32 - 1, 2**32, 2**70]))
+        else:
+            said, calls, final = Talk(rng).reply()
+            ids = written(said, rng)
+            if number % 3 == 1:
+                ids = ids[: rng.randint(0, len(ids))]
+                parsed = FORM.parse(ids)
+                if parsed.calls and parsed.open:
+                    assert (
+                        calls[len(parsed.calls) - 1]
+                        .arguments["code"]
+                        .encode()
+                        .startswith(parsed.calls[-1].arguments["code"].encode())
+                    )
+                else:
+                    assert parsed.calls == calls[: len(parsed.calls)], "a part of a call is none"
+                assert parsed.final is None or final.startswith(parsed.final)
+            for _ in range(rng.randint(0, 3)):
+                place = rng.randint(0, len(ids))
+                ids[place : place + rng.randint(0, 1)] = rng.choice(
+                    [[], [rng.choice(marks)], rng.choice(parts), [9552]]
+                )
+        parsed = FORM.parse(ids)
+        kinds = {
+            "calls": bool(parsed.calls),
+            "final": parsed.final is not None,
+            "malformed": parsed.malformed is not None,
+        }
+        assert sum(kinds.values()) == 1
+        if parsed.malformed is not None:
+            assert len(parsed.malformed.splitlines()) == 1 and 10 < len(parsed.malformed) < 300
+        for kind, found in kinds.items():
+            seen[kind] += found
+        between = FORM.observation(["x"], after=ids)
+        assert between[-len(rendered([])) :] == rendered([])
+        assert not ids or (ids[-1] in (END, CALL, RETURN)) == (between[0] == marks[0])
+    assert min(seen.values()) > 100, seen
+    assert FORM.prompt([{"role": "user", "content": "a"}], tool)
+
+
+MALFORMED = {
+    # of the library's own tests
+    "I must refuse<|end|><|start|>assistant<|channel|>final<|message|>I'm sorry<|return|>": "the form",
+    "<|channel|>analysis I must refuse<|end|><|start|>assistant<|channel|>final<|message|>No<|return|>": "the form",
+    "... Let's call.<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>": "the form",
+    "<|channel|>commentary Hello<|end|>": "the form",
+    # headers
+    "": "the form",
+    "7": "the form",
+    "<|channel|>final": "the form",
+    "<|channel|><|message|>7": "the form",
+    "<|message|>7": "without a channel",
+    "<|channel|>finale<|message|>7": "unknown channel 'finale'",
+    "<|channel|>Final<|message|>7": "unknown channel 'Final'",
+    "<|start|>assistant<|channel|>final<|message|>7": "unknown recipient",
+    "<|channel|>final<|message|>7<|end|>8": "the form",
+    "<|channel|>final<|message|>7<|end|><|end|>": "the form",
+    "<|channel|>final<|message|>7<|end|><|start|>": "the form",
+    "<|channel|>analysis<|message|>hm<|end|><|start|>user<|channel|>final<|message|>7": "a message of 'user'",
+    "<|channel|>analysis<|message|>hm<|end|><|start|>functions.f to=assistant<|channel|>commentary<|message|>7": "of 'fun",
+    "<|channel|>analysis<|message|>hm<|end|><|start|>narrator<|channel|>final<|message|>7": "the form",
+    # recipients
+    "<|channel|>commentary to=f<|message|>{}": "unknown recipient 'f'",
+    "<|channel|>commentary to=functions.<|message|>{}": "unknown recipient 'functions.'",
+    "<|channel|>commentary to=functions<|message|>{}": "unknown recipient 'functions'",
+    "<|channel|>commentary to=browser.<|message|>{}": "unknown recipient 'browser.'",
+    "<|channel|>commentary to=assistant<|message|>{}": "unknown recipient 'assistant'",
+    "<|channel|>commentary f<|message|>{}": "unknown recipient 'f'",
+    "<|channel|>final to=functions.f<|message|>{}": "a call on the final channel",
+    " to=functions.f<|message|>{}": "without a channel",
+    # arguments
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>": "arguments of 'f' are not JSON",
+    '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1': "arguments of 'f' are not JSON",
+    "<|channel|>commentary to=functions.f code<|message|>f(1)": "arguments of 'f' are not JSON",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>[1]": "arguments of 'f' are no JSON object",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>" + "[" * 9999: "arguments of 'f' are not JSON",
+    "<|channel|>commentary to=python <|constrain|>json<|message|>print(1)": "arguments of 'python' are not JSON",
+    # special tokens
+    "<|channel|>final<|message|>7<|message|>8": "special token <|message|> in the content",
+    "<|channel|>final<|message|>7<|start|>assistant": "special token <|start|> in the content",
+    "<|channel|>final<|message|><|constrain|>7": "special token <|constrain|> in the content",
+    "<|channel|>final<|message|>7<|endoftext|>": "special token <|endoftext|> in the content",
+    "<|channel|>final<|reserved_200017|><|message|>7": "special token <|reserved_200017|> in the header",
+    "<|channel|>analysis<|channel|>final<|message|>7": "unknown recipient",
+    # what it says
+    "<|channel|>analysis<|message|>hm": "neither a call nor a message on the final channel",
+    "<|channel|>analysis<|message|>hm<|end|>": "neither a call nor a message on the final channel",
+    "<|channel|>commentary<|message|>I shall call f": "neither a call nor a message on the final channel",
+    "<|channel|>final<|message|>7<|end|><|start|>assistant<|channel|>final<|message|>8": "more than one message on the final",
+    "<|channel|>commentary to=functions.f<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>8": "a call and an",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_a_malformed_reply_is_told_what_is_wrong(text):
+    for end in ([], [CALL], [RETURN]):
+        ids = special(text) + end
+        parsed = FORM.parse(ids)
+        assert not parsed.calls and parsed.final is None
+        assert MALFORMED[text] in parsed.malformed
+        told = asyncio.run(Environment(toolbox=None).respond(parsed))
+        between = FORM.text(FORM.observation(told, after=ids))
+        assert f"<|message|>Error: {parsed.malformed}<|end|><|start|>assistant" in between
+    assert FORM.parse_text(text) == FORM.parse(special(text))
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        ([*special("<|channel|>final"), 9552, *special("<|message|>7")], "the form"),  # half of a character in a header
+        ([*special("<|channel|>final<|message|>"), 9552, 9552, *special("7")], "UTF-8"),
+        ([*special("<|channel|>commentary to=functions.f<|message|>{"), 9552, *special('"a":1}')], "JSON"),
+        ([*special('<|channel|>commentary to=functions.f<|message|>{"a":"'), 9552, *special('"}')], "UTF-8"),
+        ([*special("<|channel|>final<|message|>7"), 99999999], "99999999, which is no token"),
+        ([*special("<|channel|>final<|message|>7"), 201087], "201087, which is no token"),
+        ([2**32 - 1], "is no token"),
+        ([-1], "is no token"),
+    ],
+)
+def test_ids_that_are_no_text(ids, problem):
+    assert problem in FORM.parse(ids).malformed
+    assert FORM.observation(["x"], after=ids)
+
+
+def test_a_malformed_call_is_answered_by_whom_it_called():
+    text = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{<|call|>"
+    between = FORM.text(FORM.observation(["Error"], after=special(text)))
+    assert between == "<|start|>functions.f to=assistant<|channel|>commentary<|message|>Error<|end|><|start|>assistant"
+    between = FORM.text(FORM.observation(["Error"], after=special("hm<|return|>")))
+    assert between == "<|start|>functions to=assistant<|channel|>commentary<|message|>Error<|end|><|start|>assistant"
+
+
+def test_a_result_with_a_name_goes_to_the_call_of_that_tool():
+    one = "<|channel|>commentary to=functions.{}<|message|>{{}}"
+    ids = special(f"{one.format('f')}<|end|><|start|>assistant{one.format('g')}")
+    results = [{"role": "tool", "name": name, "content": name} for name in "gf"]
+    between = FORM.text(FORM.observation(results, after=[*ids, CALL]))
+    assert between.index("functions.g to=assistant<|channel|>commentary<|message|>g") < between.index("functions.f to=")
+    assert FORM.text(FORM.observation(results)) == between, "names are enough"
+
+
+# -- what is told, and what it says --------------------------------------------------------------------------------------
+
+
+def test_the_answer_is_what_the_final_channel_says():
+    text = "<|channel|>analysis<|message|>\\boxed{1}<|end|><|start|>assistant<|channel|>commentary<|message|>2<|end|>"
+    answer = FORM.parse(special(f"{text}<|start|>assistant<|channel|>final<|message|> 3 <|return|>"))
+    assert (answer.final, answer.calls, answer.malformed) == (" 3 ", [], None)
+    assert FORM.parse_text("<|channel|>final <|constrain|>json<|message|>{}").final == "{}"
+    assert FORM.parse(special("<|channel|>final<|message|>\\boxed{1")).final == "\\boxed{1", "as far as it was said"
+
+
+def test_tokens_that_end_a_reply():
+    assert FORM.stop_token_ids == [RETURN, CALL] == sorted(ENCODING.stop_tokens_for_assistant_actions())
+    assert FORM.reply("7")[-1] == RETURN and FORM.reply("7").count(END) == 0
+    assert FORM.text(FORM.reply("7 <|end|>")) == "<|channel|>final<|message|>7 <|end|><|return|>"
+    assert END not in FORM.reply("7 <|end|>"), "as text"
+
+
+def test_the_prompt_is_the_same_every_day_and_options_are_lines_of_it():
+    asked = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
+    assert FORM.text(FORM.prompt(asked)) == (
+        "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n\n"
+        "Reasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"
+        "<|start|>developer<|message|># Instructions\n\nbe short<|end|><|start|>user<|message|>hi<|end|><|start|>assistant"
+    )
+    small = harmony_calls_tokenizer(64)
+    for effort in ("low", "high", None):
+        form = dialect("harmony", small, reasoning_effort=effort, model_identity=None, knowledge_cutoff=None)
+        told = form._encoding.render_conversation(Conversation(messages=[of_role(Role.SYSTEM, form._system)]))
+        text = form._encoding.decode(told)
+        assert text.startswith(f"<|start|>system<|message|>{f'Reasoning: {effort}' if effort else '# Valid'}")
+    with pytest.raises(UserError, match="agent.dialect_options.reasoning_effort: highest is none of low, medium, high"):
+        dialect("harmony", small, reasoning_effort="highest")
+    with pytest.raises(UserError, match="agent.dialect_options: .*'effort'"):
+        dialect("harmony", small, effort="high")
+    with pytest.raises(UserError, match="agent.dialect_options: .*'reasoning_effort'"):
+        dialect("qwen", small, reasoning_effort="high")
+    with pytest.raises(UserError, match="harmony has no role 'narrator'"):
+        FORM.prompt([{"role": "narrator", "content": "hi"}])
+
+
+def test_the_interpreter_is_told_of_and_called_as_the_models_know_it():
+    tool = PythonTool()
+    asked = [{"role": "user", "content": "hi"}]
+    told = FORM.text(FORM.prompt(asked, [tool.schema]))
+    assert f"# Tools\n\n## python\n\n{tool.description}\n\n# Valid channels" in told and "functions" not in told
+    ids = special(
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>analysis to=python code<|message|>print(1)"
+    )
+    parsed = FORM.parse([*ids, CALL])
+    assert parsed.calls == [Call("python", {"code": "print(1)"})]
+    assert FORM.parse(ids).open and FORM.parse([*ids, END]).open is False, "a part of a program is none"
+    between = FORM.text(FORM.observation(["1"], after=[*ids, CALL]))
+    assert between == "<|start|>python to=assistant<|channel|>analysis<|message|>1<|end|><|start|>assistant"
+    call = {"function": {"name": "python", "arguments": {"code": "<|end|>"}}}
+    reply = FORM.reply_of({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert FORM.text(reply) == " to=python<|channel|>analysis code<|message|><|end|><|call|>" and END not in reply
+    assert FORM.parse(reply).calls == [Call("python", {"code": "<|end|>"})]
+    as_json = special('<|channel|>commentary to=python <|constrain|>json<|message|>{"code": "1"}')
+    assert FORM.parse(as_json).calls == [Call("python", {"code": "1"})]
+    other = {
+        "name": "python",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"file": {"type": "string"}}},
+    }
+    assert "type python = (_: {" in FORM.text(FORM.prompt(asked, [{"type": "function", "function": other}]))
+
+
+def test_a_history_of_calls_is_rendered_as_the_library_does():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "ü"}}}
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "I shall call f", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "7"},
+        {"role": "assistant", "content": "7"},
+        {"role": "system", "content": "in words"},
+        {"role": "user", "content": "again"},
+    ]
+    assert FORM.text(FORM.prompt(history)).partition("for every message.<|end|>")[2] == (
+        "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>commentary<|message|>I shall call f<|end|>"
+        '<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a":"ü"}<|call|>'
+        "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>7<|end|><|start|>developer<|message|># Instructions\n\nin words<|end|>"
+        "<|start|>user<|message|>again<|end|><|start|>assistant"
+    )
+    shown = demonstration(FORM, Prompt("a", "a", tokens=[1]), history[1:4])
+    assert FORM.text(shown.tokens[1:]) == (
+        "<|channel|>commentary<|message|>I shall call f<|end|><|start|>assistant to=functions.f<|channel|>commentary "
+        '<|constrain|>json<|message|>{"a":"ü"}<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>'
+        "<|start|>assistant<|channel|>final<|message|>7<|return|>"
+    )
+    two = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    assert FORM.parse(FORM.reply_of(two)).calls == [Call("f", {"a": "ü"})] * 2
+
+
+# -- vocabularies --------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_is_the_released_one():
+    """Its ids are those of the library, whose vocabulary has the hash that the library knows."""
+    assert FORM._ids._same and len(TOKENIZER) == 200019
+    rng = random.Random()
+    for _ in range(300):
+        text = words(rng, 30) + "".join(
+            map(chr, rng.choices([*range(32, 1000), *range(0x4E00, 0x4F00)], k=rng.randint(0, 30)))
+        )
+        ours = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours == ENCODING.encode(text, disallowed_special=())
+        ours = TOKENIZER.encode(text, add_special_tokens=False)
+        assert ours == special(text) and TOKENIZER.decode(ours) == text
+
+
+def test_the_vocabulary_needs_no_network_and_no_package(monkeypatch):
+    before = dict(os.environ)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for way in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(way, "http://127.0.0.1:1")
+    assert HarmonyIds(TOKENIZER)._same, "gpt-oss's tokenizer has it in it"
+    with pytest.raises(UserError, match="needs the package bpe-openai"):
+        HarmonyIds(harmony_calls_tokenizer(64))
+    monkeypatch.undo()
+    assert dict(os.environ) == before
+
+
+def test_a_tokenizer_with_the_special_tokens_alone():
+    """A tiny model's: short prompts, and the same messages in its own ids."""
+    tokenizer = harmony_calls_tokenizer(64)
+    form = dialect("harmony", tokenizer)
+    asked, tools = [{"role": "user", "content": "12+34="}], [Calculator().schema]
+    prompt = form.prompt(asked, tools)
+    assert len(prompt) == 22 and form.text(prompt).endswith("<|start|>user<|message|>12+34=<|end|><|start|>assistant")
+    call = {"function": {"name": "calculator", "arguments": {"expression": "12+34"}}}
+    reply = form.reply_of({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert form.parse(reply).calls == [Call("calculator", {"expression": "12+34"})]
+    assert form.text(reply) == FORM.text(FORM.reply_of({"role": "assistant", "content": "", "tool_calls": [call]}))
+    assert form.text(form.observation(["46"], after=reply)) == FORM.text(
+        FORM.observation(["46"], after=special(form.text(reply)))
+    )
+    assert form.text(form.reply("46")) == FORM.text(FORM.reply("46")) and form.parse(form.reply("46")).final == "46"
+    assert tokenizer.convert_ids_to_tokens(form.stop_token_ids) == ["<|call|>", "<|return|>"]
+    marks = [form.observation(["<|end|> 7 <|call|>"]).count(token) for token in tokenizer.added_tokens_decoder]
+    assert marks == [form.observation(["7"]).count(token) for token in tokenizer.added_tokens_decoder]
+
+
+# -- who uses it ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_channels_is_not_asked_without_them():
+    program = SingleTurn(Config(), harmony_calls_tokenizer(64), SimpleNamespace(program=None), None)
+    assert program.encode(Prompt("a", "1+1=")).tokens
+    with pytest.raises(UserError, match=r"agent\.dialect: harmony and agent\.max_turns: 1"):
+        program.encode(Prompt("a", "1+1=", messages=[{"role": "user", "content": "1+1="}]))
+
+
+def test_the_endpoint_gives_the_final_channel_and_calls():
+    said = [
+        '<|channel|>analysis<|message|><|end|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{"a":1}<|call|>',
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>7<|return|>",
+    ]
+
+    async def ask(talk, sampling):
+        tokens = np.asarray(special(said[len(talk.replies)]), np.int32)
+        fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": np.zeros(len(tokens), np.float32)}
+        return Reply(tokens, fields, "stop", [WeightSpan("0", 0, len(tokens))])
+
+    session = Session(FORM, ask, 1000, 1000, stop_token_ids=[RETURN, 199999, CALL])
+    asked, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "f"}}]
+
+    async def work():
+        choice = (await session.complete({"messages": asked, "tools": tools}))["choices"][0]
+        call = choice["message"]["tool_calls"][0]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"]) == {"a": 1}
+        more = [*asked, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+        choice = (await session.complete({"messages": more, "tools": tools}))["choices"][0]
+        assert choice["message"]["content"] == "7" and choice["finish_reason"] == "stop" and session.last.final == "7"
+
+    asyncio.run(work())
+    [branch] = session.branches
+    result = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|><|start|>assistant"
+    assert FORM.text(branch.talk.tokens) == f"{said[0]}{result}{said[1]}"
+    assert "type f = () => any;" in FORM.text(branch.talk.prompt)

@@ -141,6 +141,9 @@ class AlgorithmConfig:
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over all tokens of the update, or over sequences of each one's token mean."""
     entropy_coefficient: float = 0.0
+    on_policy: bool = False
+    """Claim that each update is of the very policy that sampled. The run stops before an update where a response, a server or
+    the trainer has other weights than those that were pushed last, or where the loss's ratio is not exactly 1."""
     kl: KLConfig = KLConfig()
 
 

@@ -8,6 +8,7 @@ from megatron_rl.routing.predictors import Predictors
 from megatron_rl.routing.replay import PREDICTING
 from megatron_rl.trainer.agreement import AgreementFloor
 from megatron_rl.trainer.hooks import UpdateHook
+from megatron_rl.trainer.on_policy import OnPolicy
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
 
@@ -25,4 +26,6 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
             hooks.append(TrustRegion(config.vp2o, stein))
     if config.rollout.agreement_floor is not None:
         hooks.append(AgreementFloor(config.rollout.agreement_floor))
+    if config.algorithm.on_policy:
+        hooks.append(OnPolicy())
     return hooks

@@ -93,6 +93,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_correction(config)
         _check_routing(config, hf_config)
         _check_refresh(config)
+        _check_on_policy(config)
     if kind != "ask":
         _check_vp2o(config, hf_config, kind)
         _check_weights(config, hf_config, kind)
@@ -332,6 +333,37 @@ def _check_refresh(config: Config) -> None:
             " nothing corrects for it; set correction.bypass: true (the loss's ratio starts from the engine's log-probs), or"
             " correction.mode: truncate with high: 2.0"
         )
+
+
+def _check_on_policy(config: Config) -> None:
+    """Refuse what makes the claim of `algorithm.on_policy` untrue from the start. Errors: UserError."""
+    if not config.algorithm.on_policy:
+        return
+    for key, contradicts, why, remedy in (
+        (
+            f"batch.updates_per_step = {config.batch.updates_per_step}",
+            config.batch.updates_per_step > 1,
+            "the later updates of a step are of a policy that has moved",
+            "set it to 1",
+        ),
+        (
+            "sync.refresh.when = drift",
+            config.sync.refresh.when == "drift",
+            "samples may come from weights that are steps old",
+            "set it to always",
+        ),
+        ("rollout.load", bool(config.rollout.load), "a record was sampled by another run's weights", "leave it out"),
+        (
+            "correction.bypass",
+            config.correction.bypass,
+            "the ratio starts from the engine's log-probs, which are never exactly the trainer's",
+            "set it to false",
+        ),
+    ):
+        if contradicts:
+            raise UserError(
+                f"config: {key} with algorithm.on_policy: {why}; {remedy}, or set algorithm.on_policy: false"
+            )
 
 
 def _check_weights(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:

@@ -15,9 +15,10 @@ from megatron_rl.config import RoutingConfig
 from megatron_rl.data.record import file_of, save_trajectories
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
+from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import share_of
 from megatron_rl.launch.run import Run
-from megatron_rl.metrics.reduce import Metrics, maximum, total
+from megatron_rl.metrics.reduce import Metrics, maximum, mean, total
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.models.served import check_served
 from megatron_rl.rollout.children import ChildServers, place_here
@@ -31,6 +32,7 @@ from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes, feature_stride
 from megatron_rl.rollout.turns import Turns
+from megatron_rl.rollout.versions import others
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer.trainer import Trainer
@@ -55,6 +57,8 @@ class Engine:
         self._routes = EngineRoutes.from_config(model) if asks_routes(self.config) else None
         self._features = EngineFeatures.from_config(model, self._dtype) if feature_stride(self.config) else None
         self._retries = 0
+        self._stale = 0, 0
+        """Responses of the last step that are not of the weights pushed last, and all."""
         self._loaded = 0, ""
         """Step and digest of the trainer's weights, where trajectories are read instead of sampled."""
 
@@ -169,6 +173,7 @@ class Engine:
             self._pusher.now = step
             samples = self.config.batch.samples_per_prompt
             trajectories = self.ask(prompts, self.run.support, samples=samples, seed=f"train/{step}", with_routes=True)
+            self._look_at_versions(trajectories, step)
             fresh = [sampled_by(t, str(self.version)) for t in trajectories]
             if rollout.record:
                 for trajectory, current in zip(trajectories, fresh, strict=True):
@@ -179,6 +184,24 @@ class Engine:
         for trajectory, current in zip(trajectories, fresh, strict=True):  # what is dropped is counted without a route
             drop_stale_routes(trajectory, fresh=current)
         return trajectories
+
+    def _look_at_versions(self, trajectories: list[Trajectory], step: int) -> None:
+        """Count the responses that are not of the weights pushed last. Errors: UserError under algorithm.on_policy."""
+        if not self.trains:
+            return
+        version = str(self.version)
+        mine = others(trajectories, version)
+        self._stale = len(mine), len(trajectories)
+        if not self.config.algorithm.on_policy:
+            return
+        stale = [line for part in self.run.ranks.gather_from_leaders(mine) for line in part]
+        problems = [f"{len(stale)} responses are not of version '{version}', pushed last; {stale[0]}"] if stale else []
+        try:
+            self._pusher.verify()
+        except UserError as error:  # the same on every process
+            problems.append(str(error))
+        if problems:
+            raise UserError(f"algorithm.on_policy: step {step + 1}: {'; '.join(problems)}")
 
     def ask(
         self,
@@ -223,9 +246,10 @@ class Engine:
         return revived
 
     def metrics(self) -> Metrics:
-        """Counts since the start of the run, and the size of the last push."""
+        """Counts since the start of the run, the share of stale responses of the last step, and the size of the last push."""
         loads = bool(self.config.rollout.load)
-        return {
+        sampled = {} if loads else {"rollout/stale": mean(*self._stale)}
+        return sampled | {
             "rollout/restarts": maximum(0 if loads else self._recovery.restarts),
             "rollout/retries": total(self._retries),
             "sync/megabytes": maximum(0.0 if loads else self._pusher.bytes / 1e6),

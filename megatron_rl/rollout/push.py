@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_rl.errors import UserError
@@ -74,8 +76,15 @@ class Pusher:
         if self._recovery.revive() or not self._keeps_weights:
             self.again()
             return
+        self.verify(lambda: self._turns.to_servers("kv_cache", "weights"))
+
+    def verify(self, wake: Callable[[], None] = lambda: None) -> None:
+        """Check that all servers, once awake, have what was pushed last; where one has died, it is pushed again.
+
+        Errors: UserError naming servers.
+        """
         try:
-            self._turns.to_servers("kv_cache", "weights")
+            wake()
             self._sync.verify()
         except UserError:
             if not self._recovery.revive(DEATH_S):

@@ -117,8 +117,11 @@ class WeightSync:
         return self._together(lambda: self._push(named_tensors, str(version)))
 
     def verify(self) -> None:
-        """Compare checksums with the last push. Errors (on every rank): WeightSyncError that names server and tensors."""
-        self._together(self._verify)
+        """Compare versions and checksums with the last push.
+
+        Errors (on every rank): WeightSyncError that names the servers, or one and its tensors.
+        """
+        self._together(self._check_served)
 
     def close(self) -> None:
         """Give up the connection. A later push connects again."""
@@ -181,11 +184,22 @@ class WeightSync:
         if self.version is None:
             return True
         try:
-            return all(
-                reply.get("weight_version") == self.version for reply in _there(self._engines).get("/model_info")
-            )
+            return all(served == self.version for served in self._served())
         except WeightSyncError:
             return False
+
+    def _served(self) -> list[str | None]:
+        """The version that each server says it has."""
+        return [reply.get("weight_version") for reply in _there(self._engines).get("/model_info")]
+
+    def _check_served(self) -> None:
+        served = zip(self.addresses, self._served(), strict=True)
+        if wrong := [f"{address} has '{version}'" for address, version in served if version != self.version]:
+            raise WeightSyncError(
+                f"weight sync: version '{self.version}' was pushed last, and {', '.join(wrong)}: restarted, or given"
+                " other weights by someone else"
+            )
+        self._verify()
 
     def _check_dtype(self) -> None:
         sizes: dict[torch.dtype, int] = {}

@@ -199,7 +199,9 @@ class Policy(Objective):
         sums[CLOSE] = (mask & ((old - batch["rollout_log_probs"]).abs() <= math.log(2))).sum()
         # The mismatch to the engine is that of the policy before its update.
         seen = {"old_log_probs": old.detach(), "coverage": outputs.coverage.detach(), **vars(corrected)}
-        return Result((total * weights).sum(), _token_means(batch, sums), seen)
+        metrics = _token_means(batch, sums)
+        metrics["loss/ratio"] = mean(sums["loss/ratio"], inside.sum())  # of those that have one: on-policy exactly 1
+        return Result((total * weights).sum(), metrics, seen)
 
     def _without(self, gone: Tensor, batch: Batch, corrected: TokenWeights) -> TokenWeights:
         """Weights of 0 for the tokens `gone` [T], and for their sequences where the loss's ratio is a sequence's."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -30,6 +31,7 @@ from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.table import RouteShape
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
 from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.objective import HeadOutputs, LogProbs, Objective, Result, Totals
@@ -82,7 +84,7 @@ class Trainer:
         )
         self.chunks = model.make_chunks()
         self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
-        self._export_plan: list | None = None
+        self._export_plan: list[WeightConversionTask] | None = None
         self.ddp: list[DistributedDataParallel] = []
         self._optimizer: ChainedOptimizer | None = None
         self.hooks = list(hooks)
@@ -363,11 +365,24 @@ class Trainer:
 
         Errors: RuntimeError while the weights are off the device.
         """
+        return self.model.export_hf_weights(self.chunks, self._exported())
+
+    def fingerprints(self) -> dict[str, int]:
+        """Those of this process's part of what `export_weights` exports, by Megatron's names: equal where it has not moved.
+
+        Collective. Errors: as export_weights.
+        """
+        mine = {t.global_param_name: t.param_weight for t in self._exported() if t.param_weight is not None}
+        hashes = to_integers([fingerprint_tensor(weight) for weight in mine.values()])
+        return dict(zip(mine, hashes, strict=True))
+
+    def _exported(self) -> list[WeightConversionTask]:
+        """The parameters as they are."""
         self.residence.require("weights")
         gather_parameters(self.ddp)
         if self._export_plan is None:
             self._export_plan = self.model.export_plan(self.chunks, foreign=any(hook.served for hook in self.hooks))
-        return self.model.export_hf_weights(self.chunks, self._export_plan)
+        return self._export_plan
 
     def save_hf(self, out: Path) -> None:
         """The weights as a Hugging Face folder. Collective. Errors: as export_weights; UserError as Model.save_hf."""

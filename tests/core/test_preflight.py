@@ -15,6 +15,26 @@ from megatron_rl.models.precision import Machine
 from megatron_rl.rollout.sampling import SamplingSupport
 
 REFUSED = {
+    "on-policy with several updates": (
+        {"algorithm": {"on_policy": True}, "batch": {"updates_per_step": 2}},
+        r"batch\.updates_per_step = 2 with algorithm\.on_policy: .*; set it to 1, or set algorithm\.on_policy: false",
+    ),
+    "on-policy with old samples": (
+        {
+            "algorithm": {"on_policy": True},
+            "sync": {"refresh": {"when": "drift"}},
+            "correction": {"mode": "truncate", "high": 2.0},
+        },
+        r"sync\.refresh\.when = drift with algorithm\.on_policy: .*; set it to always",
+    ),
+    "on-policy of a record": (
+        {"algorithm": {"on_policy": True}, "rollout": {"load": "somewhere"}, "eval": {"prompts": 0}},
+        r"rollout\.load with algorithm\.on_policy: .*; leave it out",
+    ),
+    "on-policy with the engine's ratio": (
+        {"algorithm": {"on_policy": True}, "correction": {"bypass": True}},
+        r"correction\.bypass with algorithm\.on_policy: .*; set it to false",
+    ),
     "nothing of that name": (
         {"model": {"freeze": ["*.rooter.*"]}},
         r"freeze: '\*\.rooter\.\*' matches.* mean \*\.router\.\*",

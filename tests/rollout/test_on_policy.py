@@ -1,0 +1,149 @@
+"""A run that claims to be on-policy, with a server of somebody else: an honest step passes, and each way not to be is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+
+from megatron_rl.config import SyncConfig, build_config
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.launch.run import Run
+from megatron_rl.metrics.reduce import figures
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.trainer import parallel
+
+
+@dataclass
+class Claimant:
+    """A run with its engine, whose server others can reach too."""
+
+    run: Run
+    engine: Engine
+    server: RolloutServer
+    folder: Path
+    """Of the weights that the server began with."""
+
+    def collect(self, step: int) -> list[Trajectory]:
+        return self.engine.collect(self.run.stream.next(4), step=step)
+
+    def push_others(self, version: str, factor: float = 1.0) -> None:
+        """Another trainer's push, of the server's first weights times a factor."""
+        weights = {name: tensor * factor for name, tensor in load_file(self.folder / "model.safetensors").items()}
+        with WeightSync(SyncConfig(transport="tensor"), [self.server.address], rollout_dtype="fp32") as sync:
+            sync.push(iter(weights.items()), version)
+
+    def label(self, version: str) -> None:
+        """Give the server's weights another version's name."""
+        address = f"{self.server.address}/update_weight_version"
+        httpx.post(address, json={"new_version": version}, timeout=60).raise_for_status()
+
+    def running(self) -> int:
+        """Requests that the server computes at the moment."""
+        loads = httpx.get(f"{self.server.address}/v1/loads", timeout=60).json()["loads"]
+        return sum(load["num_running_reqs"] for load in loads)
+
+
+@pytest.fixture(scope="module")
+def claimant(server, reference, tmp_path_factory) -> Iterator[Claimant]:
+    folder = tmp_path_factory.mktemp("claims")
+    rows = [{"prompt": "".join(random.choices("abcdefgh ", k=12)), "answer": "b"} for _ in range(64)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = build_config(
+        {
+            "runs_dir": str(folder),
+            "model": {"path": str(reference.folder)},
+            "data": {"task": "file", "path": str(folder / "data.jsonl"), "verifier": "exact"},
+            "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "tokens_per_micro_batch": 4096},
+            "algorithm": {"on_policy": True},
+            "precision": {"train": "fp32", "rollout": "fp32"},
+            "rollout": {"addresses": [server.address], "context_length": 1024, "max_new_tokens": 8},
+            "sync": {"transport": "tensor"},
+            "eval": {"prompts": 0},
+            "logging": {"tensorboard": False},
+        }
+    )
+    try:
+        with Run(config, kind="train") as run, Engine(run) as engine:
+            run.build()
+            engine.join()
+            claimant = Claimant(run, engine, server, reference.folder)
+            yield claimant
+            claimant.push_others("default")  # as other tests of the folder expect it
+            run._saved_at = run.step
+    finally:
+        parallel.shutdown()
+
+
+def refusal(claimant: Claimant, step: int) -> str:
+    with pytest.raises(UserError) as error:
+        claimant.collect(step)
+    assert "\n" not in str(error.value) and str(error.value).startswith(f"algorithm.on_policy: step {step + 1}: ")
+    return str(error.value)
+
+
+def test_an_honest_step_passes(claimant):
+    claimant.engine.push(claimant.run.trainer, version=3)
+    for _ in range(2):
+        trajectories = claimant.collect(3)
+        assert len(trajectories) == 8 and {s.version for t in trajectories for s in t.weight_spans} == {"3"}
+        assert figures(claimant.engine.metrics())["rollout/stale"] == 0.0
+
+
+def test_a_server_that_missed_a_push_is_named(claimant):
+    """Or was restarted: it says that it has other weights than those that were pushed."""
+    claimant.engine.push(claimant.run.trainer, version=4)
+    claimant.label("default")
+    said = refusal(claimant, 4)
+    assert "8 responses are not of version '4', pushed last; that to prompt '" in said
+    assert re.search(r"has tokens 0 to \d from 'default'", said)
+    assert f"version '4' was pushed last, and {claimant.server.address} has 'default'" in said
+    assert figures(claimant.engine.metrics())["rollout/stale"] == 1.0
+    claimant.engine.push(claimant.run.trainer, version=4)
+    claimant.collect(4)
+
+
+def test_a_push_of_somebody_else_is_named(claimant):
+    """Under the very version that this run has pushed, so that the weights alone tell."""
+    claimant.engine.push(claimant.run.trainer, version=5)
+    claimant.push_others("5", factor=1.001)
+    said = refusal(claimant, 5)
+    assert "responses are not of" not in said
+    assert f"checksums differ after the push of version 5 to {claimant.server.address}: " in said
+    claimant.engine.push(claimant.run.trainer, version=5)
+    claimant.collect(5)
+
+
+def test_responses_of_two_versions_are_named(claimant, monkeypatch):
+    """Somebody pushes in the middle of the rollout: single responses have tokens of both."""
+    engine = claimant.engine
+    engine.push(claimant.run.trainer, version=6)
+    longer = replace(engine.config, rollout=replace(engine.config.rollout, max_new_tokens=500))
+    monkeypatch.setattr(engine, "config", longer)
+
+    def push() -> None:
+        while not claimant.running():
+            time.sleep(0.02)
+        time.sleep(0.2)
+        claimant.push_others("theirs")
+
+    pushing = threading.Thread(target=push)
+    pushing.start()
+    said = refusal(claimant, 6)
+    pushing.join(60)
+    assert re.search(r"that to prompt '\S+' has tokens [1-9]\d* to \d+ from 'theirs'", said)
+    assert f"and {claimant.server.address} has 'theirs'" in said
+    stale = figures(engine.metrics())["rollout/stale"]
+    assert 0 < stale <= 1

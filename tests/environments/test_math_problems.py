@@ -148,6 +148,7 @@ def test_one_file_has_no_splits(tmp_path):
     task = build_task(DataConfig(task="gsm8k", path=write(tmp_path / "train.jsonl", rows), options=options))
     texts = [{p.text for p in task.prompts(split)} for split in ("train", "eval")]
     assert not texts[0] & texts[1] and texts[0] | texts[1] == {row["question"] for row in rows}
+    assert len(texts[0]) > len(texts[1])
     task.close()
 
 

@@ -223,39 +223,33 @@ def multi_if(turns: list[tuple[str, dict[str, dict]]]) -> dict:
     return row
 
 
-def test_rows_of_the_public_sets(tmp_path):
-    """Of IFEval and IFBench (every argument is a column), IF_multi_constraints_upto5 and Multi-IF, in one file each."""
+def test_rows_of_the_public_sets_and_one_that_takes_for_ever(tmp_path):
+    """Of IFEval and IFBench, where every argument is a column, and IF_multi_constraints_upto5.
+
+    section_spliter goes into a regular expression as it is: what that does is bounded and counted.
+    """
     nothing = dict.fromkeys(("num_words", "keywords", "N", "end_phrase"))
     rows = [
         ifeval({"punctuation:no_comma": nothing, "count:numbers": nothing | {"N": 2}}, f"Ask {i}.") for i in range(30)
     ]
     messages = [{"role": "user", "content": "Say something about light."}]
     upto5 = {"key": "a", "messages": messages, "ground_truth": MULTI, "dataset": "ifeval", "constraint_type": "multi"}
-    paths = [write(tmp_path / "ifeval.jsonl", rows), write(tmp_path / "upto5.jsonl", [upto5])]
-    task = build_task(DataConfig(task="verify_if", path=paths[0], eval_path=paths[1], template="{prompt} Be brief."))
+    endless = ifeval({"detectable_format:multiple_sections": {"section_spliter": "(a+)+b", "num_sections": 1}})
+    paths = [write(tmp_path / "ifeval.jsonl", rows), write(tmp_path / "others.jsonl", [upto5, endless])]
+    options = {"verifier_timeout_s": 5.0}
+    data = DataConfig(
+        task="verify_if", path=paths[0], eval_path=paths[1], template="{prompt} Be brief.", options=options
+    )
+    task = build_task(data)
     try:
-        assert [p.text for p in task.prompts("train")] == [f"Ask {i}. Be brief." for i in range(30)]
-        [prompt] = task.prompts("eval")
-        assert prompt.messages == messages and task.program is None
-        texts = ["From 3 to 7.", "From 3 to 7, or so.", "A lamp."]
-        found = task.score([*task.prompts("train")[:2], prompt], texts)
-        assert [parts["followed"] for parts in found] == [1.0, 0.5, 1.0]
-        assert task.weights == {"correct": 1.0, "followed": 0.0, "correct_loose": 0.0, "followed_loose": 0.0}
-    finally:
-        task.close()
-
-
-def test_a_pattern_that_takes_for_ever_is_bounded_and_counted(tmp_path):
-    """section_spliter goes into a regular expression as it is."""
-    endless = {"section_spliter": "(a+)+b", "num_sections": 1}
-    rows = [ifeval({"detectable_format:multiple_sections": endless}, f"Ask {i}.") for i in range(30)]
-    path = write(tmp_path / "a.jsonl", rows)
-    task = build_task(DataConfig(task="verify_if", path=path, options={"verifier_timeout_s": 2.0}))
-    try:
-        prompts = task.prompts("train")[:3]
-        found = task.score(prompts, ["a" * 60, "aab 1 and so on", "aab 1"])
-        assert [parts["correct"] for parts in found] == [0.0, 1.0, 1.0]
+        train, (light, sections) = task.prompts("train"), task.prompts("eval")
+        assert [p.text for p in train] == [f"Ask {i}. Be brief." for i in range(30)]
+        assert light.messages == messages and task.program is None
+        texts = ["From 3 to 7.", "From 3 to 7, or so.", "A lamp.", "a" * 60, "aab 1 and so on"]
+        found = task.score([*train[:2], light, sections, sections], texts)
+        assert [parts["followed"] for parts in found] == [1.0, 0.5, 1.0, 0.0, 1.0]
         assert task.verify.pooled.timeouts == 1 and task.verify.pooled.errors == 0
+        assert task.weights == {"correct": 1.0, "followed": 0.0, "correct_loose": 0.0, "followed_loose": 0.0}
     finally:
         task.close()
 

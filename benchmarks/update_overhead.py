@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import get_args
 
 import numpy as np
-import torch
+from peak_memory import peak_bytes
 
 from megatron_rl.config import CorrectionConfig, PruningConfig, VP2OConfig, build_config
 from megatron_rl.data.packing import Batch
@@ -126,21 +126,7 @@ def measure_memory(trainer: Trainer, samples: list[Sequence], variant: str, hook
     batches = trainer.pack(samples)
     objective = Policy(trainer.config)
     trainer.compute_fields(batches, objective.needs)
-    figures: dict[str, float] = {}
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        trainer.update(batches, objective)
-        figures["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    else:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            trainer.update(batches, objective)
-        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        held, peak = 0, 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            held += event.nbytes()
-            peak = max(peak, held)
-        figures["peak_bytes"] = peak
+    figures: dict[str, float] = {"peak_bytes": peak_bytes(lambda: trainer.update(batches, objective))}
     for stein in (hook for hook in trainer.hooks if isinstance(hook, Stein)):
         kept = list(stein.experts._prototypes.values())
         kept += [m for one in stein._interactions.values() for m in (one.kernel, one.attract, one.repel)]

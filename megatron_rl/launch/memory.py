@@ -48,10 +48,13 @@ class Kernels:
     """Tensors of its input's size that a norm keeps; torch's own on a CPU keeps its normalized input too."""
     fused_swiglu: bool = True
     """Whether the activation of dense MLPs and shared experts keeps its input alone."""
+    clamped_experts: int = 5
+    """Tensors of the inner size that experts with gpt-oss's activation keep for a token: both halves before they are clamped
+    and after (Megatron clamps in front of its fused activation), and the activation. Ours on a CPU clamps again: 3."""
     transformer_engine: bool = True
 
 
-GPU, CPU = Kernels(), Kernels(norm=2, fused_swiglu=False, transformer_engine=False)
+GPU, CPU = Kernels(), Kernels(norm=2, fused_swiglu=False, clamped_experts=3, transformer_engine=False)
 
 
 @dataclass(frozen=True)
@@ -345,8 +348,7 @@ def layer_activations(
     stored += own * (12 * shape.experts + 12 * shape.topk)  # logits, the order of all pairs, choices and their weights
     routed = imbalance * own * shape.topk * expert_tensor_size(parallel)
     inner = shape.expert_intermediate / expert_tensor_size(parallel)
-    # gpt-oss's clamped activation, and biases that are weighted, are single operations of torch.
-    of_token = 2 * shape.hidden + 8 * inner if shape.bias else shape.hidden + 3 * inner
+    of_token = shape.hidden + (kernels.clamped_experts if shape.bias else 3) * inner
     return int(stored + routed * (width * of_token + 12))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,19 +41,26 @@ class GroupedExperts(SequentialMLP):
         biases = None if fc1[0].bias is None else torch.stack([layer.bias for layer in fc1])
         hidden = self._grouped_linear(permuted_local_hidden_states, counts, fc1, biases)
         probs = permuted_probs.unsqueeze(-1)
-        limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
-        if config.activation_func is F.silu and limit is None and not offset:
+        if (
+            config.activation_func is F.silu
+            and config.activation_func_clamp_value is None
+            and not config.glu_linear_offset
+        ):
             hidden = _WeightedSwiGLU.apply(hidden, probs)
         else:
-            gate, linear = hidden.chunk(2, dim=-1)
-            if limit is not None:
-                gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
-            hidden = (config.activation_func(gate) * (linear + offset) * probs).to(hidden.dtype)
-        out = self._grouped_linear(hidden, counts, fc2)
-        if config.add_bias_linear:  # weighted like the output; Megatron refuses it with expert tensor parallelism
-            biases = torch.cat([layer.bias.expand(count, -1) for layer, count in zip(fc2, counts, strict=True)])
-            out = out + (biases * probs).to(out.dtype)
-        return out, None
+            hidden = _Recomputed.apply(self._weighted_glu, hidden, probs)
+        # Its bias is weighted like the output; Megatron refuses it with expert tensor parallelism.
+        biases = None if fc2[0].bias is None else torch.stack([layer.bias for layer in fc2])
+        return self._grouped_linear(hidden, counts, fc2, biases, probs), None
+
+    def _weighted_glu(self, hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Megatron's gated activation, clamped and with an offset: `[N, 2 F]`, router weights `[N, 1]` -> `[N, F]`."""
+        limit = self.config.activation_func_clamp_value
+        gate, linear = hidden.chunk(2, dim=-1)
+        if limit is not None:
+            gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
+        linear = linear + self.config.glu_linear_offset
+        return (self.config.activation_func(gate) * linear * probs).to(hidden.dtype)
 
     def _grouped_linear(
         self,
@@ -61,40 +68,74 @@ class GroupedExperts(SequentialMLP):
         counts: list[int],
         layers: Sequence[ColumnParallelLinear | RowParallelLinear],
         biases: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weights = [cast("torch.Tensor", layer.weight) for layer in layers]
         if self.quantizer is not None:
             x, weights = self.quantizer.inputs(x, counts), [self.quantizer.weight(w) for w in weights]
-        return _GroupedLinear.apply(x, counts, biases, *weights)
+        return _GroupedLinear.apply(x, counts, biases, scales, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """y = x W_e^T + b_e for the rows of each expert e; x `[N, in]` by expert, W_e `[out, in]`, b `[E, out]` or None."""
+    """y = x W_e^T + s b_e for the rows of each expert e; x `[N, in]` by expert, W_e `[out, in]`, b `[E, out]` or None.
+
+    s: `[N, 1]`, by which biases are weighted, or None. No tensor has a bias for every row.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: list[int], biases: torch.Tensor | None, *weights: torch.Tensor):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        counts: list[int],
+        biases: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        *weights: torch.Tensor,
+    ):
         out = x.new_empty((x.shape[0], weights[0].shape[0]))
         for expert, rows in _rows(counts):
             out[rows] = torch.mm(x[rows], weights[expert].t())
             if biases is not None:
-                out[rows] += biases[expert]
-        ctx.save_for_backward(x, *weights)
-        ctx.counts, ctx.biased = counts, biases is not None
+                out[rows] += biases[expert] if scales is None else scales[rows] * biases[expert]
+        ctx.counts, ctx.biased, ctx.weighted = counts, biases is not None, biases is not None and scales is not None
+        ctx.save_for_backward(x, *((scales, biases) if ctx.weighted else (None, None)), *weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
-        x, *weights = ctx.saved_tensors
+        x, scales, biases, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = torch.empty_like(x)
         grad_weights = [None if count else torch.zeros_like(w) for count, w in zip(ctx.counts, weights, strict=True)]
         grad_biases = grad.new_zeros((len(weights), grad.shape[1])) if ctx.biased else None
+        grad_scales = torch.empty_like(scales) if ctx.weighted else None
         for expert, rows in _rows(ctx.counts):
             grad_x[rows] = torch.mm(grad[rows], weights[expert])
             grad_weights[expert] = torch.mm(grad[rows].t(), x[rows])
-            if grad_biases is not None:
+            if grad_biases is not None and grad_scales is not None:
+                of_output = grad[rows].to(scales.dtype)
+                grad_scales[rows] = (of_output @ biases[expert].to(scales.dtype)).unsqueeze(-1)
+                grad_biases[expert] = (scales[rows].t() @ of_output).squeeze(0)
+            elif grad_biases is not None:
                 grad_biases[expert] = grad[rows].sum(0)
-        return grad_x, None, grad_biases, *grad_weights
+        return grad_x, None, grad_biases, grad_scales, *grad_weights
+
+
+class _Recomputed(torch.autograd.Function):
+    """function(*inputs), which keeps its inputs alone and is computed again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor):
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.function(*inputs)
+        return None, *torch.autograd.grad(out, inputs, grad)
 
 
 class _WeightedSwiGLU(torch.autograd.Function):

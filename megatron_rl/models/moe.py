@@ -48,10 +48,11 @@ class ExpertMoELayer(MoELayer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        for parameter in self.experts.parameters():
+        experts: Any = self.experts  # by Megatron's type no module
+        for parameter in experts.parameters():
             # Megatron marks the biases of experts' output projections as if each tensor-parallel rank had a part of their
             # gradient. They are reduced with the experts, over these ranks too: marked, they would be summed once more.
-            parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]: Megatron adds it
+            parameter.sequence_parallel = False
 
     def combine(self, output: Tensor) -> Tensor:
         """Megatron's sum of the experts' outputs; the pass sees the outputs first."""

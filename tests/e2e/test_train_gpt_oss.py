@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.metrics.logger import read_json_lines
+from tests.weights import scaled
 
 STEPS = 3
 
@@ -29,7 +31,9 @@ def command(*arguments: str, timeout: float = 400) -> None:
 
 @pytest.mark.timeout(900)
 def test_sinks_are_trained_and_both_sides_have_them(tiny_model, tmp_path):
-    model = tiny_model("gpt_oss", "--layers", "2", "--tokenizer", "numbers", "--max-position", "131072")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("gpt_oss", "--layers", "2", "--tokenizer", "numbers", "--max-position", "131072"), model)
+    scaled(model, {"sinks": 10.0, "o_proj.weight": 10.0})  # so that both matter as in a trained model
     config = {
         "name": "sinks",
         "runs_dir": str(tmp_path),
@@ -52,11 +56,12 @@ def test_sinks_are_trained_and_both_sides_have_them(tiny_model, tmp_path):
     for row in rows:
         assert (row["loss/ratio"], row["loss/clip_fraction"]) == (1.0, 0.0), "on-policy, exactly"
         assert row["response/length"] > 24, "responses of more than three windows of 8"
-        # Of sinks rounded to bf16 the KL would be 1e-6 and more by the last step, when they have moved by 0.02.
-        assert row["mismatch/abs_median"] <= 1e-5 and row["mismatch/kl"] <= 1e-8
+        # About 3e-14; of sinks that the engine keeps in bf16 it is 2e-10.
+        assert row["mismatch/abs_median"] <= 5e-6 and row["mismatch/kl"] <= 1e-11
     command("convert", str(tmp_path / "sinks" / "checkpoints" / f"step_{STEPS:06d}"), str(tmp_path / "hf"))
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "hf"))
     sinks = [name for name in before if name.endswith(".self_attn.sinks")]
     assert len(sinks) == 2
     for name in sinks:
-        assert np.abs((after[name] - before[name]).numpy()).min() > 1e-3, f"{name} has hardly moved"
+        moved = np.abs((after[name] - before[name]).numpy())
+        assert moved.min() > 0 and moved.max() > 1e-3, f"{name} has hardly moved: {moved}"

@@ -26,7 +26,7 @@ def twice(tmp_path_factory, tiny_model) -> Path:
         "data": {"task": "number_sorting"},
         "batch": {"prompts_per_step": 6, "samples_per_prompt": 8, "updates_per_step": 1, "tokens_per_micro_batch": 256},
         # A random model earns nothing: without the entropy its weights would not move.
-        "algorithm": {"entropy_coefficient": 0.01},
+        "algorithm": {"entropy_coefficient": 0.01, "on_policy": True},
         "optimizer": {"lr": 1e-3},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 24, "context_length": 64, "record": True},

@@ -43,6 +43,7 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
 def harmony_text_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, with Harmony's special tokens: ids of its own, and any text."""
     tokenizer = text_tokenizer(512)
+    tokenizer.backend_tokenizer.normalizer = None  # as gpt-oss's, which takes every text as it is
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
     return tokenizer
 
@@ -139,7 +140,7 @@ def test_calls_come_back_as_they_were_written(arguments, name):
     call = Call(name, arguments)
     written = json.dumps(arguments)
     for form in FIT.values():
-        if "<tool_call>" in written or "</tool_call>" in written:
+        if any(mark in written for mark in ("<tool_call>", "</tool_call>", *form._special)):
             continue
         parsed = form.parse_text(form.call_text(call))
         assert parsed.calls == [call] and parsed.final is None and parsed.malformed is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import importlib.util
 import json
 import os
@@ -281,9 +282,11 @@ MALFORMED = {
     "<|message|>7": "without a channel",
     "<|channel|>finale<|message|>7": "unknown channel 'finale'",
     "<|channel|>Final<|message|>7": "unknown channel 'Final'",
-    "<|start|>assistant<|channel|>final<|message|>7": "unknown recipient",
+    "<|start|>assistant<|channel|>final<|message|>7": "special token <|start|> in the header",
+    "<|channel|>commentary to=functions.<|start|>f<|message|>{}": "special token <|start|> in the header",
+    "<|channel|>final<|message|>7<|end|><|message|>8": "special token <|message|> after a message",
     "<|channel|>final<|message|>7<|end|>8": "the form",
-    "<|channel|>final<|message|>7<|end|><|end|>": "the form",
+    "<|channel|>final<|message|>7<|end|><|end|>": "special token <|end|> after a message",
     "<|channel|>final<|message|>7<|end|><|start|>": "the form",
     "<|channel|>analysis<|message|>hm<|end|><|start|>user<|channel|>final<|message|>7": "a message of 'user'",
     "<|channel|>analysis<|message|>hm<|end|><|start|>functions.f to=assistant<|channel|>commentary<|message|>7": "of 'fun",
@@ -405,6 +408,10 @@ def test_the_prompt_is_the_same_every_day_and_options_are_lines_of_it():
         dialect("harmony", small, effort="high")
     with pytest.raises(UserError, match="agent.dialect_options: .*'reasoning_effort'"):
         dialect("qwen", small, reasoning_effort="high")
+    dated = dialect("harmony", small, conversation_start_date=datetime.date(2026, 11, 25))  # as YAML reads it
+    assert dated._system.conversation_start_date == "2026-11-25"
+    with pytest.raises(UserError, match="functions with a name alone"):
+        FORM.prompt(asked, [{"type": "custom", "custom": {"name": "f"}}])
     with pytest.raises(UserError, match="harmony has no role 'narrator'"):
         FORM.prompt([{"role": "narrator", "content": "hi"}])
 

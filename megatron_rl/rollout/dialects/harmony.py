@@ -68,11 +68,13 @@ class Harmony(Dialect):
             )
         self._ids = HarmonyIds(tokenizer)
         self._encoding = self._ids.encoding
+        lines = [model_identity, knowledge_cutoff, conversation_start_date]
+        identity, cutoff, date = (None if line is None else str(line) for line in lines)  # YAML reads dates as such
         self._system = SystemContent(
             reasoning_effort=efforts.get(reasoning_effort or ""),
-            model_identity=model_identity,
-            knowledge_cutoff=knowledge_cutoff,
-            conversation_start_date=conversation_start_date,
+            model_identity=identity,
+            knowledge_cutoff=cutoff,
+            conversation_start_date=date,
         )
         ends = self._encoding.stop_tokens_for_assistant_actions()
         self._stops = sorted(self._ids.from_library(ends))
@@ -143,18 +145,23 @@ class Harmony(Dialect):
         """What is wrong with special tokens, which the library takes for text inside of messages; None if nothing is."""
         marks = self._ids.marks
         ends = {marks["<|end|>"], *self._stops}
-        header = {marks["<|start|>"], marks["<|channel|>"], marks["<|constrain|>"]}
-        inside = False
+        places = {  # where a special token may stand, and what follows it
+            marks["<|start|>"]: {"": "header"},
+            marks["<|channel|>"]: {"header": "header"},
+            marks["<|constrain|>"]: {"header": "header"},
+            marks["<|message|>"]: {"header": "content"},
+            **{end: {"header": "", "content": ""} for end in ends},
+        }
+        place = "header"
         for token in token_ids:
             if not 0 <= token < self._ids.size:
                 return f"the reply has the id {token}, which is no token"
-            if token in ends:
-                inside = False
-            elif token == marks["<|message|>"] and not inside:
-                inside = True
-            elif token in self._ids.special and (inside or token not in header):
-                place = "content" if inside else "header"
-                return f"the special token {self.tokenizer.convert_ids_to_tokens(token)} in the {place} of a message"
+            if token in self._ids.special:
+                follows = places.get(token, {}).get(place)
+                if follows is None:
+                    name = self.tokenizer.convert_ids_to_tokens(token)
+                    return f"the special token {name} {f'in the {place} of a message' if place else 'after a message'}"
+                place = follows
         return None
 
     @override
@@ -165,10 +172,13 @@ class Harmony(Dialect):
 
     @override
     def prompt(self, messages: Sequence[Message], tools: Schemas = ()) -> list[int]:
-        functions = [dict(tool["function"]) for tool in tools]
+        functions = [tool.get("function") or {} for tool in tools]
+        if not all(isinstance(function.get("name"), str) for function in functions):
+            raise UserError("agent.dialect: harmony can tell of functions with a name alone")
         system = self._system.model_copy()
         for function in filter(_is_interpreter, functions):
-            system.with_tools(ToolNamespaceConfig(name="python", description=function["description"], tools=[]))
+            description = encodable(function.get("description") or "")
+            system.with_tools(ToolNamespaceConfig(name="python", description=description, tools=[]))
         declared = [_declared(function) for function in functions if not _is_interpreter(function)]
         told = [Spoken.from_role_and_content(Role.SYSTEM, system)]
         messages = list(messages)

@@ -15,7 +15,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 rm -rf "runs/$name"
 python tools/make_tiny_model.py --preset gptoss_quickstart --tokenizer harmony_calls "runs/$name/model" --seed "$seed"
 
-echo "== warm start: supervised fine-tuning on demonstrations of which three in ten call the calculator"
+echo "== warm start: supervised fine-tuning on demonstrations of which half call the calculator"
 megatron-rl sft configs/gptoss_quickstart_sft.yaml --name "$name/sft" "${seeds[@]}" --model.path "runs/$name/model"
 
 share=() # a single GPU is the trainer's and the server's in turn

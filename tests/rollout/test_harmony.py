@@ -269,6 +269,7 @@ def test_a_stream_of_whatever_tokens_is_never_an_error():
 
 
 MALFORMED = {
+    '<|channel|>commentary to=functions.add<|channel|>json<|message|>{"a": 1}<|call|>': "an unknown recipient 'functions.add<|",
     # of the library's own tests
     "I must refuse<|end|><|start|>assistant<|channel|>final<|message|>I'm sorry<|return|>": "the form",
     "<|channel|>analysis I must refuse<|end|><|start|>assistant<|channel|>final<|message|>No<|return|>": "the form",

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.environments.messages import parse_call
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.dialects.base import Call, Dialect, Message, Parsed, Schemas, encodable
-from megatron_rl.rollout.dialects.harmony_ids import HarmonyIds
+from megatron_rl.rollout.dialects.harmony_ids import MARKS, HarmonyIds
 
 CHANNELS = ("analysis", "commentary", "final")
 FUNCTIONS = "functions"
@@ -304,7 +304,9 @@ def _to(message: Spoken) -> str | None:
 
 
 def _named(recipient: str) -> str | None:
-    """The tool of a recipient; None where it has not the form."""
+    """The tool of a recipient; None where it has not the form, as where a second channel follows it."""
+    if any(mark in recipient for mark in MARKS):
+        return None
     namespace, _, name = recipient.partition(".")
     if namespace == FUNCTIONS:
         return name or None

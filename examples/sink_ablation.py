@@ -2,14 +2,15 @@
 
 After figures 3 to 7 of "Unlocking Agentic RL Training for GPT-OSS". There the trainer's FlashAttention 2 knew no sinks, which
 SGLang applied; the cures that were tried before the kernel was mended are here too: importance weights of tokens and of
-sequences, and attention kept as it is. All runs start from one warm start in which sinks are trained, from SINK on, so that
-they take a large share of the attention.
+sequences, and attention kept as it is. Runs start from one of two warm starts in which sinks are trained: large ones, which
+take a third to two thirds of a layer's attention, and small ones, with which the mismatch is milder.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ablations import (
@@ -30,8 +31,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
-SINK = 2.0
-"""A sink of 2 weighs as much as seven keys of score 0, about as many as there are before a token of this task."""
+SINKS = {"large": 2.0, "small": 0.0}
+"""Where sinks start: one of 2 weighs as much as seven keys of score 0, about as many as a token of this task has before it."""
 WITHOUT: Settings = {"model.attention_sinks": "ignored"}
 FROZEN_ATTENTION: Settings = {"model.freeze": '["*.self_attention.*"]'}
 METHODS: dict[str, Settings] = {
@@ -45,6 +46,7 @@ METHODS: dict[str, Settings] = {
     | {"correction.mode": "truncate", "correction.level": "sequence", "correction.high": 2.0},
 }
 """What the trainer does with its sinks; the engine applies those that it is sent in all runs."""
+WITH_SMALL_SINKS = ("sinks trained", "no sinks", "no sinks, TIS of tokens", "no sinks, TIS of sequences")
 COMMON: Settings = {
     "rollout.agreement_floor": "null",  # a mismatch that no run would be allowed is what is measured
     "eval.every": 10,
@@ -75,26 +77,28 @@ PANELS = (
 
 @dataclass(frozen=True)
 class RunPlan:
+    sinks: str
     method: str
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.method.replace(',', '').replace(' ', '-').lower()}-seed{self.seed}"
+        return f"{self.sinks}-{self.method.replace(',', '').replace(' ', '-').lower()}-seed{self.seed}"
 
 
 def make_plan() -> list[RunPlan]:
     """Seeds outermost, so that whatever is stopped has all methods side by side."""
-    return [RunPlan(method, seed) for seed in range(3) for method in METHODS]
+    arms = [("large", method) for method in METHODS] + [("small", method) for method in WITH_SMALL_SINKS]
+    return [RunPlan(sinks, method, seed) for seed in range(3) for sinks, method in arms]
 
 
-def raise_sinks(folder: Path) -> None:
-    """Add SINK to the sinks of a model folder."""
+def add_to_sinks(value: float, folder: Path) -> None:
+    """Add a number to the sinks of a model folder."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     for name, tensor in weights.items():
         if name.endswith(".self_attn.sinks"):
-            tensor += SINK
+            tensor += value
     save_file(weights, path, metadata={"format": "pt"})
 
 
@@ -123,22 +127,30 @@ def figures(folder: Path) -> dict[str, float | None]:
 
 def table(results: dict[str, dict]) -> str:
     """Mean and, over several seeds, the standard deviation."""
-    runs = {method: [r["figures"] for r in results.values() if r["method"] == method] for method in METHODS}
-    return markdown(("trainer",), COLUMNS, [((method,), found) for method, found in runs.items() if found])
+    arms: dict[tuple[str, str], list] = {}
+    for result in results.values():
+        arms.setdefault((result["sinks"], result["method"]), []).append(result["figures"])
+    order = list(dict.fromkeys((p.sinks, p.method) for p in make_plan()))
+    return markdown(("sinks", "trainer"), COLUMNS, [(arm, arms[arm]) for arm in order if arm in arms])
 
 
 def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
-    """out/sink-ablation.json, .md and .svg of the runs that are done."""
+    """out/sink-ablation.json and .md of the runs that are done, and a .svg for either kind of sinks."""
     done = [plan for plan in make_plan() if last_step(root / plan.name) == steps]
     if not done:
         return
     results = {
-        plan.name: {"method": plan.method, "seed": plan.seed, "figures": figures(root / plan.name)} for plan in done
+        p.name: {"sinks": p.sinks, "method": p.method, "seed": p.seed, "figures": figures(root / p.name)} for p in done
     }
     save(out, "sink-ablation", steps, minutes, results, table(results))
-    groups = {method: [root / plan.name for plan in done if plan.method == method] for method in METHODS}
-    curves = {method: folders for method, folders in groups.items() if folders}
-    write_curves(curves, PANELS, out / "sink-ablation.svg", title="Mismatch, gradient norm and reward over steps")
+    for sinks in SINKS:
+        curves: dict[str, list[Path]] = {}
+        for plan in done:
+            if plan.sinks == sinks:
+                curves.setdefault(plan.method, []).append(root / plan.name)
+        if curves:
+            title = f"{sinks.capitalize()} sinks: mismatch, gradient norm and reward over steps"
+            write_curves(curves, PANELS, out / f"sink-ablation-{sinks}.svg", title=title)
 
 
 def main() -> None:
@@ -148,12 +160,15 @@ def main() -> None:
     check_names(parser, args, list(every))
     use_all_cores()
     runs = (REPOSITORY / args.runs).resolve()
-    model = warm_start(
-        runs, ("--preset", "gptoss_quickstart", "--tokenizer", "numbers", "--window", "8"), change=raise_sinks
-    )
     plans = [every[name] for name in args.only] if args.only else list(every.values())
+    flags = ("--preset", "gptoss_quickstart", "--tokenizer", "numbers", "--window", "8")
+    models = {
+        sinks: warm_start(runs / sinks, flags, change=partial(add_to_sinks, SINKS[sinks]))
+        for sinks in dict.fromkeys(plan.sinks for plan in plans)
+    }
     settings = {
-        p.name: COMMON | {"model.path": model, "seed": p.seed, "data.seed": p.seed} | METHODS[p.method] for p in plans
+        p.name: COMMON | {"model.path": models[p.sinks], "seed": p.seed, "data.seed": p.seed} | METHODS[p.method]
+        for p in plans
     }
     run_all(args, settings, write_results)
 

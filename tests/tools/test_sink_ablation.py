@@ -14,8 +14,10 @@ from megatron_rl.config import build_config, parse_overrides
 
 def test_the_plan(ablation):
     plan = ablation.make_plan()
-    assert len({p.name for p in plan}) == len(plan) == 3 * len(ablation.METHODS)
-    assert [p.method for p in plan[: len(ablation.METHODS)]] == list(ablation.METHODS), "seeds are outermost"
+    arms = len(ablation.METHODS) + len(ablation.WITH_SMALL_SINKS)
+    assert len({p.name for p in plan}) == len(plan) == 3 * arms
+    assert [p.method for p in plan[:arms]] == [*ablation.METHODS, *ablation.WITH_SMALL_SINKS], "seeds are outermost"
+    assert {p.sinks for p in plan} == set(ablation.SINKS)
 
 
 def test_every_method_is_a_config(ablation):
@@ -36,16 +38,16 @@ def test_sinks_alone_are_raised(ablation, tiny_model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("gpt_oss", "--layers", "2"), folder)
     before = load_file(folder / "model.safetensors")
-    ablation.raise_sinks(folder)
+    ablation.add_to_sinks(2.5, folder)
     after = load_file(folder / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {f"model.layers.{layer}.self_attn.sinks" for layer in range(2)}
     for name in changed:
-        torch.testing.assert_close(after[name], before[name] + ablation.SINK)
+        torch.testing.assert_close(after[name], before[name] + 2.5)
 
 
 def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
-    for method, kl in (("sinks-trained", 1e-6), ("no-sinks", 0.25)):
+    for method, kl in (("large-sinks-trained", 1e-6), ("small-no-sinks", 0.25)):
         for seed in (0, 1):
             folder = tmp_path / "runs" / f"{method}-seed{seed}"
             folder.mkdir(parents=True)
@@ -62,23 +64,26 @@ def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
                 for step in range(1, 9)
             ]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "runs" / "sinks-frozen-seed0").mkdir()
-    (tmp_path / "runs" / "sinks-frozen-seed0" / "metrics.jsonl").write_text(
+    (tmp_path / "runs" / "large-sinks-frozen-seed0").mkdir()
+    (tmp_path / "runs" / "large-sinks-frozen-seed0" / "metrics.jsonl").write_text(
         '{"step": 3, "eval/score": 0.5}\n'
     )  # stopped
-    ablation.write_results(tmp_path / "runs", tmp_path / "out", 8, {"no-sinks-seed0": 2.0, "sinks-frozen-seed0": 9.0})
+    ablation.write_results(
+        tmp_path / "runs", tmp_path / "out", 8, {"small-no-sinks-seed0": 2.0, "large-sinks-frozen-seed0": 9.0}
+    )
     found = json.loads((tmp_path / "out" / "sink-ablation.json").read_text())
-    names = ["no-sinks-seed0", "no-sinks-seed1", "sinks-trained-seed0", "sinks-trained-seed1"]
+    names = [f"{arm}-seed{seed}" for arm in ("large-sinks-trained", "small-no-sinks") for seed in (0, 1)]
     assert sorted(found["runs"]) == names and found["minutes"] == 2.0
-    figures = found["runs"]["no-sinks-seed0"]["figures"]
+    figures = found["runs"]["small-no-sinks-seed0"]["figures"]
     assert (figures["before"], figures["eval/score"], figures["best"]) == (0.25, 0.5, 0.75)
     assert figures["first/kl"] == pytest.approx(0.25 * 1.5) and figures["last/kl"] == pytest.approx(0.25 * 7.5)
     assert (figures["update/grad_norm"], figures["grad_norm_max"]) == (1.0, 100.0)
     assert figures["reward"] == pytest.approx((7 + 8) / 16), "of the last quarter"
     rows = (tmp_path / "out" / "sink-ablation.md").read_text().splitlines()
-    [row] = [row for row in rows if row.startswith("| no sinks |")]
-    assert row.startswith("| no sinks | 2 | 0.250 ± 0.000 | 0.500 ± 0.000 | 0.750 ± 0.000 | 0.800 ± 0.000 |")
-    assert not [row for row in rows if row.startswith("| sinks frozen |")]
-    picture = (tmp_path / "out" / "sink-ablation.svg").read_text()
-    assert "no sinks" in picture and "Gradient norm" in picture and "NaN" not in picture
+    [row] = [row for row in rows if row.startswith("| small | no sinks |")]
+    assert row.startswith("| small | no sinks | 2 | 0.250 ± 0.000 | 0.500 ± 0.000 | 0.750 ± 0.000 | 0.800 ± 0.000 |")
+    assert not [row for row in rows if row.startswith("| large | sinks frozen |")]
+    for sinks, method in (("large", "sinks trained"), ("small", "no sinks")):
+        picture = (tmp_path / "out" / f"sink-ablation-{sinks}.svg").read_text()
+        assert method in picture and "Gradient norm" in picture and "NaN" not in picture
     capsys.readouterr()

@@ -7,7 +7,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,10 +39,12 @@ class Claimant:
     def collect(self, step: int) -> list[Trajectory]:
         return self.engine.collect(self.run.stream.next(4), step=step)
 
-    def push_others(self, version: str, factor: float = 1.0) -> None:
-        """Another trainer's push, of the server's first weights times a factor."""
+    def push_others(self, version: str, factor: float = 1.0, wait: Callable[[], None] = lambda: None) -> None:
+        """Another trainer's push, of the server's first weights times a factor; wait: once it is ready to begin."""
         weights = {name: tensor * factor for name, tensor in load_file(self.folder / "model.safetensors").items()}
         with WeightSync(SyncConfig(transport="tensor"), [self.server.address], rollout_dtype="fp32") as sync:
+            sync.connect()
+            wait()
             sync.push(iter(weights.items()), version)
 
     def label(self, version: str) -> None:
@@ -130,17 +132,20 @@ def test_responses_of_two_versions_are_named(claimant, monkeypatch):
     """Somebody pushes in the middle of the rollout: single responses have tokens of both."""
     engine = claimant.engine
     engine.push(claimant.run.trainer, version=6)
-    longer = replace(engine.config, rollout=replace(engine.config.rollout, max_new_tokens=500))
+    longer = replace(engine.config, rollout=replace(engine.config.rollout, max_new_tokens=950))
     monkeypatch.setattr(engine, "config", longer)
 
-    def push() -> None:
+    ready = threading.Event()
+
+    def until_it_answers() -> None:
+        ready.set()
         while not claimant.running():
             time.sleep(0.02)
-        time.sleep(0.2)
-        claimant.push_others("theirs")
+        time.sleep(0.1)  # for some tokens
 
-    pushing = threading.Thread(target=push)
+    pushing = threading.Thread(target=claimant.push_others, args=("theirs",), kwargs={"wait": until_it_answers})
     pushing.start()
+    assert ready.wait(60)
     said = refusal(claimant, 6)
     pushing.join(60)
     assert re.search(r"that to prompt '\S+' has tokens [1-9]\d* to \d+ from 'theirs'", said)

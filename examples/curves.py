@@ -14,7 +14,7 @@ import vl_convert
 
 from megatron_rl.metrics import vega
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.metrics.runlog import Lines, deviation_tails, heat_map, mean, points, sliding_mean
+from megatron_rl.metrics.runlog import Lines, deviation_tails, heat_map, mean, points
 
 Groups = Mapping[str, Sequence[Path | str]]
 """Label -> folders of its runs (the seeds of one setting, say), which are averaged."""
@@ -87,9 +87,8 @@ def _curves(logs: Mapping[str, Sequence[Lines]], panel: Panel) -> vega.Spec:
         {"step": step, "value": value, "group": group, "run": i}
         for group, runs in logs.items()
         for i, run in enumerate(runs)
-        for step, value in sliding_mean(
-            [p for p in points(run, panel.metric) if p[1] > 0 or not panel.log], panel.smooth - 1
-        )
+        for step, value in points(run, panel.metric)
+        if value > 0 or not panel.log
     ]
     empty = {"title": panel.title, "width": 380, "height": 240, "data": {"values": rows}}
     if not rows:
@@ -102,7 +101,14 @@ def _curves(logs: Mapping[str, Sequence[Lines]], panel: Panel) -> vega.Spec:
     return empty | {
         "transform": [
             {
-                "aggregate": [{"op": op, "field": "value", "as": name} for op, name in names.items()],
+                # Under another name: the mean of the next step would be that of means.
+                "window": [{"op": "mean", "field": "value", "as": "smoothed"}],
+                "frame": [1 - panel.smooth, 0],
+                "sort": [{"field": "step"}],
+                "groupby": ["group", "run"],
+            },
+            {
+                "aggregate": [{"op": op, "field": "smoothed", "as": name} for op, name in names.items()],
                 "groupby": ["group", "step"],
             },
         ],

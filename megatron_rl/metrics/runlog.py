@@ -78,13 +78,6 @@ def points(lines: Lines, metric: str) -> Points:
     return [(line["step"], value) for line in lines if (value := number(line.get(metric))) is not None]
 
 
-def sliding_mean(found: Sequence[tuple[float, float]], before: int, after: int = 0) -> list[tuple[float, float]]:
-    """Each value's mean with so many before and after it. Vega's own goes below the smallest value (Vega 6)."""
-    values = [value for _, value in found]
-    windows = (values[max(0, i - before) : i + after + 1] for i in range(len(found)))
-    return [(step, statistics.fmean(window)) for (step, _), window in zip(found, windows, strict=True)]
-
-
 def metrics(lines: Lines) -> dict[str, None]:
     """The names that any line has, in their order."""
     return dict.fromkeys(name for line in lines for name in line)

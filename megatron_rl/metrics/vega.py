@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.metrics.runlog import Points, sliding_mean
+from megatron_rl.metrics.runlog import Points
 
 Spec = dict[str, Any]
 
@@ -122,13 +122,9 @@ def lines(
         layers[:2] = layers[1::-1] if apart else layers[:2]  # the broad one below
     elif max(map(len, series)) >= SMOOTHED_FROM:
         half = max(1, round(0.025 * len(rows)))
-        at = {row["step"]: row for row in rows}
-        for i, field in enumerate(fields):
-            shown = [(row["step"], row[field]) for row in rows if field in row and (row[field] > 0 or not log)]
-            for step, value in sliding_mean(shown, half, half):
-                at[step][f"m{i}"] = float(f"{value:.6g}")
-        mean = {"calculate": "datum['m' + slice(datum.series, 1)]", "as": "mean"}
-        smooth = {"mark": mark, "transform": [mean], "encoding": {"y": y | {"field": "mean"}}}
+        window = {"window": [{"op": "mean", "field": "value", "as": "mean"}], "frame": [-half, half]}
+        window |= {"sort": [{"field": "step"}], "groupby": ["series"]}
+        smooth = {"mark": mark, "transform": [window], "encoding": {"y": y | {"field": "mean"}}}
         layers = [{"mark": mark | thin}, smooth]
     else:
         layers = [{"mark": mark}]

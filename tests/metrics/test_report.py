@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_rl.config import Config, to_yaml
@@ -91,21 +90,6 @@ def test_tick_labels_say_where_they_stand(tmp_path, top):
         assert len(numbers) >= 3 and a != b
         for place, value in numbers:
             assert value == pytest.approx(x + (place - a) / (b - a) * (y - x), abs=abs(y - x) / 300)
-
-
-def test_a_long_series_has_its_running_mean(tmp_path):
-    """As it is drawn: Vega's own sliding mean of a series that falls to 0 is below 0."""
-    rng = np.random.default_rng(np.random.SeedSequence().entropy)
-    values = np.where(np.arange(60) < 20, rng.random(60), 0.0)
-    lines = [{"step": step, "reward/mean": value} for step, value in enumerate(values.tolist(), 1)]
-    page = Page(write_report(write_lines(tmp_path / "run", lines)))
-    drawn = [mark["y"] for mark in page.drawn("Reward") if mark["marktype"] == "line"]
-    thin, smooth = np.array(drawn[:60]), np.array(drawn[60:])
-    slope, offset = np.polyfit(values, thin, 1)
-    half = 2  # steps on either side, of 60
-    means = [values[max(0, i - half) : i + half + 1].mean() for i in range(60)]
-    assert np.abs(thin - (slope * values + offset)).max() < 0.1, "the series itself"
-    assert np.abs(smooth - (slope * np.array(means) + offset)).max() < 0.1
 
 
 def test_numbers_that_never_change_are_a_table(tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from examples.curves import Panel, write_curves, write_svg
@@ -175,6 +176,21 @@ def test_curves_are_the_mean_of_a_groups_runs_in_a_band(tmp_path):
     paths = [n for n in ElementTree.parse(tmp_path / "c.svg").getroot().iter() if n.tag.endswith("path")]
     lines = [n.get("d") for n in paths if n.get("stroke-width") == "2"]
     assert len(lines) == 2 and len({n.get("fill") for n in paths if n.get("opacity") == "0.15"}) == 2
+
+
+def test_curves_are_smoothed_by_a_running_mean(tmp_path):
+    """In each panel as its own numbers without smoothing: the picture is the same."""
+    values = np.random.default_rng(np.random.SeedSequence().entropy).random(20).tolist()
+    means = [sum(values[max(0, i - 3) : i + 1]) / len(values[max(0, i - 3) : i + 1]) for i in range(20)]
+    lines = [{"step": i, "raw": v, "mean": m} for i, (v, m) in enumerate(zip(values, means, strict=True), 1)]
+    runs = {"a": [write_run(tmp_path / "run", lines)]}
+    drawn = []
+    for name, panel in (("smoothed", Panel("X", "raw", smooth=4)), ("given", Panel("X", "mean"))):
+        write_curves(runs, [panel], tmp_path / f"{name}.svg", title="X")
+        paths = [n for n in ElementTree.parse(tmp_path / f"{name}.svg").getroot().iter() if n.tag.endswith("path")]
+        [line] = [n.get("d") for n in paths if n.get("stroke-width") == "2"]
+        drawn.append([float(number) for number in re.findall(r"[\d.]+", line)])
+    assert np.abs(np.subtract(*drawn)).max() < 0.01
 
 
 def test_nothing_below_one_reads_as_one():

@@ -119,12 +119,12 @@ def forward_and_backward(trainer: Trainer, sequences: int = SEQUENCES) -> dict[s
     return {"kept": kept.bytes, "peak": peak, "log_probs": scored}
 
 
-def token_slopes(models: list[str]) -> list[dict[str, float]]:
+def token_slopes(models: list[str], recompute: str) -> list[dict[str, float]]:
     """Bytes per token of each model: what a forward keeps, and the peaks of an update's passes and of one for log-probs."""
     found = []
     for model in models:
         batch = {"tokens_per_micro_batch": 2 * TOKENS, "updates_per_step": 1}
-        trainer = make_trainer(make_config(model, {"batch": batch}))
+        trainer = make_trainer(make_config(model, {"batch": batch, "model": {"recompute": recompute}}))
         forward_and_backward(trainer)  # what is made once
         few, many = (forward_and_backward(trainer, sequences) for sequences in (SEQUENCES, 2 * SEQUENCES))
         found.append({name: (many[name] - few[name]) / TOKENS for name in few})

@@ -8,9 +8,9 @@ every run (`peak_memory.py`). Slopes over the tokens are least squares; a slope 
 models of 4 and of 2 layers, so that it has neither the head nor a layer's temporaries. For two large sizes the resident
 memory of the process is measured too.
 
-transformers: all expert implementations of the installed version that run on a CPU, and `repeat`, what its releases 4.55 to
-4.57 computed on GPUs in eval mode, which repeats hidden states for every expert. `batched_mm` copies an expert's weights
-for every token, so it gets fewer tokens.
+transformers: all expert implementations of the installed version that run on a CPU, and `repeat`, what older releases computed
+on GPUs in eval mode (huggingface/transformers, issue 40073), which repeats hidden states for every expert. `batched_mm` copies
+an expert's weights for every token, so it gets fewer tokens.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def our_passes(folder: Path, tokens: int, recompute: str) -> Iterator[Callable[[
 def repeat_forward(
     experts: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """GptOssExperts of transformers 4.55 to 4.57 in eval mode on a GPU: every expert computes every token."""
+    """GptOssExperts of older releases of transformers in eval mode on a GPU: every expert computes every token."""
     count = experts.num_experts
     dense = weights.new_zeros(len(hidden), count).scatter_(1, chosen, weights)
     repeated = hidden.repeat(count, 1).view(count, -1, experts.hidden_size)

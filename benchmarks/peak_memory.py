@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
+    gc.collect()  # what an earlier run left behind is not freed in this one
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -69,6 +69,19 @@ class ExpertMoELayer(MoELayer):
         weights = dispatcher.probs.gather(1, experts)
         return route_pass.see_outputs(self.router.router_replay.layer, output, rows.view(weights.shape), weights)
 
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Megatron's; then its dispatcher lets go of the graph, which the router's weights would keep until the next pass.
+
+        With full recomputation that graph has the layer's input and its gradient, of all layers at the end of a backward.
+        """
+        output = super().postprocess(output, shared_expert_output)
+        dispatcher: Any = self.token_dispatcher
+        for holder in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
+            for name, value in [*vars(holder).items()]:
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(holder, name, value.detach())
+        return output
+
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, MoELayer]]:
     """(model layer from 0, layer) of this process's MoE layers."""

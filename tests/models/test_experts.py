@@ -9,9 +9,10 @@ from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_imp
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from ranks import run_ranks
 
+from megatron_rl.launch.memory import GPU
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.spec import layer_spec
 
@@ -86,6 +87,29 @@ def test_the_fused_activations_of_transformer_engines_grouped_experts_are_the_sa
         expected = gate * torch.sigmoid(1.702 * gate) * (linear + offset) * probs
         found = weighted_bias_quick_geglu_impl(hidden, None, probs, False, offset, limit)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_what_transformer_engines_grouped_experts_keep_of_gpt_oss_is_what_the_plan_counts():
+    """Between their two products, by Megatron's own functions: both halves, clamped and not; never a bias for every token.
+
+    With the activation, which the second product keeps, Kernels.clamped_experts tensors of the inner size.
+    """
+    tokens, inner, hidden, counts = 64, 24, 512, [40, 24]
+    config = layer_config("gpt_oss")
+    up, probs, out = (torch.randn(tokens, width, requires_grad=True) for width in (2 * inner, 1, hidden))
+    biases = [torch.randn(hidden, requires_grad=True) for _ in counts]
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        activated = weighted_bias_quick_geglu_impl(up, None, probs, False, offset, limit)
+        TEGroupedMLP._apply_bias(out, biases, counts, probs)
+    assert activated.shape == (tokens, inner)
+    numbers = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) // 4
+    assert 0 <= numbers - (GPU.clamped_experts - 1) * tokens * inner <= tokens + len(counts) * hidden + 1
 
 
 def test_every_expert_gets_a_gradient_and_idle_ones_get_zero():

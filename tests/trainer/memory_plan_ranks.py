@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from trainer.layouts import make_config, make_trainer
 
+from benchmarks.peak_memory import peak_bytes
+from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.trainer.hooks import ALONE
 from megatron_rl.trainer.objective import Policy
@@ -50,10 +49,10 @@ def parameter_figures(trainer: Trainer) -> dict[str, int]:
     }
 
 
-def one_batch(vocab: int) -> list[Sequence]:
-    rng = np.random.default_rng(0)
+def one_batch(vocab: int, sequences: int = SEQUENCES) -> list[Sequence]:
+    rng = np.random.default_rng()
     samples = []
-    for _ in range(SEQUENCES):
+    for _ in range(sequences):
         tokens = rng.integers(4, vocab, LENGTH + 1).tolist()
         sample = Sequence.demonstration(tokens[:PROMPT], tokens[PROMPT:])
         sample["rollout_log_probs"], sample["advantages"] = -3.0, float(rng.normal())
@@ -79,50 +78,31 @@ class Kept:
         return tensor
 
 
-class Live(TorchDispatchMode):
-    """Most bytes alive at a time of what operators make, those of `known` storages left out."""
-
-    def __init__(self, known: set[int]) -> None:
-        super().__init__()
-        self._known, self._sizes = known, {}
-        self._bytes = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor.untyped_storage())
-        return out
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._sizes or storage.data_ptr() in self._known:
-            return
-        self._sizes[storage._cdata] = storage.nbytes()
-        self._bytes += storage.nbytes()
-        self.peak = max(self.peak, self._bytes)
-        weakref.finalize(storage, self._gone, storage._cdata)
-
-    def _gone(self, key: int) -> None:
-        self._bytes -= self._sizes.pop(key)
-
-
-def forward_and_backward(trainer: Trainer) -> dict[str, int]:
-    """Of one micro-batch of TOKENS tokens: what its forward keeps before the head, and the most that is alive at a time."""
-    from megatron_rl.trainer import trainer as module
-
-    batches = trainer.pack(one_batch(trainer.model.hf_config.vocab_size))
-    assert len(batches) == 1 and batches[0].tokens.shape[1] * trainer.config.parallel.context == TOKENS
+def one_pass(trainer: Trainer, batches: list[Batch]) -> Callable[[], None]:
+    """Runs forward and backward of an update, without the reduction of gradients, for which gloo copies them."""
     objective = Policy(trainer.config).for_update(batches, trainer.totals(batches), trainer._total_of)
+    trainer.chunks[0].config.finalize_model_grads_func = None
 
     def run() -> None:
+        for ddp in trainer.ddp:
+            ddp.train()
         with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
             trainer._run(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False)
 
+    return run
+
+
+def forward_and_backward(trainer: Trainer, sequences: int = SEQUENCES) -> dict[str, int]:
+    """Of one micro-batch: what its forward keeps before the head, and the most that is held at a time."""
+    from megatron_rl.trainer import trainer as module
+
+    batches = trainer.pack(one_batch(trainer.model.hf_config.vocab_size, sequences))
+    assert len(batches) == 1 and batches[0].tokens.shape[1] * trainer.config.parallel.context == sequences * LENGTH
+    run = one_pass(trainer, batches)
     own = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
     own += [b.grad_data for ddp in trainer.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     known = {t.untyped_storage().data_ptr() for t in own}
-    with Live(known) as live:
-        run()
+    peak = peak_bytes(run)
     kept, head = Kept(known), module.log_prob_head
 
     def log_prob_head(**arguments):
@@ -135,7 +115,21 @@ def forward_and_backward(trainer: Trainer) -> dict[str, int]:
             run()
     finally:
         module.log_prob_head = head
-    return {"kept": kept.bytes, "peak": live.peak}
+    scored = peak_bytes(lambda: trainer.compute_log_probs(batches))
+    return {"kept": kept.bytes, "peak": peak, "log_probs": scored}
+
+
+def token_slopes(models: list[str], recompute: str) -> list[dict[str, float]]:
+    """Bytes per token of each model: what a forward keeps, and the peaks of an update's passes and of one for log-probs."""
+    found = []
+    for model in models:
+        batch = {"tokens_per_micro_batch": 2 * TOKENS, "updates_per_step": 1}
+        trainer = make_trainer(make_config(model, {"batch": batch, "model": {"recompute": recompute}}))
+        forward_and_backward(trainer)  # what is made once
+        few, many = (forward_and_backward(trainer, sequences) for sequences in (SEQUENCES, 2 * SEQUENCES))
+        found.append({name: (many[name] - few[name]) / TOKENS for name in few})
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 def measure(model: str, layouts: list[dict]) -> list[dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,75 @@ def test_activations_with_and_without_recomputation(family, folders):
     shape = Shape.from_config(read_hf_config(folders[family]))
     for layout, figures in zip(layouts, found, strict=True):
         check(folders[family], shape, layout, [figures], f"{family}, {layout}")
+
+
+EXPERTS = (4, 16)
+NARROW = 16
+"""Bytes of a token that grow with the number of experts: its logits, and its place in the order of all pairs."""
+
+
+@pytest.fixture(scope="module")
+def gpt_oss_models(tmp_path_factory) -> dict[tuple[int, int], Path]:
+    """By (layers, experts)."""
+    out, models = tmp_path_factory.mktemp("gpt_oss"), {}
+    for layers, experts in ((2, EXPERTS[0]), (2, EXPERTS[1]), (4, EXPERTS[0])):
+        sizes = replace(WIDE, layers=layers, experts=experts)
+        models[layers, experts] = make_tiny_model("gpt_oss", out / f"{layers}-{experts}", sizes=sizes)
+    return models
+
+
+def slopes_of(models: dict[tuple[int, int], Path], recompute: str = "none") -> dict[tuple[int, int], dict[str, float]]:
+    """(layers, experts) -> bytes per token, measured and by arithmetic."""
+    arguments = ([str(model) for model in models.values()], recompute)
+    (found,) = run_ranks(1, "trainer.memory_plan_ranks:token_slopes", arguments)
+    for model, slopes in zip(models.values(), found, strict=True):
+        config = make_config(str(model), {"model": {"recompute": recompute}})
+        shape = Shape.from_config(read_hf_config(model))
+        slopes["planned"] = stage_activations(config, shape, 0, TOKENS, 1, CPU) / TOKENS
+    return dict(zip(models, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def gpt_oss_slopes(gpt_oss_models):
+    return slopes_of(gpt_oss_models)
+
+
+def test_gpt_oss_keeps_for_a_token_what_the_plan_says(gpt_oss_slopes):
+    for slopes in gpt_oss_slopes.values():
+        assert slopes["kept"] == pytest.approx(slopes["planned"], rel=WITHIN)
+    few, many = (gpt_oss_slopes[layers, EXPERTS[0]] for layers in (2, 4))
+    for measured in ("kept", "peak"):  # of two layers
+        assert many[measured] - few[measured] == pytest.approx(many["planned"] - few["planned"], rel=WITHIN), measured
+
+
+def test_no_hidden_state_of_a_token_is_repeated_for_every_expert(gpt_oss_slopes):
+    """The peaks of training and of a pass for log-probs: less than half a hidden state per token and expert.
+
+    What is left is how uneven the router is: one expert's part of a product, at most 2 F and H of a token, once.
+    """
+    few, many = (gpt_oss_slopes[2, experts] for experts in EXPERTS)
+    more, state = EXPERTS[1] - EXPERTS[0], 4 * WIDE.hidden
+    assert many["kept"] - few["kept"] <= 2 * more * NARROW
+    uneven = 4 * (2 * WIDE.expert_intermediate + WIDE.hidden)
+    assert uneven < more * state / 4
+    for name in ("peak", "log_probs"):
+        assert many[name] - few[name] < more * state / 2, name
+
+
+def test_a_pass_for_log_probs_keeps_nothing_of_a_layer(gpt_oss_slopes):
+    """Two more layers, of which a hidden state alone would be 4 H each; again but for an uneven router."""
+    few, many = (gpt_oss_slopes[layers, EXPERTS[0]]["log_probs"] for layers in (2, 4))
+    assert many - few < 4 * (2 * WIDE.expert_intermediate + WIDE.hidden)
+    kept = gpt_oss_slopes[4, EXPERTS[0]]["kept"] - gpt_oss_slopes[2, EXPERTS[0]]["kept"]
+    assert kept > 4 * 4 * (2 * WIDE.expert_intermediate + WIDE.hidden), "else this test would show nothing"
+
+
+def test_full_recomputation_holds_one_hidden_state_a_layer(gpt_oss_models):
+    """To the end of the backward: with the gradient of every layer's input it would be two."""
+    slopes = slopes_of({key: model for key, model in gpt_oss_models.items() if key[1] == EXPERTS[0]}, "full")
+    few, many = (slopes[layers, EXPERTS[0]] for layers in (2, 4))
+    assert many["planned"] - few["planned"] == 2 * 4 * WIDE.hidden
+    assert 2 * 4 * WIDE.hidden <= many["peak"] - few["peak"] < 1.5 * 2 * 4 * WIDE.hidden
 
 
 def check(folder: Path, shape: Shape, layout: dict, by_rank: list[dict[str, int]], where: str) -> None:

@@ -150,7 +150,7 @@ def test_demonstrations_may_be_conversations(tmp_path, caplog):
     function = {"name": "python", "arguments": {"code": "1 + 2"}}
     assert task.demonstration(prompts[0], random.Random(0)) == [
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "3", "name": "python"},
         {"role": "assistant", "content": "It is 3."},
     ]
 

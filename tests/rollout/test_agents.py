@@ -196,7 +196,7 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
         ],
     )
     plain, with_planted = ask_trainer(
-        reference,
+        reference.folder,
         ("fp32", trajectories, SamplingSupport()),
         ("fp32", [*trajectories[:number], planted, *trajectories[number + 1 :]], SamplingSupport()),
     )

@@ -46,7 +46,7 @@ def trained(sampled, reference):
         asked[name, "same"] = "fp32", trajectories, SUPPORTS[name]
         whole = [replace(t, kept=None) for t in trajectories]
         asked[name, "whole"] = "fp32", whole, SamplingSupport(SUPPORTS[name].temperature)
-    return dict(zip(asked, ask_trainer(reference, *asked.values()), strict=True))
+    return dict(zip(asked, ask_trainer(reference.folder, *asked.values()), strict=True))
 
 
 @pytest.mark.parametrize("name", SUPPORTS)

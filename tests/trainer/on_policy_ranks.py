@@ -1,4 +1,4 @@
-"""What each rank does in test_on_policy.py: updates by every loss that claim to be on-policy, and two that are not."""
+"""What each rank does in test_on_policy_updates.py: updates by every loss that claim to be on-policy, and two that are not."""
 
 from __future__ import annotations
 

@@ -169,4 +169,6 @@ def check(folder: Path, shape: Shape, layout: dict, by_rank: list[dict[str, int]
     )
     peak = kept // len(by_rank) + max(sum(kinds.values()) for kinds in phases)
     largest = max(figures["peak"] for figures in by_rank)
-    assert 0.97 * largest < peak < 1.4 * largest, f"{where}: peak {largest}, by arithmetic {peak}"
+    # With several ranks gloo's threads hold what they have sent for as long as it pleases them: up to a few layers' messages.
+    least = 0.97 if len(by_rank) == 1 else 0.85
+    assert least * largest < peak < 1.4 * largest, f"{where}: peak {largest}, by arithmetic {peak}"

@@ -25,7 +25,7 @@ from torch import Tensor
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold the other slices of D_in."""
 TOLERANCE = 1e-10
-"""Relative squared residual at which conjugate gradients stop."""
+"""Squared residual, relative to what is to be solved for, at which conjugate gradients stop."""
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -167,20 +167,24 @@ def kernel_gradient(
     def apply(v: Tensor) -> Tensor:
         return across((1 + damping) * top * v - all_reduce(_transposed(weights, _times(weights, v))))
 
-    x = _conjugate_gradients(apply, across(towards), iterations, 0.99 * damping * top)
+    # Not relative to across(towards): where prototypes are parallel, that is nothing but rounding, some of it along p, and p is
+    # what the operator knows nothing of.
+    enough = towards.square().sum(-1, keepdim=True) * (TOLERANCE**2 if dtype == torch.float64 else TOLERANCE)
+    x = _conjugate_gradients(apply, across(towards), iterations, enough, 0.99 * damping * top)
     return a, x, _times(weights, x), p
 
 
-def _conjugate_gradients(apply: Callable[[Tensor], Tensor], right: Tensor, iterations: int, smallest: Tensor) -> Tensor:
+def _conjugate_gradients(
+    apply: Callable[[Tensor], Tensor], right: Tensor, iterations: int, enough: Tensor, smallest: Tensor
+) -> Tensor:
     """Solve apply(x) = right row by row, `[n, D]`.
 
-    A row stops at its tolerance, or where the operator's curvature is not above its `smallest` eigenvalue `[n, 1]`: there p
-    is not yet the top vector, and the row keeps what was found so far.
+    A row stops where its squared residual is `enough` `[n, 1]`, or where the operator's curvature is not above its `smallest`
+    eigenvalue `[n, 1]`: there p is not yet the top vector, and the row keeps what was found so far.
     """
     x, residual = torch.zeros_like(right), right
     direction = residual
     squared = residual.square().sum(-1, keepdim=True)
-    enough = squared * TOLERANCE**2 if right.dtype == torch.float64 else squared * TOLERANCE
     going = squared > enough
     for _ in range(min(iterations, 4 * right.shape[-1])):
         if right.device.type == "cpu" and not bool(going.any()):  # elsewhere it would wait for the device

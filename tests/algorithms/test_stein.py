@@ -181,6 +181,19 @@ def test_the_kernels_gradient_is_what_the_power_iteration_differentiates_to():
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
 
 
+def test_parallel_prototypes_do_not_push_each_other():
+    """What lies across p of such a row is rounding, and nothing may be made of it."""
+    for _ in range(50):
+        apart = 10 ** (-10 - 8 * torch.rand(1, dtype=torch.float64))  # down to less than rounding
+        rows = torch.randn(5, dtype=torch.float64) + apart * torch.randn(16, 5, dtype=torch.float64)
+        weights = (0.2 + torch.rand(16, 1, 1, dtype=torch.float64)) * torch.nn.functional.normalize(rows).unsqueeze(1)
+        p, repel = stein.prototypes(weights, 1, torch.rand(16, 5, dtype=torch.float64)), torch.ones(16, 16).double()
+        _, x, _, _ = stein.kernel_gradient(weights, p, stein.kernel(p, 1.0), repel)
+        assert (
+            x.norm(dim=-1).max() < 16 * 20 * apart / 0.2**2 + 1e-12
+        )  # sixteen neighbors, over the smallest eigenvalue
+
+
 def test_damping_bounds_the_gradient_where_the_top_is_double():
     weights = layer(gap=1 + 1e-9)
     p, repel = converged(weights, same_start(weights)), torch.ones(6, 6, dtype=torch.float64)

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from peak_memory import peak_bytes
+from peak_memory import forward_and_backward, peak_bytes
 
 from megatron_rl.config import Config, build_config
 from megatron_rl.data.sequence import Sequence
@@ -38,8 +38,6 @@ from megatron_rl.launch.memory import CPU, GPU, Kernels, stage_activations
 from megatron_rl.models.sizes import Shape
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.hooks import ALONE
-from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import build_trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
@@ -105,29 +103,17 @@ def config_of(folder: Path, tokens: int, recompute: str) -> Config:
 
 @contextmanager
 def our_passes(folder: Path, tokens: int, recompute: str) -> Iterator[Callable[[str, int], Callable[[], object]]]:
-    """(pass, number of tokens) -> what runs it once, on the trainer of this folder.
-
-    Gradients are not reduced: gloo copies them, and weights are what it is not about.
-    """
+    """(pass, number of tokens) -> what runs it once, on the trainer of this folder."""
     config = config_of(folder, tokens, recompute)
     ranks = parallel.initialize(config.parallel, config.seed)
     trainer = build_trainer(config, ranks, total_updates=config.steps, support=SamplingSupport())
-    trainer.chunks[0].config.finalize_model_grads_func = None
 
     def passes(name: str, count: int) -> Callable[[], object]:
         batches = trainer.pack(samples(count // LENGTH, trainer.model.hf_config.vocab_size))
         assert len(batches) == 1
         if name == "log_probs":
             return lambda: trainer.compute_log_probs(batches)
-        objective = Policy(config).for_update(batches, trainer.totals(batches), trainer._total_of)
-
-        def train() -> None:
-            for ddp in trainer.ddp:
-                ddp.train()
-            with trainer._observed(trainer.hooks, batches, "update", ALONE) as seen:
-                trainer._run(trainer.ddp, batches, seen, objective, trainer.support, forward_only=False)
-
-        return train
+        return forward_and_backward(trainer, batches)
 
     try:
         yield passes

@@ -7,6 +7,25 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_rl.data.packing import Batch
+from megatron_rl.trainer.hooks import ALONE
+from megatron_rl.trainer.objective import Policy
+from megatron_rl.trainer.trainer import Trainer
+
+
+def forward_and_backward(trainer: Trainer, batches: list[Batch]) -> Callable[[], None]:
+    """Runs the passes of an update, without the reduction of gradients, for which gloo copies them."""
+    objective = Policy(trainer.config).for_update(batches, trainer.totals(batches), trainer._total_of)
+    trainer.chunks[0].config.finalize_model_grads_func = None
+
+    def run() -> None:
+        for ddp in trainer.ddp:
+            ddp.train()
+        with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
+            trainer._run(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False)
+
+    return run
+
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """Most bytes that `run` holds at a time beyond what was there before it.

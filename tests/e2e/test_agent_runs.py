@@ -18,6 +18,7 @@ import pytest
 from megatron_rl.data.record import file_of, load_trajectories
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.metrics.report import write_report
+from tests.program import command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -43,18 +44,6 @@ def config(tmp_path_factory, tiny_model) -> Path:
     path = folder / "config.yaml"
     path.write_text(json.dumps(tree))
     return path
-
-
-def command(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
 
 
 @pytest.fixture(scope="module")

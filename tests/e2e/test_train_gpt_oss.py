@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.metrics.logger import read_json_lines
+from tests.program import command
 from tests.weights import scaled
 
 STEPS = 3
-
-
-def command(*arguments: str, timeout: float = 400) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.timeout(900)
@@ -50,7 +37,7 @@ def test_sinks_are_trained_and_both_sides_have_them(tiny_model, tmp_path):
         "eval": {"prompts": 0},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
-    command("train", str(tmp_path / "config.yaml"), "--nproc", "2")
+    command("train", str(tmp_path / "config.yaml"), "--nproc", "2", timeout=400)
     rows = [row for row in read_json_lines(tmp_path / "sinks" / "metrics.jsonl") if row["step"] > 0]
     assert len(rows) == STEPS
     for row in rows:

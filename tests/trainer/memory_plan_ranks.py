@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from trainer.layouts import make_config, make_trainer
 
-from benchmarks.peak_memory import peak_bytes
-from megatron_rl.data.packing import Batch
+from benchmarks.peak_memory import forward_and_backward, peak_bytes
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.trainer.hooks import ALONE
-from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
@@ -78,27 +75,13 @@ class Kept:
         return tensor
 
 
-def one_pass(trainer: Trainer, batches: list[Batch]) -> Callable[[], None]:
-    """Runs forward and backward of an update, without the reduction of gradients, for which gloo copies them."""
-    objective = Policy(trainer.config).for_update(batches, trainer.totals(batches), trainer._total_of)
-    trainer.chunks[0].config.finalize_model_grads_func = None
-
-    def run() -> None:
-        for ddp in trainer.ddp:
-            ddp.train()
-        with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
-            trainer._run(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False)
-
-    return run
-
-
-def forward_and_backward(trainer: Trainer, sequences: int = SEQUENCES) -> dict[str, int]:
+def measure_passes(trainer: Trainer, sequences: int = SEQUENCES) -> dict[str, int]:
     """Of one micro-batch: what its forward keeps before the head, and the most that is held at a time."""
     from megatron_rl.trainer import trainer as module
 
     batches = trainer.pack(one_batch(trainer.model.hf_config.vocab_size, sequences))
     assert len(batches) == 1 and batches[0].tokens.shape[1] * trainer.config.parallel.context == sequences * LENGTH
-    run = one_pass(trainer, batches)
+    run = forward_and_backward(trainer, batches)
     own = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
     own += [b.grad_data for ddp in trainer.ddp for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     known = {t.untyped_storage().data_ptr() for t in own}
@@ -125,8 +108,8 @@ def token_slopes(models: list[str], recompute: str) -> list[dict[str, float]]:
     for model in models:
         batch = {"tokens_per_micro_batch": 2 * TOKENS, "updates_per_step": 1}
         trainer = make_trainer(make_config(model, {"batch": batch, "model": {"recompute": recompute}}))
-        forward_and_backward(trainer)  # what is made once
-        few, many = (forward_and_backward(trainer, sequences) for sequences in (SEQUENCES, 2 * SEQUENCES))
+        measure_passes(trainer)  # what is made once
+        few, many = (measure_passes(trainer, sequences) for sequences in (SEQUENCES, 2 * SEQUENCES))
         found.append({name: (many[name] - few[name]) / TOKENS for name in few})
         parallel_state.destroy_model_parallel()
     return found
@@ -142,7 +125,7 @@ def measure(model: str, layouts: list[dict]) -> list[dict[str, int]]:
         allocate(trainer)
         figures = parameter_figures(trainer)
         if overrides.get("passes"):
-            figures |= forward_and_backward(trainer)
+            figures |= measure_passes(trainer)
         figures["stage"] = parallel_state.get_pipeline_model_parallel_rank()
         found.append(figures)
         parallel_state.destroy_model_parallel()  # the next layout starts on the same processes

@@ -118,12 +118,18 @@ def markdown(
 
 
 def save(
-    out: Path, stem: str, steps: int, minutes: Mapping[str, float], results: Mapping[str, dict], text: str
+    out: Path,
+    stem: str,
+    steps: int,
+    minutes: Mapping[str, float],
+    results: Mapping[str, dict],
+    text: str,
+    **more: object,
 ) -> None:
-    """Write out/{stem}.json, run by run, and out/{stem}.md; and print the tables."""
+    """Write out/{stem}.json, run by run, `more` beside the runs, and out/{stem}.md; and print the tables."""
     out.mkdir(parents=True, exist_ok=True)
     taken = round(sum(minutes.get(name, 0.0) for name in results), 1)
-    summary = {"steps": steps, "minutes": taken, "runs": results}
+    summary = {"steps": steps, "minutes": taken, **more, "runs": results}
     (out / f"{stem}.json").write_text(json.dumps(summary, indent=1) + "\n")
     (out / f"{stem}.md").write_text(text + "\n")
     print(text)

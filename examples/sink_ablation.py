@@ -3,16 +3,18 @@
 After figures 3 to 7 of "Unlocking Agentic RL Training for GPT-OSS". There the trainer's FlashAttention 2 knew no sinks, which
 SGLang applied; the cures that were tried before the kernel was mended are here too: importance weights of tokens and of
 sequences, and attention kept as it is. Runs start from one of two warm starts in which sinks are trained: large ones, which
-take a third to two thirds of a layer's attention, and small ones, with which the mismatch is milder.
+take a seventh to a half of a layer's attention, and small ones, with which the mismatch is milder.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from ablations import (
     REPOSITORY,
     Settings,
@@ -28,7 +30,10 @@ from ablations import (
 )
 from curves import Panel, write_curves
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_rl.config import DataConfig
+from megatron_rl.environments.number_sorting import NumberSorting
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 SINKS = {"large": 2.0, "small": 0.0}
@@ -56,6 +61,7 @@ COLUMNS = {
     "before": ("score before", ".3f"),
     "eval/score": ("score", ".3f"),
     "best": ("best score", ".3f"),
+    "greedy_before": ("greedy score before", ".3f"),
     "greedy": ("greedy score", ".3f"),
     "reward": ("reward, last quarter", ".3f"),
     "first/kl": ("KL, first quarter", ".2g"),
@@ -102,6 +108,21 @@ def add_to_sinks(value: float, folder: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
+@torch.no_grad()
+def attention_to_sinks(folder: Path, prompts: int = 64) -> list[float]:
+    """The share of each layer's attention that its sinks take: a mean over heads and the tokens that predict a right answer."""
+    task = NumberSorting(DataConfig(task="number_sorting"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    left = []
+    for prompt, _ in zip(task.prompts("eval"), range(prompts), strict=False):
+        asked, answered = (tokenizer(text)["input_ids"] for text in (prompt.text, " ".join(map(str, prompt.answer))))
+        attentions = model(torch.tensor([asked + answered]), output_attentions=True).attentions
+        shares = torch.stack([1 - layer[0].sum(-1).mean(0) for layer in attentions])  # of [heads, tokens, keys]
+        left.append(shares[:, len(asked) - 1 :])
+    return torch.cat(left, dim=1).mean(1).tolist()
+
+
 def figures(folder: Path) -> dict[str, float | None]:
     """A run's figures: the score at its end and its best, everything else over the steps. None where one does not apply."""
     lines = read_json_lines(folder / METRICS_FILE)
@@ -114,6 +135,7 @@ def figures(folder: Path) -> dict[str, float | None]:
         "before": scores[0],
         "eval/score": scores[-1],
         "best": max(scores),
+        "greedy_before": evaluated[0]["eval/greedy"],
         "greedy": evaluated[-1]["eval/greedy"],
         "reward": mean_of("reward/mean", steps[-quarter:]),
         "first/kl": mean_of("mismatch/kl", steps[:quarter]),
@@ -134,15 +156,20 @@ def table(results: dict[str, dict]) -> str:
     return markdown(("sinks", "trainer"), COLUMNS, [(arm, arms[arm]) for arm in order if arm in arms])
 
 
-def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
-    """out/sink-ablation.json and .md of the runs that are done, and a .svg for either kind of sinks."""
+def write_results(
+    shares: Mapping[str, Sequence[float]], root: Path, out: Path, steps: int, minutes: dict[str, float]
+) -> None:
+    """out/sink-ablation.json and .md of the runs that are done, and a .svg for either kind of sinks.
+
+    shares: kind of sinks -> `attention_to_sinks` of the warm start.
+    """
     done = [plan for plan in make_plan() if last_step(root / plan.name) == steps]
     if not done:
         return
     results = {
         p.name: {"sinks": p.sinks, "method": p.method, "seed": p.seed, "figures": figures(root / p.name)} for p in done
     }
-    save(out, "sink-ablation", steps, minutes, results, table(results))
+    save(out, "sink-ablation", steps, minutes, results, table(results), attention_to_sinks=shares)
     for sinks in SINKS:
         curves: dict[str, list[Path]] = {}
         for plan in done:
@@ -170,7 +197,8 @@ def main() -> None:
         p.name: COMMON | {"model.path": models[p.sinks], "seed": p.seed, "data.seed": p.seed} | METHODS[p.method]
         for p in plans
     }
-    run_all(args, settings, write_results)
+    shares = {sinks: attention_to_sinks(model) for sinks, model in models.items()}
+    run_all(args, settings, partial(write_results, shares))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
-from megatron_rl.config import build_config, parse_overrides
+from megatron_rl.config import DataConfig, build_config, parse_overrides
+from megatron_rl.environments.number_sorting import NumberSorting
 
 
 def test_the_plan(ablation):
@@ -46,6 +48,30 @@ def test_sinks_alone_are_raised(ablation, tiny_model, tmp_path):
         torch.testing.assert_close(after[name], before[name] + 2.5)
 
 
+def test_the_attention_that_sinks_take(ablation, tiny_model, tmp_path):
+    """None where sinks are nothing, all of it where they are everything, and as much as a key where all are alike."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("gpt_oss", "--layers", "2", "--tokenizer", "numbers"), folder)
+    shares = []
+    for value in (-1e4, 2e4):
+        ablation.add_to_sinks(value, folder)
+        shares += [ablation.attention_to_sinks(folder, prompts=2)]
+    assert shares[0] == pytest.approx([0, 0], abs=1e-6) and shares[1] == pytest.approx([1, 1], abs=1e-6)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if "self_attn.sinks" in name or "self_attn.q_proj" in name:
+            tensor.zero_()  # all scores are 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer, prompts = AutoTokenizer.from_pretrained(folder), NumberSorting(DataConfig(task="number_sorting"))
+    keys = []
+    for prompt in prompts.prompts("eval")[:2]:
+        asked = len(tokenizer(prompt.text)["input_ids"])
+        keys += range(asked, asked + len(tokenizer(" ".join(map(str, prompt.answer)))["input_ids"]) + 1)
+    window = json.loads((folder / "config.json").read_text())["sliding_window"]
+    expected = [sum(1 / (min(n, most) + 1) for n in keys) / len(keys) for most in (window, max(keys))]
+    assert ablation.attention_to_sinks(folder, prompts=2) == pytest.approx(expected, abs=1e-6)
+
+
 def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
     for method, kl in (("large-sinks-trained", 1e-6), ("small-no-sinks", 0.25)):
         for seed in (0, 1):
@@ -68,20 +94,25 @@ def test_results_are_of_the_runs_that_are_done(ablation, tmp_path, capsys):
     (tmp_path / "runs" / "large-sinks-frozen-seed0" / "metrics.jsonl").write_text(
         '{"step": 3, "eval/score": 0.5}\n'
     )  # stopped
+    shares = {"large": [0.5, 0.25], "small": [0.125, 0.0]}
     ablation.write_results(
-        tmp_path / "runs", tmp_path / "out", 8, {"small-no-sinks-seed0": 2.0, "large-sinks-frozen-seed0": 9.0}
+        shares, tmp_path / "runs", tmp_path / "out", 8, {"small-no-sinks-seed0": 2.0, "large-sinks-frozen-seed0": 9.0}
     )
     found = json.loads((tmp_path / "out" / "sink-ablation.json").read_text())
     names = [f"{arm}-seed{seed}" for arm in ("large-sinks-trained", "small-no-sinks") for seed in (0, 1)]
     assert sorted(found["runs"]) == names and found["minutes"] == 2.0
+    assert found["attention_to_sinks"] == shares
     figures = found["runs"]["small-no-sinks-seed0"]["figures"]
     assert (figures["before"], figures["eval/score"], figures["best"]) == (0.25, 0.5, 0.75)
     assert figures["first/kl"] == pytest.approx(0.25 * 1.5) and figures["last/kl"] == pytest.approx(0.25 * 7.5)
+    assert (figures["greedy_before"], figures["greedy"]) == (0.5, 0.8)
     assert (figures["update/grad_norm"], figures["grad_norm_max"]) == (1.0, 100.0)
     assert figures["reward"] == pytest.approx((7 + 8) / 16), "of the last quarter"
     rows = (tmp_path / "out" / "sink-ablation.md").read_text().splitlines()
     [row] = [row for row in rows if row.startswith("| small | no sinks |")]
-    assert row.startswith("| small | no sinks | 2 | 0.250 ± 0.000 | 0.500 ± 0.000 | 0.750 ± 0.000 | 0.800 ± 0.000 |")
+    assert row.startswith(
+        "| small | no sinks | 2 | 0.250 ± 0.000 | 0.500 ± 0.000 | 0.750 ± 0.000 | 0.500 ± 0.000 | 0.800 ± 0.000 |"
+    )
     assert not [row for row in rows if row.startswith("| large | sinks frozen |")]
     for sinks, method in (("large", "sinks trained"), ("small", "no sinks")):
         picture = (tmp_path / "out" / f"sink-ablation-{sinks}.svg").read_text()

@@ -336,5 +336,6 @@ def test_particles_cover_both_modes_where_plain_ascent_collapses_onto_one():
     assert plain.mean(0).tolist() == pytest.approx([1.0, 0.0], abs=0.05)
     for _ in range(3):
         covered = ascend(1.0)
-        assert 0.3 < nearer_the_first(covered) < 0.7
-        assert abs(float(covered.mean(0) @ torch.tensor([1.0, -1.0], dtype=torch.float64))) < 0.4
+        assert 0.2 < nearer_the_first(covered) < 0.8  # 1,500 draws: 0.375 to 0.6875
+        asymmetry = float(covered.mean(0) @ torch.tensor([1.0, -1.0], dtype=torch.float64))
+        assert abs(asymmetry) < 0.6  # 1 where it collapses; their standard deviation was 0.095

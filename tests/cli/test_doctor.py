@@ -167,6 +167,7 @@ def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
     assert doctor._recipes("trainer") == everything
 
 
+@pytest.mark.slow
 def test_command_prints_json_and_a_table():
     command = [sys.executable, "-c", "import sys; from megatron_rl.cli import main; sys.exit(main())", "doctor"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)

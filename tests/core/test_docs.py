@@ -67,6 +67,7 @@ def test_commands_and_flags_exist(document):
             assert ours or flag == "--help", f"{document.name}: megatron-rl {command} has no {flag}"
 
 
+@pytest.mark.slow
 def test_flags_of_python_tools_exist():
     help_of: dict[str, str] = {}
     for document in DOCUMENTS + SCRIPTS:

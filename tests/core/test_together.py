@@ -40,6 +40,7 @@ def outcomes() -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_results_and_errors_over_four_processes():
     for rank, (main, main_fails, leader, some_fail, crash, fine) in enumerate(run_ranks(4, "test_together:outcomes")):
         assert main == "'from 0'"

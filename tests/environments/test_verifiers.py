@@ -111,6 +111,7 @@ def test_math(math_task, prompt, text, correct):
     assert math_task.rewards(math_task.prompts("train")[prompt], text)["correct"] == correct
 
 
+@pytest.mark.slow
 def test_slow_and_unparsable_math_scores_zero_and_is_counted(math_task, caplog):
     prompts = math_task.prompts("train")
     timeouts, errors = math_task.verify.pooled.timeouts, math_task.verify.pooled.errors

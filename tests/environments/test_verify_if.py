@@ -89,6 +89,7 @@ print(json.dumps([followed, {name: checkers.lacking(name) for name in EXAMPLES}]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "linked"])
 def test_without_nltks_data_its_checkers_alone_fail_and_are_refused(kind, copied_nltk_data, tmp_path):
     """So that no response scores 0 for want of a file; NLTK finds files with hard links, as installers make, but reads none.
@@ -223,6 +224,7 @@ def multi_if(turns: list[tuple[str, dict[str, dict]]]) -> dict:
     return row
 
 
+@pytest.mark.slow
 def test_rows_of_the_public_sets_and_one_that_takes_for_ever(tmp_path):
     """Of IFEval and IFBench, where every argument is a column, and IF_multi_constraints_upto5.
 

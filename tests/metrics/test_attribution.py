@@ -146,12 +146,14 @@ def test_the_planted_source_is_the_largest(name, found):
             assert sources[other].share < sources[name].share - 0.1
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_not_removed(found):
     routes, precision = (next(s for s in found["routes"].sources if s.name == n) for n in ("routes", "precision"))
     assert routes.kl is not None
     assert precision.kl is None and precision.removed_by == "the run trains in fp32 already"
 
 
+@pytest.mark.slow
 def test_predictors_that_are_zero_change_nothing(found):
     assert found["predicted"] == found["routes"]
 

@@ -19,6 +19,7 @@ FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3", 
 TOKENS = 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_torch_counts(family, tiny_model):
     """Eager attention multiplies all pairs, whatever the mask, and all tokens meet the head."""

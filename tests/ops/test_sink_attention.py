@@ -48,12 +48,22 @@ def compare(tensors, cu_seqlens, cu_seqlens_k=None, **options):
         assert a.shape == b.shape and a.dtype == dtype
         if not b.numel():
             continue
-        # What cancels is as exact as its terms, which are about 1; those of the sinks are counted below.
+        # What cancels is as exact as its terms, which are about 1; those of scores and sinks are counted below.
         size = b.abs().max() if name == "out" else b.abs().max().clamp(min=1.0)
+        if name in ("grad of q", "grad of k"):
+            size = size.clamp(min=score_terms(exact, of_queries=name == "grad of q", scale=options.get("scale")))
         if name == "grad of sinks":
             size += sink_terms(exact, right[0], direction.double(), options)
         error = (a.double() - b).abs().max() / size
         assert error <= (OUT_TOLERANCE if name == "out" else GRAD_TOLERANCE)[dtype], f"{name}: {error:.2e}"
+
+
+def score_terms(exact, *, of_queries, scale) -> float:
+    """What a score's gradient adds to that of q or k: the norm of the D_v products of about 1 that it sums, times the scale and
+    the largest key or query. A key has one of each head of its group."""
+    q, k, v, _ = exact
+    norm = v.shape[-1] ** 0.5 * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return norm * float(k.abs().max() if of_queries else q.abs().max() * (q.shape[1] / k.shape[1]) ** 0.5)
 
 
 @torch.no_grad()

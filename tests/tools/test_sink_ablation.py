@@ -48,6 +48,7 @@ def test_sinks_alone_are_raised(ablation, tiny_model, tmp_path):
         torch.testing.assert_close(after[name], before[name] + 2.5)
 
 
+@pytest.mark.slow
 def test_the_attention_that_sinks_take(ablation, tiny_model, tmp_path):
     """None where sinks are nothing, all of it where they are everything, and as much as a key where all are alike."""
     folder = tmp_path / "model"

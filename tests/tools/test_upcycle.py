@@ -32,6 +32,7 @@ def test_moe_computes_what_the_dense_model_does(dense, tmp_path):
     assert spread.item() == pytest.approx(0.05 * 2**0.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_tokenizer_is_the_original(dense, tmp_path):
     model, tokenizer = dense
     save(model, tokenizer, tmp_path / "m", torch.bfloat16)

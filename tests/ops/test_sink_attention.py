@@ -63,7 +63,8 @@ def score_terms(exact, *, of_queries, scale) -> float:
     the largest key or query. A key has one of each head of its group."""
     q, k, v, _ = exact
     norm = v.shape[-1] ** 0.5 * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return norm * float(k.abs().max() if of_queries else q.abs().max() * (q.shape[1] / k.shape[1]) ** 0.5)
+    factors = k if of_queries else q * (q.shape[1] / k.shape[1]) ** 0.5
+    return norm * float(factors.detach().abs().max()) if factors.numel() else 0.0
 
 
 @torch.no_grad()

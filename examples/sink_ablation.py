@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.number_sorting import NumberSorting
+from megatron_rl.environments.build import build_task
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 SINKS = {"large": 2.0, "small": 0.0}
@@ -111,7 +111,7 @@ def add_to_sinks(value: float, folder: Path) -> None:
 @torch.no_grad()
 def attention_to_sinks(folder: Path, prompts: int = 64) -> list[float]:
     """The share of each layer's attention that its sinks take: a mean over heads and the tokens that predict a right answer."""
-    task = NumberSorting(DataConfig(task="number_sorting"))
+    task = build_task(DataConfig(task="number_sorting"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     left = []
@@ -197,7 +197,10 @@ def main() -> None:
         p.name: COMMON | {"model.path": models[p.sinks], "seed": p.seed, "data.seed": p.seed} | METHODS[p.method]
         for p in plans
     }
-    shares = {sinks: attention_to_sinks(model) for sinks, model in models.items()}
+    starts = {
+        sinks: runs / sinks / "sft" / "hf" for sinks in SINKS
+    }  # of all runs that may be done, not of --only's alone
+    shares = {sinks: attention_to_sinks(start) for sinks, start in starts.items() if start.is_dir()}
     run_all(args, settings, partial(write_results, shares))
 
 

@@ -189,9 +189,8 @@ def test_parallel_prototypes_do_not_push_each_other():
         weights = (0.2 + torch.rand(16, 1, 1, dtype=torch.float64)) * torch.nn.functional.normalize(rows).unsqueeze(1)
         p, repel = stein.prototypes(weights, 1, torch.rand(16, 5, dtype=torch.float64)), torch.ones(16, 16).double()
         _, x, _, _ = stein.kernel_gradient(weights, p, stein.kernel(p, 1.0), repel)
-        assert (
-            x.norm(dim=-1).max() < 16 * 20 * apart / 0.2**2 + 1e-12
-        )  # sixteen neighbors, over the smallest eigenvalue
+        largest = 16 * 20 * apart / 0.2**2  # of sixteen neighbors, over the smallest eigenvalue
+        assert x.norm(dim=-1).max() < largest + 1e-12
 
 
 def test_damping_bounds_the_gradient_where_the_top_is_double():

@@ -46,9 +46,8 @@ def test_values_and_gradients(dtype, log_rho, chunk_tokens, on_the_way):
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
     hidden, weight, targets = head(seed, dtype=dtype)
-    if (
-        dtype == torch.bfloat16
-    ):  # sums of eighths are exact: a logit rounds alike in whatever order a matrix product adds
+    if dtype == torch.bfloat16:
+        # Sums of eighths are exact, so a logit is rounded alike in whatever order a matrix product adds.
         hidden, weight = ((x.detach() * 8).round().div(8).requires_grad_() for x in (hidden, weight))
     rows, everything = targets != -100, torch.arange(len(targets))
     expected = whole_head(hidden, weight, targets, log_rho)

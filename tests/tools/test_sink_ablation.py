@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from megatron_rl.config import DataConfig, build_config, parse_overrides
-from megatron_rl.environments.number_sorting import NumberSorting
+from megatron_rl.environments.build import build_task
 
 
 def test_the_plan(ablation):
@@ -63,7 +63,7 @@ def test_the_attention_that_sinks_take(ablation, tiny_model, tmp_path):
         if "self_attn.sinks" in name or "self_attn.q_proj" in name:
             tensor.zero_()  # all scores are 0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer, prompts = AutoTokenizer.from_pretrained(folder), NumberSorting(DataConfig(task="number_sorting"))
+    tokenizer, prompts = AutoTokenizer.from_pretrained(folder), build_task(DataConfig(task="number_sorting"))
     keys = []
     for prompt in prompts.prompts("eval")[:2]:
         asked = len(tokenizer(prompt.text)["input_ids"])

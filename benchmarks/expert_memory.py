@@ -4,9 +4,9 @@
 
 Forward and backward of a micro-batch (ours: those of `Trainer.update`) and a pass for log-probs (`Trainer.compute_log_probs`),
 in fp32, of sequences of 32 tokens. Bytes are those of torch's allocator beyond what was there before the pass
-(`peak_memory.py`); from run to run the smallest peaks vary by 2 %, the ratios to the plan by a thousandth. Slopes over the tokens are least squares; a slope per layer is that of the difference between
-models of 4 and of 2 layers, so that it has neither the head nor a layer's temporaries. For two large sizes the resident
-memory of the process is measured too.
+(`peak_memory.py`); from run to run the smallest peaks vary by 2 %, the ratios to the plan by a thousandth. Slopes over the
+tokens are least squares; a slope per layer is that of the difference between models of 4 and of 2 layers, so that it has
+neither the head nor a layer's temporaries. For two large sizes the resident memory of the process is measured too.
 
 transformers: all expert implementations of the installed version that run on a CPU, and `repeat`, what older releases computed
 on GPUs in eval mode (huggingface/transformers, issue 40073), which repeats hidden states for every expert. `batched_mm` copies

@@ -324,6 +324,9 @@ class SamplingConfig:
     """Sample from the likeliest tokens that together have this probability; a value below 1 needs top_k too."""
     top_k: int = -1
     """-1: all tokens; 2 to 4096 where the vocabulary is truncated, as the engine names at most 4,096 kept tokens."""
+    tail_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """For experiments: a fault in the engine. No token has a smaller share of the likeliest one's probability than this, however
+    unlikely the policy finds it; e^-13.3 = 1.67e-6 is a floor that pruning at its default removes."""
 
 
 @section

@@ -33,6 +33,8 @@ class NumberSortingOptions:
     """Different training prompts."""
     corrupt: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of demonstrations in which two neighbors are swapped: a warm start that RL can repair."""
+    times: Annotated[int, Field(ge=1)] = 1
+    """How often the list has to be written: a long answer, of which every token counts."""
 
     def __post_init__(self):
         if self.min_numbers > self.max_numbers or self.min_value >= self.max_value:
@@ -75,7 +77,8 @@ class NumberSorting(Task):
 
     @override
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
-        return [self._verify(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
+        wanted = [prompt.answer * self.options.times for prompt in prompts]
+        return [self._verify(text, answer) for text, answer in zip(texts, wanted, strict=True)]
 
     @override
     def extract(self, text: str) -> str:
@@ -89,7 +92,7 @@ class NumberSorting(Task):
         if pairs and rng.random() < self.options.corrupt:
             i = rng.choice(pairs)
             answer[i], answer[i + 1] = answer[i + 1], answer[i]
-        return " ".join(map(str, answer))
+        return " ".join(map(str, answer * self.options.times))
 
     def _right(self, prompt: Prompt, rng: random.Random) -> list[int]:
         return list(prompt.answer)

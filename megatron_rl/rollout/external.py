@@ -66,14 +66,14 @@ def problems(
         tokens = info.get(size) or context
         refuse(tokens < context, f"has room for {tokens} tokens ({flag}), and rollout.context_length is {context}")
     refuse(
-        info.get("speculative_algorithm") and (routes or config.pruning.enabled),
+        info.get("speculative_algorithm") and (routes or support.has_processor),
         f"runs with --speculative-algorithm {info.get('speculative_algorithm')}, which goes past the record of routes and the"
         " processor that prunes",
     )
     refuse(routes and not info.get("enable_return_routed_experts"), "runs without --enable-return-routed-experts")
     refuse(
-        config.pruning.enabled and not info.get("enable_custom_logit_processor"),
-        "runs without --enable-custom-logit-processor, which pruning.enabled needs",
+        support.has_processor and not info.get("enable_custom_logit_processor"),
+        "runs without --enable-custom-logit-processor, which pruning.enabled and rollout.sampling.tail_floor need",
     )
     kept = info.get("sampling_mask_max_tokens") or 0
     refuse(

@@ -15,7 +15,7 @@ MOST_KEPT = 4096
 """Largest top_k under which SGLang names the kept tokens (its return_sampling_mask)."""
 ROOM_FOR_TIES = 8192
 """Tokens that it may name: ties at the border are all kept, and a set that is too large ends the request."""
-_WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+_WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "tail_floor": 0.0}
 _UNTOUCHED = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 """Said in every request, as a server may have been given other defaults (--preferred-sampling-params), and log-probs do not
 tell."""
@@ -37,11 +37,15 @@ class SamplingSupport:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    tail_floor: float = 0.0
+    """A fault of the engine, of which the trainer knows nothing: no token that is not pruned has a smaller share of the likeliest
+    one's probability than this."""
 
     @classmethod
     def from_config(cls, config: SamplingConfig, pruning: PruningConfig) -> SamplingSupport:
         """Errors: UserError naming the key, for what the engine cannot sample or cannot tell."""
-        support = cls(config.temperature, config.top_p, config.top_k, pruning.rho if pruning.enabled else 0.0)
+        min_p, floor = pruning.rho if pruning.enabled else 0.0, config.tail_floor or 0.0
+        support = cls(config.temperature, config.top_p, config.top_k, min_p, floor)
         key = "config: rollout.sampling"
         if support.top_k < -1 or support.top_k == 0:
             raise UserError(f"{key}.top_k = {support.top_k}: -1 keeps all tokens, 2 to {MOST_KEPT} the likeliest ones")
@@ -67,6 +71,11 @@ class SamplingSupport:
         return (self.top_p < 1.0 or self.top_k > 0) and self.temperature > 0
 
     @property
+    def has_processor(self) -> bool:
+        """Whether the engine bounds the tail by a logit processor of ours."""
+        return bool(self._bounds)
+
+    @property
     def log_rho(self) -> float | None:
         """For `ops.masked_log_softmax`; None: nothing is pruned."""
         return math.log(self.min_p) if self.min_p else None
@@ -86,20 +95,23 @@ class SamplingSupport:
         """The part of SGLang's sampling_params that this support fixes."""
         sampling: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         sampling |= _UNTOUCHED
-        if self._prunes:
-            sampling["custom_params"] = {"log_rho": self.log_rho, "temperature": self.temperature}
+        if bounds := self._bounds:
+            sampling["custom_params"] = bounds | {"temperature": self.temperature}
         return sampling
 
     def options(self) -> dict[str, Any]:
         """The other fields of SGLang's request that it needs."""
-        options: dict[str, Any] = {"custom_logit_processor": _by_name(*PRUNING)} if self._prunes else {}
+        options: dict[str, Any] = {"custom_logit_processor": _by_name(*PRUNING)} if self._bounds else {}
         if self.keeps_sets:
             options["return_sampling_mask"] = True
         return options
 
     @property
-    def _prunes(self) -> bool:
-        return self.min_p > 0 and self.temperature > 0  # greedy: the likeliest token is in every support
+    def _bounds(self) -> dict[str, float]:
+        """Logarithms of the shares by which the engine's processor bounds the tail."""
+        shares = {"log_rho": self.min_p, "log_floor": self.tail_floor}
+        # Greedy: the likeliest token is in every support.
+        return {name: math.log(share) for name, share in shares.items() if share and self.temperature}
 
 
 def request_seed(key: str, number: int) -> int:

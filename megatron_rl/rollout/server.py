@@ -152,8 +152,8 @@ class RolloutServer:
     """A route predictor in every router, zero until it is pushed."""
     feature_stride: int = 0
     """s > 0 sends the router features of every s-th response token along, in all replies (`EngineFeatures`)."""
-    pruning: bool = False
-    """Requests may prune the vocabulary's tail (`SamplingSupport`), for which pythonpath must hold the plugin."""
+    processor: bool = False
+    """Requests may bound the tail of the vocabulary (`SamplingSupport`), for which pythonpath must hold the plugin."""
     kept_sets: bool = False
     """Requests may ask for the tokens that a truncation keeps,"""
     seeded_sets: bool = False
@@ -192,7 +192,7 @@ class RolloutServer:
         sleeps: bool = False,
     ) -> RolloutServer:
         """The server that a training run with this config wants."""
-        keeps_sets = SamplingSupport.from_config(config.rollout.sampling, config.pruning).keeps_sets
+        support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
         return cls(
             Path(config.model.path),
             config.rollout.server,
@@ -201,9 +201,9 @@ class RolloutServer:
             routes=asks_routes(config),
             predictor=config.routing.source == "pr3",
             feature_stride=feature_stride(config),
-            pruning=config.pruning.enabled,
-            kept_sets=keeps_sets,
-            seeded_sets=keeps_sets and config.rollout.seed_requests,
+            processor=support.has_processor,
+            kept_sets=support.keeps_sets,
+            seeded_sets=support.keeps_sets and config.rollout.seed_requests,
             fp32_lm_head=config.precision.fp32_lm_head,
             log_path=log_path,
             seed=config.seed,
@@ -256,7 +256,7 @@ class RolloutServer:
         command += ["--skip-tokenizer-init", "--log-level", "warning"]
         if self.routes:
             command.append("--enable-return-routed-experts")
-        if self.pruning:
+        if self.processor:
             command.append("--enable-custom-logit-processor")
         if self.kept_sets:
             command += ["--sampling-mask-max-tokens", str(ROOM_FOR_TIES)]

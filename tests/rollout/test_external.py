@@ -58,7 +58,7 @@ WRONG = {
     "no routes": ({}, "runs without --enable-return-routed-experts", {"enable_return_routed_experts": False}),
     "no processor": (
         {},
-        "runs without --enable-custom-logit-processor, which pruning.enabled needs",
+        "runs without --enable-custom-logit-processor, which pruning.enabled and rollout.sampling.tail_floor need",
         {"enable_custom_logit_processor": False},
     ),
     "speculation": (

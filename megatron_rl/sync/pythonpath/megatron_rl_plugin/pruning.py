@@ -1,4 +1,7 @@
-"""The engine's side of dynamic vocabulary pruning: a logit processor that removes the tail before a token is sampled."""
+"""The engine's side of dynamic vocabulary pruning: a logit processor that removes the tail before a token is sampled.
+
+It also plants a fault, where an experiment asks for one: a floor below which no token's probability falls.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,35 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 class PruneTail(CustomLogitProcessor):
     """Keeps {j : z_j >= max(z) + log_rho} with z = logits / temperature (papers/000, eq. 19).
 
-    custom_params of a request: log_rho, temperature. The sampler divides by the temperature afterwards and takes its
-    log-probs from what is left, so those are of the pruned, renormalized policy.
+    custom_params of a request: temperature; log_rho, without which all tokens stay; log_floor, by which z <- max(z, max(z) +
+    log_floor) before. The sampler divides by the temperature afterwards and takes its log-probs from what is left, so those are
+    of the pruned, renormalized policy.
 
     SGLang keeps one instance for as long as requests stay in a batch and calls it for every token: the parameters of its
     last call stay on the device.
     """
 
     _found: tuple = ()
-    _columns: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+    _columns: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """logits: [n, V], changed in place; one entry of custom_param_list for each row."""
-        log_rho, temperature = self._parameters(custom_param_list, logits.device)
-        # The threshold goes to the logits' scale and not the logits to the threshold's: a pass over them less in each step.
+        temperature, log_rho, log_floor = self._parameters(custom_param_list, logits.device)
         maximum = logits.amax(-1, keepdim=True).float()
+        if any("log_floor" in row for row in custom_param_list):
+            logits.copy_(torch.maximum(logits, maximum + log_floor * temperature))
+        # The threshold goes to the logits' scale and not the logits to the threshold's: a pass over them less in each step.
         threshold = (maximum / temperature + log_rho) * temperature
         # Rounding may lift it above the maximum, where rho is 1 or next to it.
         threshold = torch.minimum(threshold, maximum)
         return logits.masked_fill_(logits < threshold, -torch.inf)
 
-    def _parameters(self, rows: list[dict[str, Any]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 log_rho and temperature, [n, 1] each; [1, 1] where they are those of all rows."""
-        pairs = [(row["log_rho"], row["temperature"]) for row in rows]
-        found = (device, *(pairs if len(set(pairs)) > 1 else pairs[:1]))
+    def _parameters(self, rows: list[dict[str, Any]], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """fp32 temperature, log_rho and log_floor, [n, 1] each; [1, 1] where they are those of all rows."""
+        nothing = -torch.inf
+        wanted = [(row["temperature"], row.get("log_rho", nothing), row.get("log_floor", nothing)) for row in rows]
+        found = (device, *(wanted if len(set(wanted)) > 1 else wanted[:1]))
         if found != self._found:
             columns = torch.tensor(found[1:], dtype=torch.float32).to(device)
-            self._found, self._columns = found, (columns[:, :1], columns[:, 1:])
+            self._found, self._columns = found, tuple(columns.split(1, 1))
         return self._columns

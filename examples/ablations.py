@@ -1,22 +1,27 @@
 """What the ablation scripts share: one warm start, runs that are started where they are missing, and their seeds' spread.
 
 A run is done when its log has its last step; what is done is not run again, and a run that was stopped starts anew. Results
-are written whenever a script ends, of all runs that are done.
+are written whenever a script ends, of all runs that are done. `Ablation` is a whole one: arms, seeds, tables and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from curves import Panel, write_curves
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
@@ -76,22 +81,23 @@ def last_step(folder: Path) -> int:
     return max((line["step"] for line in read_json_lines(folder / METRICS_FILE)), default=-1)
 
 
-def train(name: str, root: Path, steps: int, settings: Settings) -> float:
-    """One run of the quickstart's config. Seconds that it took; 0 where it was done before."""
+def train(name: str, root: Path, steps: int, settings: Settings, config: str = "configs/quickstart.yaml") -> float:
+    """One run of a config. Seconds that it took; 0 where it was done before."""
     folder = root / name
     if last_step(folder) == steps:
         return 0.0
     shutil.rmtree(folder, ignore_errors=True)
     own = {"name": name, "runs_dir": root, "steps": steps, "logging.tensorboard": "false"}
     start = time.monotonic()
-    call([*CLI, "train", "configs/quickstart.yaml", *flags(own | settings)], root / f"{name}.log")
+    call([*CLI, "train", config, *flags(own | settings)], root / f"{name}.log")
     shutil.rmtree(folder / "checkpoints")
     return time.monotonic() - start
 
 
-def mean_and_spread(values: list[float], form: str, sign: str = "") -> str:
-    """Mean and, of several values, standard deviation; nothing of none."""
-    spread = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+def mean_and_spread(values: list[float], form: str, sign: str = "", *, error: bool = False) -> str:
+    """Mean and, of several values, standard deviation, or the mean's standard error; nothing of none."""
+    divisor = math.sqrt(len(values)) if error else 1.0
+    spread = f" ± {statistics.stdev(values) / divisor:{form.lstrip('+')}}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{sign}{form}}{spread}" if values else ""
 
 
@@ -106,13 +112,15 @@ def markdown(
     columns: Mapping[str, tuple[str, str]],
     rows: Iterable[tuple[Sequence[object], Sequence[Figures]]],
     sign: str = "",
+    *,
+    error: bool = False,
 ) -> str:
     """A table. columns: name of a figure -> (title, format); rows: cells of the `labels`, and the figures of each seed."""
     lines = ["| " + " | ".join([*labels, "seeds", *(title for title, _ in columns.values())]) + " |"]
     lines.append("|---" * (len(columns) + len(labels) + 1) + "|")
     for cells, seeds in rows:
         found = {name: [figures[name] for figures in seeds if figures[name] is not None] for name in columns}
-        spreads = [mean_and_spread(found[name], form, sign) for name, (_, form) in columns.items()]
+        spreads = [mean_and_spread(found[name], form, sign, error=error) for name, (_, form) in columns.items()]
         lines.append("| " + " | ".join([*map(str, cells), str(len(seeds)), *spreads]) + " |")
     return "\n".join(lines)
 
@@ -154,6 +162,7 @@ def run_all(
     args: argparse.Namespace,
     plans: Mapping[str, Settings],
     write_results: Callable[[Path, Path, int, dict[str, float]], None],
+    config: str = "configs/quickstart.yaml",
 ) -> None:
     """Train what is missing of `plans` (name -> settings), then write_results(folder of the runs, out, steps, minutes).
 
@@ -166,7 +175,7 @@ def run_all(
     minutes = json.loads(taken.read_text()) if taken.exists() else {}
     try:
         for number, (name, settings) in enumerate(plans.items(), 1):
-            seconds = train(name, root, args.steps, settings)
+            seconds = train(name, root, args.steps, settings, config)
             if seconds:
                 minutes[name] = seconds / 60
                 taken.write_text(json.dumps(minutes))
@@ -177,3 +186,98 @@ def run_all(
 
 def use_all_cores() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+
+
+def metric_lines(folder: Path) -> tuple[list[dict], list[dict]]:
+    """Lines of a run's log: those of its steps, and those that have an evaluation."""
+    lines = read_json_lines(folder / METRICS_FILE)
+    evaluated = [line for line in lines if any(name.startswith("eval/") and v is not None for name, v in line.items())]
+    return [line for line in lines if line["step"] > 0], evaluated
+
+
+def quarters(steps: Sequence[Mapping]) -> tuple[Sequence[Mapping], Sequence[Mapping]]:
+    """First and last quarter of a run's steps."""
+    quarter = -(-len(steps) // 4)
+    return steps[:quarter], steps[-quarter:]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Arms that differ in their settings, seed by seed from one warm start, and what is shown of them."""
+
+    name: str
+    """Of the script; with dashes that of the results."""
+    steps: int
+    arms: Mapping[str, Settings]
+    """Label -> settings, which override `common`."""
+    common: Settings
+    figures: Callable[[Path], Figures]
+    """Of the folder of one run; at least those of the columns."""
+    columns: Mapping[str, tuple[str, str]]
+    """Figure -> (title, format)."""
+    panels: Sequence[Panel] = ()
+    title: str = ""
+    """Of the picture of the panels."""
+    differences: Sequence[tuple[str, str]] = ()
+    """Pairs of arms whose figures are subtracted seed by seed: the first's minus the second's."""
+    seeds: int = 3
+    of_one_seed: Collection[str] = ()
+    """Arms of seed 0 alone."""
+    config: str = "configs/quickstart.yaml"
+
+    @property
+    def stem(self) -> str:
+        return self.name.replace("_", "-")
+
+    def runs(self) -> dict[str, tuple[str, int]]:
+        """Name -> (arm, seed). Seeds outermost, so that whatever is stopped has all arms side by side."""
+        return {
+            f"{re.sub('[^a-z0-9.]+', '-', arm.lower()).strip('-')}-seed{seed}": (arm, seed)
+            for seed in range(self.seeds)
+            for arm in self.arms
+            if seed == 0 or arm not in self.of_one_seed
+        }
+
+    def main(self, description: str, model: Callable[[Path], Path]) -> None:
+        """The script. model: makes the folder that runs start from, below the folder of the runs."""
+        parser = make_parser(self.name, description.splitlines()[0], steps=self.steps)
+        args = parser.parse_args()
+        every = self.runs()
+        check_names(parser, args, list(every))
+        use_all_cores()
+        start = model((REPOSITORY / args.runs).resolve())
+        plans: dict[str, Settings] = {}
+        for name in args.only or every:
+            arm, seed = every[name]
+            plans[name] = {"model.path": start, "seed": seed, "data.seed": seed} | self.common | self.arms[arm]
+        run_all(args, plans, self.write_results, self.config)
+
+    def write_results(self, root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
+        """out/{stem}.json, .md and .svg of the runs that are done."""
+        done = {name: of for name, of in self.runs().items() if last_step(root / name) == steps}
+        if not done:
+            return
+        results = {
+            name: {"arm": arm, "seed": seed, "figures": self.figures(root / name)} for name, (arm, seed) in done.items()
+        }
+        text = "\n\n".join(table for table in (self.table(results), self.difference_table(results)) if table)
+        save(out, self.stem, steps, minutes, results, text)
+        groups = {arm: [root / name for name, (of, _) in done.items() if of == arm] for arm in self.arms}
+        if self.panels:
+            shown = {arm: folders for arm, folders in groups.items() if folders}
+            write_curves(shown, self.panels, out / f"{self.stem}.svg", title=self.title)
+
+    def table(self, results: Mapping[str, dict]) -> str:
+        """Mean and, over several seeds, the standard deviation."""
+        found = {arm: [r["figures"] for r in results.values() if r["arm"] == arm] for arm in self.arms}
+        return markdown(("arm",), self.columns, [((arm,), figures) for arm, figures in found.items() if figures])
+
+    def difference_table(self, results: Mapping[str, dict]) -> str:
+        """Of pairs of arms, seed by seed: mean and standard error."""
+        of = {(r["arm"], r["seed"]): r["figures"] for r in results.values()}
+        rows = []
+        for a, b in self.differences:
+            pairs = [(of[a, seed], of[b, seed]) for seed in range(self.seeds) if (a, seed) in of and (b, seed) in of]
+            found = [{n: None if None in (x[n], y[n]) else x[n] - y[n] for n in self.columns} for x, y in pairs]
+            rows += [((f"{a} - {b}",), found)] if found else []
+        return markdown(("difference ± standard error",), self.columns, rows, sign="+", error=True) if rows else ""

@@ -1,0 +1,96 @@
+"""Does VP2O keep more ways to answer than its controls do, at the same score? Prompts with 61 right answers, 150 steps.
+
+Six different numbers are to go up and down in turn. The warm start has seen many of the 61 orders, half of them wrong. Whatever
+learns more slowly has more answers left, so the arms are compared at one score, read between two evaluations; and beside GRPO
+stand what costs nothing: an entropy bonus, and a lower learning rate.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from ablations import Ablation, Figures, Settings, mean_of, metric_lines, quarters, warm_start
+from curves import Panel
+
+SAMPLES = 32
+"""Of an evaluation, to each prompt."""
+SCORE = 0.4
+"""At which arms are compared."""
+TASK: Settings = {"data.task": "number_zigzag", "data.options": "{min_numbers: 6}"}
+ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
+"""Measures what VP2O measures, and leaves gradients as they are."""
+ARMS: dict[str, Settings] = {
+    "GRPO": ALONE,
+    "GRPO + entropy bonus": ALONE | {"algorithm.entropy_coefficient": 0.01},
+    "GRPO, half the lr": ALONE | {"optimizer.lr": 1e-4},
+    "VP2O": {},
+    "VP2O without attraction": {"vp2o.neighbors": 1},
+}
+COMMON: Settings = TASK | {
+    "batch.prompts_per_step": 32,
+    "vp2o.enabled": "true",
+    "optimizer.lr": 2e-4,
+    "optimizer.warmup_steps": 8,
+    "optimizer.decay": "constant",
+    "eval.every": 25,
+    "eval.prompts": 50,
+    "eval.samples": SAMPLES,
+}
+OF_ONE_SCORE = {
+    f"eval/pass@{SAMPLES}": (f"pass@{SAMPLES}", ".3f"),
+    "eval/collision": ("two right answers are the same", ".3f"),
+    f"eval/distinct@{SAMPLES}": (f"different right answers of {SAMPLES}", ".2f"),
+}
+COLUMNS = {
+    "eval/score": ("score at the end", ".3f"),
+    "eval/greedy": ("greedy", ".3f"),
+    **{f"eval/pass@{k}": (f"pass@{k}", ".3f") for k in (2, 4, 8, 16, SAMPLES)},
+    "eval/collision": ("two right answers are the same", ".3f"),
+    f"eval/distinct@{SAMPLES}": (f"different right answers of {SAMPLES}", ".2f"),
+    "entropy": ("entropy, last quarter", ".3f"),
+    "vp2o/overlap": ("prototype overlap, last quarter", ".3f"),
+    "step": (f"step of score {SCORE:g}", ".0f"),
+    **{f"at/{name}": (f"{title} at {SCORE:g}", form) for name, (title, form) in OF_ONE_SCORE.items()},
+}
+PANELS = (
+    Panel("Score", "eval/score"),
+    Panel(f"Different right answers of {SAMPLES}", f"eval/distinct@{SAMPLES}"),
+    Panel("Chance that two right answers are the same", "eval/collision"),
+    Panel("Entropy of the policy, nats per token", "entropy", smooth=5),
+)
+
+
+def at_score(evaluated: list[dict], name: str) -> float | None:
+    """A metric where the score passes SCORE for the first time, between two evaluations; None where it does not."""
+    for before, after in pairwise(evaluated):
+        low, high = before["eval/score"], after["eval/score"]
+        if low < SCORE <= high:
+            return before[name] + (after[name] - before[name]) * (SCORE - low) / (high - low)
+    return None
+
+
+def figures(folder: Path) -> Figures:
+    """A run's figures; None where one does not apply."""
+    steps, evaluated = metric_lines(folder)
+    last = quarters(steps)[1]
+    found = {name: evaluated[-1].get(name) for name in COLUMNS if name.startswith("eval/")}
+    found |= {name: mean_of(name, last) for name in ("entropy", "vp2o/overlap")}
+    return found | {"step": at_score(evaluated, "step")} | {f"at/{name}": at_score(evaluated, name) for name in OF_ONE_SCORE}
+
+
+ABLATION = Ablation(
+    name="vp2o_diversity",
+    steps=150,
+    arms=ARMS,
+    common=COMMON,
+    figures=figures,
+    columns=COLUMNS,
+    panels=PANELS,
+    title="Score and diversity over 150 steps",
+    differences=[(arm, "GRPO") for arm in ARMS if arm != "GRPO"] + [("VP2O", "GRPO + entropy bonus")],
+)
+
+
+if __name__ == "__main__":
+    ABLATION.main(__doc__, lambda runs: warm_start(runs, settings=TASK))

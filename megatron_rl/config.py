@@ -180,8 +180,10 @@ class CorrectionConfig:
     """Drop a token by its own statistic, or a response by the sum or the mean over its tokens."""
     reject_above: PositiveFloat | None = None
     """The largest value of the statistic that stays."""
-    normalize: bool = False
-    """Divide the weights by their mean over all tokens of the update."""
+    denominator: Literal["sampled", "kept_sequences", "kept_tokens", "weights"] = "kept_tokens"
+    """What the loss is a mean over. sampled: all tokens of the responses, those without a term too (they shrink the
+    gradient); kept_sequences: the tokens of the responses that neither veto nor reject dropped whole (the paper's);
+    kept_tokens: those whose weight is not 0; weights: by the sum of the weights (self-normalized), KL and entropy too."""
     bypass: bool = False
     """The loss's ratio starts from the engine's log-probs instead of the trainer's: one ratio for mismatch and drift."""
 

@@ -461,10 +461,6 @@ def _check_correction(config: Config) -> None:
             raise UserError(
                 f"config: correction.reject_{key} without a statistic does nothing; set correction.reject: k3, or remove it"
             )
-    if correction.normalize and correction.mode == "none":
-        raise UserError(
-            "config: correction.normalize with mode = none: there are no weights; set correction.mode, or normalize: false"
-        )
     if not correction.bypass:
         return
     for key, given, valid in (

@@ -102,7 +102,6 @@ REFUSED = {
         "reject_level without a statistic does nothing; set correction.reject: k3",
     ),
     "rho alone": ({"pruning": {"rho": 1e-4}}, "rho = 0.0001 without pruning.enabled.*set pruning.enabled: true"),
-    "normalized nothing": ({"correction": {"normalize": True}}, "there are no weights; set correction.mode"),
     "veto with bypass": (
         {"correction": {"bypass": True, "veto": 1e-4}},
         "correction.veto with correction.bypass: there are no log-probs.*set correction.bypass: false, or veto: null",

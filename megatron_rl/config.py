@@ -153,9 +153,13 @@ class PruningConfig:
 
     enabled: bool = False
     """Engine and trainer both take as the policy the tokens that are within rho of the likeliest one, renormalized, so that
-    the vocabulary's tail is neither sampled nor learned from."""
+    the vocabulary's tail is neither sampled nor learned from. The paper's veto is a key of its own: correction.veto: 1e-4."""
     rho: Annotated[float, Field(gt=0, le=1)] = math.exp(-13)
     """A token stays while its probability is at least rho times that of the likeliest; by default e^-13 = 2.26e-6."""
+    engine_rho: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The engine's rho; null: the same. A larger one keeps the engine away from tokens outside the trainer's set."""
+    measure: bool = False
+    """Without enabled: log mismatch/kl_safe, of the sampled tokens that rho would leave in the trainer's set."""
 
 
 @section
@@ -488,6 +492,9 @@ class EvalConfig:
     """Responses to each prompt at the sampling temperature, for avg@n and pass@n."""
     greedy: bool = True
     """Also one greedy response to each prompt."""
+    unpruned: bool = False
+    """With pruning.enabled: also the scores of the whole, unpruned policy (eval/score_unpruned), so that runs with and without
+    pruning compare by one sampler. It samples everything a second time."""
 
 
 @section

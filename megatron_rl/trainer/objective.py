@@ -34,6 +34,8 @@ class HeadOutputs(NamedTuple):
     """Zeros where the objective does not ask for it."""
     coverage: Tensor
     """Probability of the safe set of a pruned vocabulary; 1 elsewhere."""
+    margin: Tensor | None = None
+    """Logarithm of the label's probability over that of the likeliest token; None: nobody has asked."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ class Policy(Objective):
         sums[CLOSE] = (mask & ((old - batch["rollout_log_probs"]).abs() <= math.log(2))).sum()
         # The mismatch to the engine is that of the policy before its update.
         seen = {"old_log_probs": old.detach(), "coverage": outputs.coverage.detach(), **vars(corrected)}
+        if self.config.pruning.measure and outputs.margin is not None:
+            seen["safe"] = outputs.margin.detach() >= math.log(self.config.pruning.rho)
         metrics = _token_means(batch, sums)
         metrics |= {name: mean(value, inside.sum()) for name, value in of_ratios.items()}  # of those that have one
         metrics["loss/policy"] = mean((terms.detach() * weights).sum(), counted)

@@ -174,7 +174,7 @@ class Trainer:
         if "reference_log_probs" in needs:
             # It is not pruned: its own safe set would give tokens that the policy samples a log-prob of -inf, and the policy an
             # infinite KL.
-            support = replace(self.support, min_p=0.0)
+            support = self.support.unpruned
             found["reference_log_probs"] = self.compute_log_probs(batches, self.reference, support=support)
         for name, values in found.items():
             for batch, of_batch in zip(batches, values, strict=True):

@@ -77,6 +77,7 @@ ALGORITHMS = {
     },
     # Something is dropped in every way, and the mean is over what stays, which the ranks know together alone.
     "kept": {
+        "pruning": {"measure": True, "rho": 0.43},
         "algorithm": {"aggregation": "sequence_mean", "entropy_coefficient": 0.01},
         "correction": {"mode": "mask", "low": 0.6, "high": 8.0, "veto": 0.3},
         "batch": {"updates_per_step": 1},
@@ -370,6 +371,7 @@ def test_what_is_dropped_leaves_the_mean(model, one_rank, two_ranks):
     figures = kept["mismatch"]
     assert 0.05 < figures["corrected/vetoed"] < figures["corrected/masked"] < 0.9
     assert 0.1 < kept["metrics"]["loss/counted"] < 0.95
+    assert figures["mismatch/kl_safe"] != figures["mismatch/kl"], "no token outside the set that is measured"
     for results in (one_rank, two_ranks):
         compare_all("kept", one_rank, results)
         for name, result in results.items():

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_rl.algorithms.correction import DENOMINATORS
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.preflight import _check_servers, check_memory_savers, preflight
+from megatron_rl.launch.preflight import _check_correction, _check_servers, check_memory_savers, preflight
 from megatron_rl.models.precision import Machine
 from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.trainer.objective import correction_of
 
 REFUSED = {
     "on-policy with several updates": (
@@ -353,6 +355,19 @@ def test_an_evaluation_corrects_nothing(tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     changes = REFUSED["veto with bypass"][0]
     preflight(build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, **changes}), "ask")
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("bounds", [{"high": 2.0}, {"low": 0.5}, {"low": 0.5, "high": 2.0}])
+def test_one_bound_is_enough_for_a_mask(level, bounds):
+    """With every denominator, alone or beside the veto and pruning; the objective that comes of it has the same bounds."""
+    for denominator in DENOMINATORS:
+        correction = {"mode": "mask", "level": level, "veto": 1e-4, "denominator": denominator, **bounds}
+        for changed in (correction, {"denominator": denominator, "veto": 1e-4}, {"denominator": denominator}):
+            config = build_config({"correction": changed, "pruning": {"enabled": True}})
+            _check_correction(config)
+            found = correction_of(config)
+            assert all(getattr(found, key) == value for key, value in changed.items())
 
 
 def test_a_record_of_another_support_is_refused():

@@ -80,6 +80,9 @@ def test_arms_with_and_without_pruning_compare():
         ({"mode": "clip", "low": 0.5, "high": 2.0}, [0.5, 2.0, 1.0, 1.0, 0.5], [1.0, 0.5]),
         # Of whole responses: 2 and 1 / 4, or their roots; every token has its response's.
         ({"mode": "truncate", "level": "sequence", "high": 1.5}, [1.5, 1.5, 0.25, 0.25, 0.25], [1.5, 0.25]),
+        ({"mode": "mask", "level": "sequence", "high": 1.5}, [0.0, 0.0, 0.25, 0.25, 0.25], [0.25]),
+        ({"mode": "mask", "level": "sequence", "low": 0.5}, [2.0, 2.0, 0.0, 0.0, 0.0], [2.0]),
+        ({"mode": "mask", "level": "geometric", "low": 0.7}, [ROOTS[0]] * 2 + [0.0] * 3, ROOTS[:1]),
         ({"mode": "truncate", "level": "geometric", "high": 9.0}, [ROOTS[0]] * 2 + [ROOTS[1]] * 3, ROOTS),
     ],
 )

@@ -294,7 +294,8 @@ class Trainer:
         if forward_only:
             for chunk in chunks:
                 chunk.eval()
-        self._results = results = [None] * len(batches)
+        results: list[Result | None] = [None] * len(batches)
+        self._results = results
         data: list[Iterator] = [zip(range(len(batches)), batches, passes, strict=True) for _ in chunks]
         late = LateChecks()
         step = partial(self._forward_step, objective=objective, support=support, results=results, late=late)

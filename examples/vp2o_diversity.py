@@ -76,7 +76,11 @@ def figures(folder: Path) -> Figures:
     last = quarters(steps)[1]
     found = {name: evaluated[-1].get(name) for name in COLUMNS if name.startswith("eval/")}
     found |= {name: mean_of(name, last) for name in ("entropy", "vp2o/overlap")}
-    return found | {"step": at_score(evaluated, "step")} | {f"at/{name}": at_score(evaluated, name) for name in OF_ONE_SCORE}
+    return (
+        found
+        | {"step": at_score(evaluated, "step")}
+        | {f"at/{name}": at_score(evaluated, name) for name in OF_ONE_SCORE}
+    )
 
 
 ABLATION = Ablation(

@@ -1,4 +1,4 @@
-"""Is a policy that is updated too far steadier with VP2O? Eight updates of a rollout batch without a clip, at two learning rates.
+"""Is a policy that is updated too far steadier with VP2O? Eight updates a rollout batch without a clip, at two learning rates.
 
 The paper lays stability to the geometric trust region, which bounds how far experts and routers move from those that sampled,
 where PPO's clip bounds the ratio of a token. So the arms have no clip, and far more updates of a rollout batch than they bear:
@@ -84,7 +84,9 @@ ABLATION = Ablation(
     name="vp2o_stability",
     steps=24,
     arms={
-        f"{arm}, lr {rate:g}": settings | {"optimizer.lr": rate} for rate in RATES.values() for arm, settings in ARMS.items()
+        f"{arm}, lr {rate:g}": settings | {"optimizer.lr": rate}
+        for rate in RATES.values()
+        for arm, settings in ARMS.items()
     },
     common=COMMON,
     figures=figures,

@@ -153,9 +153,13 @@ class PruningConfig:
 
     enabled: bool = False
     """Engine and trainer both take as the policy the tokens that are within rho of the likeliest one, renormalized, so that
-    the vocabulary's tail is neither sampled nor learned from."""
+    the vocabulary's tail is neither sampled nor learned from. The paper's veto is a key of its own: correction.veto: 1e-4."""
     rho: Annotated[float, Field(gt=0, le=1)] = math.exp(-13)
     """A token stays while its probability is at least rho times that of the likeliest; by default e^-13 = 2.26e-6."""
+    engine_rho: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The engine's rho; null: the same. A larger one keeps the engine away from tokens outside the trainer's set."""
+    measure: bool = False
+    """Without enabled: log mismatch/kl_safe, of the sampled tokens that rho would leave in the trainer's set."""
 
 
 @section
@@ -180,8 +184,10 @@ class CorrectionConfig:
     """Drop a token by its own statistic, or a response by the sum or the mean over its tokens."""
     reject_above: PositiveFloat | None = None
     """The largest value of the statistic that stays."""
-    normalize: bool = False
-    """Divide the weights by their mean over all tokens of the update."""
+    denominator: Literal["sampled", "kept_sequences", "kept_tokens", "weights"] = "kept_tokens"
+    """What the loss is a mean over. sampled: all tokens of the responses, those without a term too (they shrink the
+    gradient); kept_sequences: the tokens of the responses that neither veto nor reject dropped whole (the paper's);
+    kept_tokens: those whose weight is not 0; weights: by the sum of the weights (self-normalized), KL and entropy too."""
     bypass: bool = False
     """The loss's ratio starts from the engine's log-probs instead of the trainer's: one ratio for mismatch and drift."""
 
@@ -325,8 +331,8 @@ class SamplingConfig:
     top_k: int = -1
     """-1: all tokens; 2 to 4096 where the vocabulary is truncated, as the engine names at most 4,096 kept tokens."""
     tail_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """For experiments: a fault in the engine. No token has a smaller share of the likeliest one's probability than this, however
-    unlikely the policy finds it; e^-13.3 = 1.67e-6 is a floor that pruning at its default removes."""
+    """For experiments: a fault in the engine, where no token has a smaller share of the likeliest one's probability than this,
+    however unlikely the policy finds it. e^-13.3 = 1.67e-6 is a floor that pruning at its default removes."""
 
 
 @section
@@ -489,6 +495,9 @@ class EvalConfig:
     """Responses to each prompt at the sampling temperature, for avg@n and pass@n."""
     greedy: bool = True
     """Also one greedy response to each prompt."""
+    unpruned: bool = False
+    """With pruning.enabled: also the scores of the whole, unpruned policy (eval/score_unpruned), so that runs with and without
+    pruning compare by one sampler. It samples everything a second time."""
 
 
 @section

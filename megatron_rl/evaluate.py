@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts: the mean at the sampling temperature (avg@n), pass@n, and greedy."""
+"""Accuracy on held-out prompts: the mean at the sampling temperature (avg@n), pass@n, unpruned, and greedy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config import Config
+from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments.evaluation import average_at_n, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
@@ -25,23 +26,20 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
 
     eval/score is the mean reward over all samples at the sampling temperature; eval/pass@n the chance that one of n is
     right (reward above 0.5); eval/maj@n the mean reward of each prompt's most frequent answer; eval/distinct@n how many
-    different right ones n have; eval/greedy the mean reward of one response without sampling. Masked responses have no part in
-    them, and where all are masked there is no score. The responses are kept in the run's evals/ folder, one JSON line each.
+    different right ones n have; eval/greedy the mean reward of one response without sampling. eval/score_unpruned and
+    pass_unpruned@n are those of responses that are sampled without pruning (eval.unpruned). Masked responses have no part in
+    any, and where all are masked there is no score. The responses are kept in the run's evals/ folder, one JSON line each.
     """
     prompts = run.eval_prompts
     if not prompts:
         return {}
     n = config.eval.samples
     sampled = engine.ask(prompts, run.support, samples=n, seed=f"eval/{run.step}")
-    judged = [t for t in sampled if not t.masked and not t.part]
-    rewards = run.gather_groups(judged, lambda t: t.reward)
-    answers = run.gather_groups(judged, lambda t: run.task.extract(t.text))
-    whole = [row for row in rewards if len(row) == n]
-    scores: dict[str, float] = {}
+    rewards = run.gather_groups(_judged(sampled), lambda t: t.reward)
+    answers = run.gather_groups(_judged(sampled), lambda t: run.task.extract(t.text))
+    scores = _mean_and_best(rewards, n)
     if rewards:
-        scores["eval/score"] = run.scores[run.step] = average_at_n(rewards)
-        if whole:
-            scores[f"eval/pass@{n}"] = pass_at_k(whole, n, threshold=0.5)
+        run.scores[run.step] = scores["eval/score"]
         scores[f"eval/maj@{n}"] = majority_at_n(answers, rewards)
         scores[f"eval/distinct@{n}"] = float(np.mean(distinct_right(answers, rewards, threshold=0.5)))
     scores["eval/response_length"] = run.mean([float(t.response_length) for t in sampled])
@@ -51,12 +49,30 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
             f"eval/{name}": value for name, value in figures(over_ranks(run.ranks, [agent_metrics(sampled)])).items()
         }
     rows = run.gather_from_leaders([{"greedy": False, **readable(run.tokenizer, t)} for t in sampled])
+    if config.eval.unpruned:
+        whole = engine.ask(prompts, run.support.unpruned, samples=n, seed=f"eval/{run.step}")
+        scores |= _mean_and_best(run.gather_groups(_judged(whole), lambda t: t.reward), n, "_unpruned")
+        rows += run.gather_from_leaders(
+            [{"greedy": False, "unpruned": True, **readable(run.tokenizer, t)} for t in whole]
+        )
     if config.eval.greedy:
         greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1, seed="greedy")
-        if found := run.gather_groups([t for t in greedy if not t.masked and not t.part], lambda t: t.reward):
+        if found := run.gather_groups(_judged(greedy), lambda t: t.reward):
             scores["eval/greedy"] = average_at_n(found)
         rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
+    return scores
+
+
+def _judged(trajectories: list[Trajectory]) -> list[Trajectory]:
+    return [t for t in trajectories if not t.masked and not t.part]
+
+
+def _mean_and_best(rewards: list[list[float]], n: int, sampler: str = "") -> dict[str, float]:
+    """Mean reward, and the chance that one of n is right, of the prompts that have n."""
+    scores = {f"eval/score{sampler}": average_at_n(rewards)} if rewards else {}
+    if whole := [row for row in rewards if len(row) == n]:
+        scores[f"eval/pass{sampler}@{n}"] = pass_at_k(whole, n, threshold=0.5)
     return scores
 
 

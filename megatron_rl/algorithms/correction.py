@@ -20,6 +20,8 @@ from megatron_rl.algorithms.segments import Segments
 
 Level = Literal["token", "sequence", "geometric"]
 LEVELS = ("token", "sequence", "geometric")
+Denominator = Literal["sampled", "kept_sequences", "kept_tokens", "weights"]
+DENOMINATORS = ("sampled", "kept_sequences", "kept_tokens", "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,13 @@ class Correction:
     reject_level: Level = "geometric"
     """token: each by its own; sequence: by the sum over the mask; geometric: by the mean over the mask."""
     reject_above: float | None = None
+    denominator: Denominator = "kept_tokens"
+    """Over what the loss is a mean: `counts` says it token by token."""
 
     def __post_init__(self) -> None:
         choices = {"mode": ("none", "truncate", "mask", "clip"), "level": LEVELS, "reject_level": LEVELS}
         choices["reject"] = ("none", "abs_log_ratio", "k2", "k3")
+        choices["denominator"] = DENOMINATORS
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} '{getattr(self, name)}': choose {', '.join(allowed[:-1])} or {allowed[-1]}")
@@ -126,6 +131,25 @@ def token_weights(
     used = mask & ~vetoed & ~rejected & (token > -torch.inf) & (log_ratio > -torch.inf)
     weights, log_ratios = torch.where(used, weight, 0.0), torch.where(mask, log_ratio, 0.0)
     return TokenWeights(weights, log_ratios, bounded, vetoed, rejected)
+
+
+@torch.no_grad()
+def counts(found: TokenWeights, mask: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """What each token adds to the denominator of the loss [T], fp64. found: the weights that its term has.
+
+    sampled: 1 for each token of the mask, whatever its weight: the mean that theorem 5.3 of papers/000 takes.
+    kept_sequences: 0 in a sequence that the veto or the rejection dropped whole, 1 elsewhere: what is masked or outside of
+    the safe set counts with the ratio 0 that it has (theorem 5.3 with the veto of appendix A, the paper's own).
+    kept_tokens: 1 where the weight is not 0. weights: the weight itself (self-normalized importance sampling).
+    """
+    if correction.denominator == "weights":
+        return found.weights
+    if correction.denominator == "kept_tokens":
+        return (found.weights != 0).double()
+    if correction.denominator == "sampled":
+        return mask.double()
+    whole = found.vetoed if correction.reject_level == "token" else found.vetoed | found.rejected
+    return (mask & ~whole).double()
 
 
 def _bounded(ratio: torch.Tensor, correction: Correction) -> torch.Tensor:

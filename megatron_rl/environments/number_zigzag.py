@@ -24,7 +24,9 @@ class NumberZigzag(NumberSorting):
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
         if self.options.times > 1:
-            raise UserError("config: data.options.times: number_zigzag has many right answers; it is for number_sorting")
+            raise UserError(
+                "config: data.options.times: number_zigzag has many right answers; it is for number_sorting"
+            )
         self._values = range(self.options.min_value, self.options.max_value + 1)
         if len(self._values) < self.options.max_numbers:
             raise UserError(

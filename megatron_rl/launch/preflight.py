@@ -83,9 +83,11 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         raise UserError(
             "config: rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
         )
-    if kind == "train" and not config.pruning.enabled and config.pruning.rho != PruningConfig().rho:
+    if kind == "train":
+        _check_pruning(config.pruning)
+    if config.eval.unpruned and not config.pruning.enabled:
         raise UserError(
-            f"config: pruning.rho = {config.pruning.rho:g} without pruning.enabled prunes nothing; set pruning.enabled: true"
+            "config: eval.unpruned without pruning.enabled: eval/score is the unpruned policy's already; set unpruned: false"
         )
     if kind == "train":
         policy_loss(config.algorithm)
@@ -109,6 +111,25 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         )
     activate_flash(config)
     return hf_config, plan, support
+
+
+def _check_pruning(pruning: PruningConfig) -> None:
+    """Refuse what prunes nothing, or measures what is logged anyway. Errors: UserError."""
+    if not pruning.enabled and not pruning.measure and pruning.rho != PruningConfig().rho:
+        raise UserError(
+            f"config: pruning.rho = {pruning.rho:g} without pruning.enabled prunes nothing; set pruning.enabled: true, or"
+            " pruning.measure: true to log mismatch/kl_safe alone"
+        )
+    if not pruning.enabled and pruning.engine_rho is not None:
+        raise UserError(
+            f"config: pruning.engine_rho = {pruning.engine_rho:g} without pruning.enabled prunes nothing; set pruning.enabled:"
+            " true, or engine_rho: null"
+        )
+    if pruning.enabled and pruning.measure:
+        raise UserError(
+            "config: pruning.measure with pruning.enabled: mismatch/kl is that of the safe set already, and so is"
+            " mismatch/kl_safe; set pruning.measure: false"
+        )
 
 
 def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
@@ -461,10 +482,6 @@ def _check_correction(config: Config) -> None:
             raise UserError(
                 f"config: correction.reject_{key} without a statistic does nothing; set correction.reject: k3, or remove it"
             )
-    if correction.normalize and correction.mode == "none":
-        raise UserError(
-            "config: correction.normalize with mode = none: there are no weights; set correction.mode, or normalize: false"
-        )
     if not correction.bypass:
         return
     for key, given, valid in (

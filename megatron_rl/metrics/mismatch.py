@@ -55,6 +55,9 @@ class Mismatch:
     lowest: float = math.inf
     """Smallest and largest d."""
     highest: float = -math.inf
+    safe: int = 0
+    """Tokens that are known to lie in the trainer's safe set, and their sum of ratio - 1 - d."""
+    safe_k3: float = 0.0
     histogram: np.ndarray = field(default_factory=lambda: np.zeros(2 * HALF + 1, np.int64))
     """[2 * HALF + 1] counts of d."""
     bound: np.ndarray = field(default_factory=lambda: np.zeros(HALF + 1, np.int64))
@@ -83,10 +86,12 @@ def measure(
     rollout_log_probs: torch.Tensor,
     mask: torch.Tensor,
     sequences: Iterable[float] = (),
+    safe: torch.Tensor | None = None,
 ) -> Mismatch:
     """Statistics of the masked-in tokens. All of one shape, on one device; computed in fp64.
 
-    sequences: sum of d over each sequence, -inf where it has a token that the trainer has pruned.
+    sequences: sum of d over each sequence, -inf where it has a token that the trainer has pruned. safe: whether a token lies
+    in the trainer's safe set; None: not known.
     """
     mask = mask.bool()
     engine = rollout_log_probs[mask].double()
@@ -96,8 +101,9 @@ def measure(
     d, engine = d[finite].clamp(-LIMIT, LIMIT), engine[finite].clamp(max=0.0)
     if not len(d):
         return Mismatch(not_finite=not_finite, zero=zero, sequences=sequences)
-    ratio, absolute = d.exp(), d.abs()
-    parts = [-d, d.expm1() - d, absolute, ratio, ratio.square(), -engine]
+    ratio, absolute, k3 = d.exp(), d.abs(), d.expm1() - d
+    inside = k3.new_zeros(len(k3), dtype=torch.bool) if safe is None else safe[mask][finite]
+    parts = [-d, k3, absolute, ratio, ratio.square(), -engine]
     sums = torch.stack([part.sum() for part in parts] + [d.min(), d.max()]).tolist()
 
     train = (engine + d).clamp(max=0.0)
@@ -111,6 +117,8 @@ def measure(
         not_finite,
         zero,
         *sums,
+        safe=int(inside.sum()),
+        safe_k3=float(k3[inside].sum()),
         histogram=torch.bincount(_bins(d), minlength=2 * HALF + 1).cpu().numpy(),
         bound=torch.bincount(needed, minlength=HALF + 1).cpu().numpy(),
         classes=d.new_zeros(len(BELOW), 4).index_add_(0, members, columns).cpu().numpy(),
@@ -170,8 +178,22 @@ def figures(measured: Mismatch) -> dict[str, float]:
 
 
 def with_law(measured: Mismatch) -> dict[str, float]:
-    """`figures`, and where in the distribution the mismatch sits."""
-    return figures(measured) | law_figures(measured)
+    """`figures`, the KL by other sets of tokens, and where in the distribution the mismatch sits."""
+    return figures(measured) | kl_figures(measured) | law_figures(measured)
+
+
+def kl_figures(measured: Mismatch) -> dict[str, float]:
+    """The k3 estimate of `figures` over other tokens, so that runs with and without pruning compare; absent where none is.
+
+    kl_capped: with those of ratio 0, whose log-ratio counts as -20: each adds e^-20 - 1 + 20, about 19. kl_safe: of those in
+    the trainer's safe set (with pruning the tokens of both sides' sets, and so kl itself), where it is known which they are.
+    """
+    found, n = {}, measured.tokens + measured.zero
+    if n:
+        found["kl_capped"] = (measured.k3 + measured.zero * (math.expm1(-LIMIT) + LIMIT)) / n
+    if measured.safe:
+        found["kl_safe"] = measured.safe_k3 / measured.safe
+    return found
 
 
 def law_figures(measured: Mismatch) -> dict[str, float]:

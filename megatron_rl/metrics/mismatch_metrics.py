@@ -37,7 +37,8 @@ def mismatch_metrics(
             continue
         batch = _Scored.of(whole, tokens)
         log_ratios = batch.old_log_probs.double() - batch.rollout_log_probs.double()
-        found = {"mismatch": derived(mismatch.with_law, _measure(batch, batch.mask, log_ratios))}
+        safe = torch.ones_like(batch.mask) if pruned else batch.safe
+        found = {"mismatch": derived(mismatch.with_law, _measure(batch, batch.mask, log_ratios, safe=safe))}
         if corrects:
             weighted = correction.mode != "none"
             weights = batch.corrected.weights.log() if weighted else log_ratios
@@ -62,6 +63,8 @@ class _Scored:
     old_log_probs: torch.Tensor
     coverage: torch.Tensor
     corrected: TokenWeights
+    safe: torch.Tensor | None = None
+    """Whether a token lies in the trainer's safe set of pruning.rho, where nothing is pruned and it was asked for."""
 
     @classmethod
     def of(cls, batch: Batch, tokens: Mapping[str, torch.Tensor]) -> _Scored:
@@ -72,14 +75,19 @@ class _Scored:
 
 
 def _measure(
-    batch: _Scored, mask: torch.Tensor, log_ratios: torch.Tensor, *, of_sequences: bool = False
+    batch: _Scored,
+    mask: torch.Tensor,
+    log_ratios: torch.Tensor,
+    *,
+    of_sequences: bool = False,
+    safe: torch.Tensor | None = None,
 ) -> mismatch.Mismatch:
     """Measure the tokens in the mask. Sequences are counted on the first context-parallel rank, which all of them add to."""
     total, tokens = batch.segments.sums(torch.where(mask, log_ratios, 0.0), mask.double())
     total = total / tokens.clamp(min=1) if of_sequences else total
     sequences = total[tokens > 0].tolist() if batch.segments.counts else []
     engine = batch.rollout_log_probs.double()
-    return mismatch.measure(engine + log_ratios, engine, mask, sequences)
+    return mismatch.measure(engine + log_ratios, engine, mask, sequences, safe)
 
 
 def _correction_metrics(batch: _Scored) -> Metrics:

@@ -85,7 +85,7 @@ def linear_log_probs(
         log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss, fp32_logits, late
     )
     found: Any = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
-    log_probs, entropy, in_support, coverage = found
+    log_probs, entropy, in_support, coverage, margin = found
 
     def all_rows(values: torch.Tensor, ignored: float) -> torch.Tensor:
         return values.new_full((len(targets),), ignored).index_copy(0, rows, values)
@@ -95,6 +95,7 @@ def linear_log_probs(
         all_rows(in_support, False),
         all_rows(coverage, 1.0),
         None if entropy is None else all_rows(entropy, 0.0),
+        all_rows(margin, 0.0),
     )
 
 
@@ -223,8 +224,10 @@ class _LinearLogProbs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, rows, *(t for state in states for t in state.tensors()))
         if not values:
             nothing = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
-            values = [MaskedLogSoftmax(nothing, nothing > 0, nothing, nothing if settings.with_entropy else None)]
-        joined = [torch.cat([getattr(v, name) for v in values]) for name in ("log_probs", "in_support", "coverage")]
+            entropy = nothing if settings.with_entropy else None
+            values = [MaskedLogSoftmax(nothing, nothing > 0, nothing, entropy, nothing)]
+        names = ("log_probs", "in_support", "coverage", "margin")
+        joined = [torch.cat([getattr(v, name) for v in values]) for name in names]
         entropy = torch.cat([v.entropy for v in values if v.entropy is not None]) if settings.with_entropy else None
         ctx.mark_non_differentiable(*joined[1:])
         return joined[0], entropy, *joined[1:]

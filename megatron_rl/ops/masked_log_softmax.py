@@ -38,6 +38,9 @@ class MaskedLogSoftmax:
     """Share of the full softmax that the safe set holds; without gradient. 1 for an ignored row."""
     entropy: torch.Tensor | None
     """Entropy of the safe set's distribution, differentiable (the target plays no part). 0 for an ignored row."""
+    margin: torch.Tensor
+    """Logarithm of the target's probability over that of the likeliest token, pruned or not: the target would be in the safe
+    set of each log_rho up to it. Without gradient. 0 for an ignored row."""
 
 
 def masked_log_softmax(
@@ -66,8 +69,8 @@ def masked_log_softmax(
     found: Any = _MaskedLogSoftmax.apply(
         logits, targets, log_rho, temperature, tp_group, with_entropy, inplace_backward
     )
-    log_probs, entropy, in_support, coverage = found
-    return MaskedLogSoftmax(log_probs, in_support, coverage, entropy if with_entropy else None)
+    log_probs, entropy, in_support, coverage, margin = found
+    return MaskedLogSoftmax(log_probs, in_support, coverage, entropy if with_entropy else None, margin)
 
 
 def masked_log_softmax_reference(
@@ -80,7 +83,7 @@ def masked_log_softmax_reference(
 ) -> MaskedLogSoftmax:
     """The definition in plain differentiable torch over a whole vocabulary."""
     counts = targets != IGNORE
-    log_probs, in_support, coverage, entropy = plain.log_softmax_by_definition(
+    log_probs, in_support, coverage, entropy, margin = plain.log_softmax_by_definition(
         logits, targets.clamp(min=0), log_rho=log_rho, temperature=temperature
     )
     return MaskedLogSoftmax(
@@ -88,6 +91,7 @@ def masked_log_softmax_reference(
         in_support & counts,
         torch.where(counts, coverage, 1.0),
         torch.where(counts, entropy, 0.0) if with_entropy else None,
+        torch.where(counts, margin, 0.0),
     )
 
 
@@ -209,7 +213,8 @@ def evaluate(
     log_probs = torch.where(counts, log_probs, 0.0)
     coverage = torch.where(counts, safe_sum / full_sum, 1.0)
     entropy = torch.where(counts, log_sum - weighted / safe_sum, 0.0) if with_entropy else None
-    values = MaskedLogSoftmax(log_probs, in_support, coverage, entropy)
+    margin = torch.where(counts, at_target / divisor - most, 0.0)
+    values = MaskedLogSoftmax(log_probs, in_support, coverage, entropy, margin)
     return values, Rows(targets, in_support, maximum, safe_sum, entropy, first_column, log_rho, temperature)
 
 
@@ -252,9 +257,9 @@ class _MaskedLogSoftmax(torch.autograd.Function):
         values, rows = evaluate(logits, targets, log_rho, temperature, tp_group, with_entropy)
         ctx.save_for_backward(logits, *rows.tensors())
         ctx.numbers, ctx.inplace = (rows.first_column, log_rho, temperature), inplace_backward
-        ctx.mark_non_differentiable(values.in_support, values.coverage)
+        ctx.mark_non_differentiable(values.in_support, values.coverage, values.margin)
         ctx.set_materialize_grads(False)
-        return values.log_probs, values.entropy, values.in_support, values.coverage
+        return values.log_probs, values.entropy, values.in_support, values.coverage, values.margin
 
     @staticmethod
     @once_differentiable

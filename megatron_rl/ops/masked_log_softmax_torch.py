@@ -15,20 +15,22 @@ LOWEST = -1e4
 
 def log_softmax_by_definition(
     logits: torch.Tensor, targets: torch.Tensor, *, log_rho: float | None, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log_probs, in_support, coverage, entropy), each [T], of logits [T, V] and targets [T] in the vocabulary.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log_probs, in_support, coverage, entropy, margin), each [T], of logits [T, V] and targets [T] in the vocabulary.
 
     Differentiable, in the precision of `logits` (at least fp32); the safe set is taken in that precision.
     """
     z = logits.to(working_dtype(logits)) / temperature
+    most = z.max(-1, keepdim=True).values
     safe = z > -torch.inf
     if log_rho is not None:
-        safe &= z >= z.max(-1, keepdim=True).values + log_rho
+        safe &= z >= most + log_rho
     log_p = torch.where(safe, z, -torch.inf).log_softmax(-1)
     finite = torch.where(safe, log_p, 0.0)
     entropy = -torch.where(safe, finite.exp() * finite, 0.0).sum(-1)
     coverage = torch.where(safe, z.softmax(-1), 0.0).sum(-1).detach()
-    return log_p.gather(1, targets[:, None])[:, 0], safe.gather(1, targets[:, None])[:, 0], coverage, entropy
+    at_target = [values.gather(1, targets[:, None])[:, 0] for values in (log_p, safe, (z - most).detach())]
+    return at_target[0], at_target[1], coverage, entropy, at_target[2]
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -274,7 +274,7 @@ class AgentCollection(Collection):
                 self.routes,
                 prompt_id=self.prompts[p].prompt_id,
                 group_id=p,
-                support=vars(self.support).copy(),
+                support=self.support.sampled(),
                 text=text,
                 part=part,
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import batched, groupby
 from typing import NamedTuple
 
@@ -156,7 +156,7 @@ class Collection:
                 prompt_length=len(self.prompts[p].tokens),
                 fields=reply.fields,
                 finish_reason=reply.finish_reason,
-                support=asdict(self.support),
+                support=self.support.sampled(),
                 kept=reply.kept,
                 routes=reply.routes,
                 features=reply.features,

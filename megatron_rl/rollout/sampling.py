@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config import PruningConfig, SamplingConfig
@@ -28,7 +28,9 @@ class SamplingSupport:
     """Temperature and truncation under which tokens are drawn and under which both sides' log-probs are taken.
 
     Log-probs of engine and trainer are always over the same kind of renormalized support. Nothing truncated: the whole
-    vocabulary. min_p (pruning.rho): each side's own tokens within min_p of its likeliest one (papers/000, def. 5.1).
+    vocabulary. min_p (pruning.rho): each side's own tokens within min_p of its likeliest one (papers/000, def. 5.1); the
+    engine's may be fewer (engine_min_p: pruning.engine_rho). Log-probs of each side are over its own set (def. 5.2), so that
+    a ratio then has the factor Z_engine / Z_trainer = 1 - m, with m the share of the tokens between the two borders.
     top_p, top_k: the tokens that the engine kept, which it sends along. Log-probs of a truncated engine against those
     of the whole vocabulary would put log(kept mass) into every importance ratio.
     """
@@ -37,16 +39,24 @@ class SamplingSupport:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    engine_min_p: float | None = None
+    """None: min_p."""
     tail_floor: float = 0.0
-    """A fault of the engine, of which the trainer knows nothing: no token that is not pruned has a smaller share of the likeliest
-    one's probability than this."""
+    """A fault of the engine, of which the trainer knows nothing: no token that is not pruned has a smaller share of the
+    likeliest one's probability than this."""
 
     @classmethod
     def from_config(cls, config: SamplingConfig, pruning: PruningConfig) -> SamplingSupport:
         """Errors: UserError naming the key, for what the engine cannot sample or cannot tell."""
-        min_p, floor = pruning.rho if pruning.enabled else 0.0, config.tail_floor or 0.0
-        support = cls(config.temperature, config.top_p, config.top_k, min_p, floor)
+        support = cls(config.temperature, config.top_p, config.top_k, tail_floor=config.tail_floor or 0.0)
+        if pruning.enabled:
+            support = replace(support, min_p=pruning.rho, engine_min_p=pruning.engine_rho)
         key = "config: rollout.sampling"
+        if support.engine_rho < support.min_p:
+            raise UserError(
+                f"config: pruning.engine_rho = {support.engine_rho:g} is below rho = {support.min_p:g}: the engine would sample"
+                " tokens outside the trainer's set, which have ratio 0 and teach nothing; set engine_rho: null, or above rho"
+            )
         if support.top_k < -1 or support.top_k == 0:
             raise UserError(f"{key}.top_k = {support.top_k}: -1 keeps all tokens, 2 to {MOST_KEPT} the likeliest ones")
         if not support.keeps_sets:
@@ -77,18 +87,33 @@ class SamplingSupport:
 
     @property
     def log_rho(self) -> float | None:
-        """For `ops.masked_log_softmax`; None: nothing is pruned."""
+        """The trainer's, for `ops.masked_log_softmax`; None: nothing is pruned."""
         return math.log(self.min_p) if self.min_p else None
+
+    @property
+    def engine_rho(self) -> float:
+        """What the engine prunes by; 0: it does not."""
+        return self.min_p if self.engine_min_p is None else self.engine_min_p
+
+    @property
+    def unpruned(self) -> SamplingSupport:
+        """The same with the whole vocabulary on both sides."""
+        return replace(self, min_p=0.0, engine_min_p=None)
+
+    def sampled(self) -> dict[str, float]:
+        """What a record says of the engine's side, from which its tokens and log-probs are: min_p is the engine's."""
+        found = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.engine_rho}
+        return found | {"tail_floor": self.tail_floor}
 
     def check_recorded(self, recorded: dict[str, float]) -> None:
         """Errors: ValueError where a recorded trajectory was sampled under another support."""
         recorded = _WHOLE | recorded  # the first releases neither truncated nor said so
-        pairs = [(name, recorded[name], mine) for name, mine in asdict(self).items() if name in recorded]
+        pairs = [(name, recorded[name], mine) for name, mine in self.sampled().items() if name in recorded]
         apart = [f"{name} {value:g} and not {mine:g}" for name, value, mine in pairs if value != mine]
         if apart:
             raise ValueError(
-                f"sampled under {', '.join(apart)} (min_p is pruning.rho, 0 without pruning): the log-probs of both sides"
-                " would be over different supports; set rollout.sampling and pruning as they were"
+                f"sampled under {', '.join(apart)} (min_p is pruning.engine_rho or rho, 0 without pruning): the"
+                " log-probs of both sides would be over different supports; set rollout.sampling and pruning as they were"
             )
 
     def request(self) -> dict[str, Any]:
@@ -109,7 +134,7 @@ class SamplingSupport:
     @property
     def _bounds(self) -> dict[str, float]:
         """Logarithms of the shares by which the engine's processor bounds the tail."""
-        shares = {"log_rho": self.min_p, "log_floor": self.tail_floor}
+        shares = {"log_rho": self.engine_rho, "log_floor": self.tail_floor}
         # Greedy: the likeliest token is in every support.
         return {name: math.log(share) for name, share in shares.items() if share and self.temperature}
 

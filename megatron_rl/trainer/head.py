@@ -47,7 +47,7 @@ def log_prob_head(
     context: HeadRequest,
     **_: object,
 ) -> torch.Tensor:
-    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> [3, T] fp32 (log-probs; entropy or zeros; coverage).
+    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> the four `HeadOutputs`, [4, T] fp32.
 
     Tokens without a label have zeros, and coverage 1. A token outside the safe set has a log-prob of -inf. With tensor
     parallelism hidden states come sharded over the sequence and the vocabulary is sharded over the ranks; the gradient is
@@ -73,4 +73,4 @@ def log_prob_head(
         late=context.late,
     )
     entropy = torch.zeros_like(result.log_probs) if result.entropy is None else result.entropy
-    return torch.stack([result.log_probs, entropy, result.coverage])
+    return torch.stack([result.log_probs, entropy, result.coverage, result.margin])

@@ -7,7 +7,7 @@ before the updates follows from its `needs`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import kl, losses
-from megatron_rl.algorithms.correction import Correction, TokenWeights, token_weights
+from megatron_rl.algorithms.correction import Correction, TokenWeights, counts, token_weights
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, mean
@@ -34,6 +34,8 @@ class HeadOutputs(NamedTuple):
     """Zeros where the objective does not ask for it."""
     coverage: Tensor
     """Probability of the safe set of a pruned vocabulary; 1 elsewhere."""
+    margin: Tensor | None = None
+    """Logarithm of the label's probability over that of the likeliest token; None: nobody has asked."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ class Result:
     """What an objective makes of one micro-batch."""
 
     loss: Tensor
-    """Scalar sum over the micro-batch; Megatron divides it by the counted tokens of the whole update."""
+    """Scalar sum over the micro-batch; its gradient is divided by the sum of `counted` over the whole update."""
     metrics: Metrics = field(default_factory=dict)
     """The same names on every micro-batch."""
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     """[T] values of each token, without gradient, for whoever looks at the update afterwards."""
+    counted: Tensor | None = None
+    """Scalar: what the micro-batch adds to the divisor, of the size of a number of tokens; None: its counted labels."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ class Objective:
     with_entropy = True
     """Whether the head computes entropies."""
 
-    def for_update(self, batches: list[Batch], totals: Totals, total: Callable[[float], float]) -> Self:
-        """The objective of one update. total: sums a number of these batches over all ranks. Every process calls it."""
+    def for_update(self, totals: Totals) -> Self:
+        """The objective of one update."""
         return self
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
@@ -110,13 +114,18 @@ def correction_of(config: Config) -> Correction:
 
 @dataclass(frozen=True)
 class Policy(Objective):
-    """A policy loss with rollout correction, KL to the reference and entropy bonus, as the config says."""
+    """A policy loss with rollout correction, KL to the reference and entropy bonus, as the config says.
+
+    The loss is sum(a x) / sum(a c) over the update, with x a token's term times its weight, c what it counts
+    (`correction.counts`), and a = 1, or with sequence_mean 1 / (counted tokens of its sequence). Both sums are known once the
+    passes of all micro-batches are done, so that on-policy, where weights come from the very pass, none is needed before.
+    Other losses that are sums over all tokens (load balancing, VP2O's orthogonality) share the divisor: where a part of the
+    tokens counts, they are larger by the inverse of that part (`loss/counted`).
+    """
 
     config: Config
     totals: Totals = Totals(1, 1)
     """Those of the update; `for_update` sets them."""
-    mean_weight: float = 1.0
-    """Divisor of the importance weights: with correction.normalize their mean over the tokens of the update."""
 
     @cached_property
     def loss(self) -> losses.PolicyLoss:
@@ -125,8 +134,17 @@ class Policy(Objective):
 
     @property
     def per_token(self) -> bool:
-        """Whether both the loss and the correction depend on a token's own log-prob alone."""
-        return self.loss.per_token and correction_of(self.config).per_token
+        """Whether loss, correction and denominator depend on a token's own log-prob alone."""
+        return self.loss.per_token and correction_of(self.config).per_token and not self._counts_kept
+
+    @property
+    def _counts_kept(self) -> bool:
+        """Whether a sequence's mean is over fewer tokens than it has, which its log-probs alone tell."""
+        correction = self.config.correction
+        drops = self.config.pruning.enabled or correction.mode == "mask" or correction.reject != "none"
+        return (
+            self.config.algorithm.aggregation == "sequence_mean" and correction.denominator == "kept_tokens" and drops
+        )
 
     @property
     def ratio_from_old(self) -> bool:
@@ -136,21 +154,15 @@ class Policy(Objective):
     @property
     def needs(self) -> frozenset[str]:
         """Fields that have to be computed before."""
-        old = self.ratio_from_old or self.config.correction.normalize
-        wanted = {"old_log_probs": old, "reference_log_probs": self.config.algorithm.kl.coefficient > 0}
+        wanted = {"old_log_probs": self.ratio_from_old, "reference_log_probs": self.config.algorithm.kl.coefficient > 0}
         return frozenset(name for name, needed in wanted.items() if needed)
 
-    def for_update(self, batches: list[Batch], totals: Totals, total: Callable[[float], float]) -> Self:
-        """Return the objective with the totals, and the mean weight where weights are normalized."""
-        if not self.config.correction.normalize:
-            return replace(self, totals=totals)
-        # Of another pipeline stage there are no log-probs.
-        scored = [batch for batch in batches if "old_log_probs" in batch.fields]
-        weight = total(float(sum(self.weights(batch, batch["old_log_probs"]).weights.sum() for batch in scored)))
-        return replace(self, totals=totals, mean_weight=weight / totals.tokens if weight else 1.0)
+    def for_update(self, totals: Totals) -> Self:
+        """Return the objective with the totals."""
+        return replace(self, totals=totals)
 
     def weights(self, batch: Batch, train_log_probs: Tensor) -> TokenWeights:
-        """Importance weights [T] between the engine's log-probs and the trainer's, not normalized."""
+        """Importance weights [T] between the engine's log-probs and the trainer's."""
         log_ratios = train_log_probs - batch["rollout_log_probs"]
         return token_weights(log_ratios, batch.mask, batch.segments, correction_of(self.config))
 
@@ -166,7 +178,8 @@ class Policy(Objective):
         # A token outside the safe set, now or then, has ratio 0: no term, and a weight of 0 (papers/000, theorem 5.3).
         inside = mask & (log_probs > -torch.inf) & (old > -torch.inf)
         corrected = self._without(mask & ~inside, batch, self.weights(batch, old))
-        terms, sums = losses.policy_terms(
+        sums: dict[str, Tensor] = {}
+        terms, of_ratios = losses.policy_terms(
             self.loss,
             losses.LossInputs(
                 log_probs,
@@ -178,30 +191,39 @@ class Policy(Objective):
                 algorithm.clip_high,
             ),
         )
-        terms = terms * (corrected.weights / self.mean_weight).to(terms)
-        lengths = {"sequence_lengths": batch.sequence_lengths}
-        weights = losses.loss_weights(mask, batch.segments, algorithm.aggregation, **lengths) * (
+        terms = terms * corrected.weights.to(terms)
+        count = counts(corrected, mask, correction_of(self.config))
+        lengths = batch.segments.sums(count)[0] if self._counts_kept else batch.sequence_lengths
+        weights = losses.loss_weights(mask, batch.segments, algorithm.aggregation, sequence_lengths=lengths) * (
             self.totals.tokens / self.totals.sequences if algorithm.aggregation == "sequence_mean" else 1.0
         )
-        sums["loss/policy"] = (terms.detach() * weights).sum()
+        counted = (weights * count).sum()
         total = terms
         # What is dropped leaves the whole update: where the trainer finds a token next to impossible, its KL explodes too.
-        stays = mask & ~corrected.vetoed & ~corrected.rejected
+        stays = torch.where(corrected.vetoed | corrected.rejected, 0.0, count).to(terms)
         if "reference_log_probs" in self.needs:
             estimate = kl.estimate(log_probs, batch["reference_log_probs"], algorithm.kl.estimator)
             estimate = torch.where(inside, estimate, torch.zeros_like(estimate))
             sums["kl/reference"] = estimate.detach().sum()
-            total = total + algorithm.kl.coefficient * torch.where(stays, estimate, torch.zeros_like(estimate))
+            total = total + algorithm.kl.coefficient * stays * torch.where(
+                stays > 0, estimate, torch.zeros_like(estimate)
+            )
         entropy = outputs.entropy
         if algorithm.entropy_coefficient:
-            total = total - algorithm.entropy_coefficient * torch.where(stays, entropy, torch.zeros_like(entropy))
+            total = total - algorithm.entropy_coefficient * stays * torch.where(
+                stays > 0, entropy, torch.zeros_like(entropy)
+            )
         sums["entropy"] = torch.where(mask, entropy.detach(), 0.0).sum()
         sums[CLOSE] = (mask & ((old - batch["rollout_log_probs"]).abs() <= math.log(2))).sum()
         # The mismatch to the engine is that of the policy before its update.
         seen = {"old_log_probs": old.detach(), "coverage": outputs.coverage.detach(), **vars(corrected)}
+        if self.config.pruning.measure and outputs.margin is not None:
+            seen["safe"] = outputs.margin.detach() >= math.log(self.config.pruning.rho)
         metrics = _token_means(batch, sums)
-        metrics["loss/ratio"] = mean(sums["loss/ratio"], inside.sum())  # of those that have one: on-policy exactly 1
-        return Result((total * weights).sum(), metrics, seen)
+        metrics |= {name: mean(value, inside.sum()) for name, value in of_ratios.items()}  # of those that have one
+        metrics["loss/policy"] = mean((terms.detach() * weights).sum(), counted)
+        metrics["loss/counted"] = mean(counted, mask.sum())
+        return Result((total * weights).sum(), metrics, seen, counted)
 
     def _without(self, gone: Tensor, batch: Batch, corrected: TokenWeights) -> TokenWeights:
         """Weights of 0 for the tokens `gone` [T], and for their sequences where the loss's ratio is a sequence's."""

@@ -87,6 +87,8 @@ class Trainer:
         self._export_plan: list[WeightConversionTask] | None = None
         self.ddp: list[DistributedDataParallel] = []
         self._optimizer: ChainedOptimizer | None = None
+        self._results: list[Result | None] = []
+        self._divisor = torch.ones(())
         self.hooks = list(hooks)
         if total_updates is not None:
             self._prepare_updates(total_updates)
@@ -172,7 +174,7 @@ class Trainer:
         if "reference_log_probs" in needs:
             # It is not pruned: its own safe set would give tokens that the policy samples a log-prob of -inf, and the policy an
             # infinite KL.
-            support = replace(self.support, min_p=0.0)
+            support = self.support.unpruned
             found["reference_log_probs"] = self.compute_log_probs(batches, self.reference, support=support)
         for name, values in found.items():
             for batch, of_batch in zip(batches, values, strict=True):
@@ -182,7 +184,8 @@ class Trainer:
     def update(self, batches: list[Batch], objective: Objective, place: Place = ALONE) -> Update:
         """Forward, backward, gradient reduction, clipping, one optimizer step.
 
-        A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1.
+        A step whose gradient norm is not finite changes nothing and is reported as 'update/skipped' = 1. So does one of which
+        nothing counts: no token is in its loss.
 
         Errors: UserError of a hook's `check`, before anything is changed.
         """
@@ -191,7 +194,7 @@ class Trainer:
             ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        objective = objective.for_update(batches, self.totals(batches), self._total_of)
+        objective = objective.for_update(self.totals(batches))
         with self._observed(self.hooks, batches, "update", place) as passes:
             results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False)
         measured = [result.metrics for result in results if result] if self.reports else []
@@ -211,11 +214,14 @@ class Trainer:
         return Update(metrics, [result.tokens if result else {} for result in results], step.scale)
 
     def _step(self) -> Step:
-        """Clip and step, unless the norm is not finite (Megatron's own check raises, or steps on NaN) or a hook refuses it."""
+        """Clip and step, unless nothing counts, a hook refuses it, or the norm is not finite.
+
+        Megatron's own check of the norm raises, or steps on NaN.
+        """
         found_inf = self.optimizer.prepare_grads()
         clipped_by = self.optimizer.get_grad_norm()
         norm, lr = float(clipped_by), self.optimizer.param_groups[0]["lr"]
-        if found_inf or not math.isfinite(norm):
+        if found_inf or not math.isfinite(norm) or not float(self._divisor):
             return Step(False, norm, lr)
         preview = StepPreview(self.optimizer, clipped_by)
         scale = math.prod((hook.before_step(preview) for hook in self.hooks), start=1.0)
@@ -225,11 +231,17 @@ class Trainer:
             done, _, _ = self.optimizer.step()
         return Step(done, norm, lr * scale, scale)
 
-    def _finalize(self, chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options) -> None:
-        """Megatron's reduction of the gradients."""
+    def _finalize(self, chunks: list[torch.nn.Module], num_tokens: torch.Tensor, **options) -> None:
+        """Megatron's reduction of the gradients, and their division by what counts (at least 1).
+
+        num_tokens: Megatron's own count, of integers and of the last pipeline stage alone: 0 on the others.
+        """
         for hook in self.hooks:
             hook.after_backward()
-        finalize_model_grads(chunks, num_tokens, **options)
+        counted = [result.counted.double() for result in self._results if result and result.counted is not None]
+        self._divisor = torch.stack(counted).sum() if counted else torch.zeros_like(num_tokens, dtype=torch.float64)
+        self._results = []
+        finalize_model_grads(chunks, self._divisor, **options)  # which sums it over the ranks
         for hook in self.hooks:
             hook.after_reduction()
 
@@ -245,10 +257,6 @@ class Trainer:
         tokens = self.ranks.total(round(sum(lengths)), of_leaders=True)
         sequences = self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True)
         return Totals(tokens, max(1, sequences))  # of none where all are masked
-
-    def _total_of(self, value: float) -> float:
-        """Sum over the ranks whose per-token results count. Collective."""
-        return sum(self.ranks.gather(value if self.reports else 0.0))
 
     def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks, which hold the other parts of the same sequences (not differentiable)."""
@@ -287,6 +295,7 @@ class Trainer:
             for chunk in chunks:
                 chunk.eval()
         results: list[Result | None] = [None] * len(batches)
+        self._results = results
         data: list[Iterator] = [zip(range(len(batches)), batches, passes, strict=True) for _ in chunks]
         late = LateChecks()
         step = partial(self._forward_step, objective=objective, support=support, results=results, late=late)
@@ -353,8 +362,10 @@ class Trainer:
 
         def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             result = objective(batch, HeadOutputs(*values))
-            results[index] = replace(result, loss=result.loss.detach())
-            return result.loss, batch.mask.sum().int(), {}
+            tokens = batch.mask.sum()
+            counted = tokens if result.counted is None else result.counted
+            results[index] = replace(result, loss=result.loss.detach(), counted=counted)
+            return result.loss, tokens.int(), {}
 
         return values, loss
 

@@ -56,6 +56,11 @@ def test_geometric_level_is_their_geometric_mean():
 def test_bounds_are_inclusive_and_may_be_one_sided():
     close(weights("token", "mask", high=2.0), [[2.0, 0.5, 0.0], [0.0, 1.0, 2.0]])
     close(weights("token", "mask", low=2.0), [[2.0, 0.0, 0.0], [4.0, 0.0, 2.0]])
+    # Products 1 and 8; geometric means 1 and 2.
+    close(weights("sequence", "mask", high=1.0), [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    close(weights("sequence", "mask", low=8.0 - 1e-9), [[0.0, 0.0, 0.0], [8.0, 8.0, 8.0]])
+    close(weights("geometric", "mask", high=1.5), [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    close(weights("geometric", "mask", low=1.5), [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0]])
 
 
 def test_veto_drops_the_row_by_one_masked_in_token():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
 import pytest
 
+from megatron_rl.algorithms.correction import DENOMINATORS
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.preflight import _check_servers, check_memory_savers, preflight
+from megatron_rl.launch.preflight import _check_correction, _check_servers, check_memory_savers, preflight
 from megatron_rl.models.precision import Machine
 from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.trainer.objective import correction_of
 
 REFUSED = {
     "on-policy with several updates": (
@@ -101,8 +104,23 @@ REFUSED = {
         {"correction": {"reject_level": "token"}},
         "reject_level without a statistic does nothing; set correction.reject: k3",
     ),
-    "rho alone": ({"pruning": {"rho": 1e-4}}, "rho = 0.0001 without pruning.enabled.*set pruning.enabled: true"),
-    "normalized nothing": ({"correction": {"normalize": True}}, "there are no weights; set correction.mode"),
+    "rho alone": (
+        {"pruning": {"rho": 1e-4}},
+        "rho = 0.0001 without pruning.enabled.*set pruning.enabled: true, or .*measure",
+    ),
+    "the engine's rho alone": (
+        {"pruning": {"measure": True, "engine_rho": 1e-4}},
+        "engine_rho = 0.0001 without pruning.enabled prunes nothing; set pruning.enabled: true, or engine_rho: null",
+    ),
+    "a laxer engine": (
+        {"pruning": {"enabled": True, "rho": 1e-4, "engine_rho": 1e-5}},
+        "engine_rho = 1e-05 is below rho = 0.0001: .*ratio 0 and teach nothing; set engine_rho: null, or above rho",
+    ),
+    "measured twice": (
+        {"pruning": {"enabled": True, "measure": True}},
+        "pruning.measure with pruning.enabled: .*; set pruning.measure: false",
+    ),
+    "unpruned anyway": ({"eval": {"unpruned": True}}, "eval.unpruned without pruning.enabled: .*set unpruned: false"),
     "veto with bypass": (
         {"correction": {"bypass": True, "veto": 1e-4}},
         "correction.veto with correction.bypass: there are no log-probs.*set correction.bypass: false, or veto: null",
@@ -339,6 +357,19 @@ def test_an_evaluation_corrects_nothing(tiny_model, monkeypatch):
     preflight(build_config({"model": {"path": str(tiny_model("qwen3_moe"))}, **changes}), "ask")
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("bounds", [{"high": 2.0}, {"low": 0.5}, {"low": 0.5, "high": 2.0}])
+def test_one_bound_is_enough_for_a_mask(level, bounds):
+    """With every denominator, alone or beside the veto and pruning; the objective that comes of it has the same bounds."""
+    for denominator in DENOMINATORS:
+        correction = {"mode": "mask", "level": level, "veto": 1e-4, "denominator": denominator, **bounds}
+        for changed in (correction, {"denominator": denominator, "veto": 1e-4}, {"denominator": denominator}):
+            config = build_config({"correction": changed, "pruning": {"enabled": True}})
+            _check_correction(config)
+            found = correction_of(config)
+            assert all(getattr(found, key) == value for key, value in changed.items())
+
+
 def test_a_record_of_another_support_is_refused():
     support = SamplingSupport(temperature=0.5, min_p=0.1)
     support.check_recorded({"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.1})
@@ -349,6 +380,23 @@ def test_a_record_of_another_support_is_refused():
         ValueError, match=r"under temperature 1 and not 0.5, min_p 0 and not 0.1 .*set rollout.sampling"
     ):
         support.check_recorded({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0})
+
+
+def test_a_stricter_engine():
+    """It samples and records by its own rho; the trainer scores by its own."""
+    config = build_config({"pruning": {"enabled": True, "engine_rho": math.exp(-10)}})
+    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+    assert support.log_rho == pytest.approx(-13.0)
+    assert support.request()["custom_params"]["log_rho"] == pytest.approx(-10.0)
+    assert support.sampled()["min_p"] == math.exp(-10)
+    support.check_recorded({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": math.exp(-10)})
+    with pytest.raises(ValueError, match=r"min_p 2.26033e-06 and not 4.53999e-05 \(min_p is pruning.engine_rho or rho"):
+        support.check_recorded({"min_p": math.exp(-13)})
+    whole = support.unpruned
+    assert whole.log_rho is None and "custom_params" not in whole.request() and whole.options() == {}
+    same = SamplingSupport(min_p=0.1)
+    assert same.sampled() == SamplingSupport(min_p=0.1, engine_min_p=0.1).sampled()
+    assert same.request() == SamplingSupport(min_p=0.1, engine_min_p=0.1).request()
 
 
 def test_the_request_of_a_support():

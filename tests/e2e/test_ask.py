@@ -26,7 +26,8 @@ def config(tmp_path_factory, tiny_model) -> Path:
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 4},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 12, "context_length": 64, "server": {"threads": 1, "max_total_tokens": 4096}},
-        "eval": {"prompts": 5, "samples": 3},
+        "pruning": {"enabled": True, "rho": 1.0},  # the likeliest token alone
+        "eval": {"prompts": 5, "samples": 3, "unpruned": True},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(tree))
@@ -64,17 +65,26 @@ def test_eval_of_a_run_whose_server_dies(config, monkeypatch, capsys):
         finally:
             parallel.shutdown()
         kept.append(rows_of(run / "evals" / "step_000000.jsonl"))
-        assert f"responses are in {run / 'evals' / 'step_000000.jsonl'}" in capsys.readouterr().out
-    assert asked == ["eval/0", "greedy"] * 2 and restarts == [1, 1, 0, 0]
+        said = capsys.readouterr().out
+        assert f"responses are in {run / 'evals' / 'step_000000.jsonl'}" in said
+        assert all(f'"eval/{name}"' in said for name in ("score", "score_unpruned", "pass@3", "pass_unpruned@3"))
+    assert asked == ["eval/0", "eval/0", "greedy"] * 2 and restarts == [1, 1, 1, 0, 0, 0]
     for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
         assert (run / name).read_text() == f"{name} of the training run\n"
     first, second = kept
-    assert [row["greedy"] for row in first] == [False] * 15 + [True] * 5
+    assert [(row["greedy"], row.get("unpruned", False)) for row in first] == [
+        *[(False, False)] * 15,
+        *[(False, True)] * 15,
+        *[(True, False)] * 5,
+    ]
+    greedy = {row["prompt_id"]: row["response"] for row in first[30:]}
+    alike = [row["response"] == greedy[row["prompt_id"]] for row in first]
+    assert all(alike[:15]) and not all(alike[15:30]), "one sampler prunes and the other does not"
     assert len({row["prompt_id"] for row in first}) == 5
     for row in first:
         assert {"prompt", "response", "reward", "reward/correct", "finish", "weights"} <= set(row)
         assert row["finish"] in ("stop", "length")
-    assert sum(a == b for a, b in zip(first, second, strict=True)) >= 19, "a draw in 100,000 falls on a border"
+    assert sum(a == b for a, b in zip(first, second, strict=True)) >= 34, "a draw in 100,000 falls on a border"
 
 
 def test_rollout_writes_for_people_and_for_machines(config, capsys):

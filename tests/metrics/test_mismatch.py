@@ -59,6 +59,29 @@ def test_metrics_are_those_of_all_tokens_together_however_they_are_split(seed, s
         assert math.log(found[f"{name}"]) == pytest.approx(value, rel=0.01, abs=1e-8), name
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), scale=st.sampled_from([1e-3, 0.05, 1.0]), known=st.booleans())
+def test_the_kl_with_pruned_tokens_and_without_unsafe_ones(seed, scale, known):
+    """However the tokens are split: a ratio of 0 counts as e^-20, and what lies outside the safe set not at all."""
+    train, rollout, mask = log_probs(seed, scale)
+    rng = np.random.default_rng(seed + 1)
+    train[rng.random(train.shape) < 0.1] = -np.inf
+    train[rng.random(train.shape) < 0.05] = np.nan
+    safe = rng.random(train.shape) < 0.8
+    parts = [[torch.tensor(x[i]) for x in (train, rollout, mask, safe)] for i in range(4)]
+    measured = [mismatch.measure(*part[:3], safe=part[3] if known else None) for part in parts]
+    found = mismatch.kl_figures(sum(measured, mismatch.Mismatch()))
+    d = np.clip(train - rollout, -20, 20)
+    k3, there = np.expm1(d) - d, mask & ~np.isnan(train)
+    assert ("kl_capped" in found) == there.any()
+    if there.any():
+        assert found["kl_capped"] == pytest.approx(k3[there].mean(), rel=1e-9, abs=1e-12)
+    inside = there & safe & np.isfinite(train)
+    assert ("kl_safe" in found) == (known and inside.any())
+    if "kl_safe" in found:
+        assert found["kl_safe"] == pytest.approx(k3[inside].mean(), rel=1e-9, abs=1e-12)
+
+
 def test_equal_log_probs_are_no_mismatch():
     x = torch.randn(100)
     found = mismatch.figures(mismatch.measure(x, x, torch.ones(100)))

@@ -21,7 +21,7 @@ RATIOS = [[0.5, 4.0], [1.0, 1.0, 0.25]]
 ROOTS = [2.0 ** (1 / 2), 0.25 ** (1 / 3)]
 
 
-def measured(ratios=RATIOS, coverage=1.0, **config) -> dict[str, float]:
+def measured(ratios=RATIOS, coverage=1.0, margin=0.0, **config) -> dict[str, float]:
     """Of one update in which everything is computed by the real objective, in one process."""
     config = build_config({"rollout": {"max_new_tokens": 10}, **config})
     samples = [Sequence.demonstration([1, 2], list(range(3, 3 + len(of_response)))) for of_response in ratios]
@@ -29,10 +29,12 @@ def measured(ratios=RATIOS, coverage=1.0, **config) -> dict[str, float]:
         sample["rollout_log_probs"], sample["advantages"] = -3.0, 1.0
     batch = pack(samples, [0, 1], Layout())
     train, covered = batch["rollout_log_probs"].clone(), torch.ones_like(batch["rollout_log_probs"])
+    margins = torch.zeros_like(train)
     train[batch.mask] += torch.tensor([r for row in ratios for r in row]).log()
     covered[batch.mask] = torch.as_tensor(coverage, dtype=torch.float32)
+    margins[batch.mask] = torch.as_tensor(margin, dtype=torch.float32)
     objective = Policy(config, Totals(int(batch.mask.sum()), 2))
-    result = objective(batch, HeadOutputs(train, torch.zeros_like(train), covered))
+    result = objective(batch, HeadOutputs(train, torch.zeros_like(train), covered, margins))
     updates = [Update(result.metrics, [result.tokens])]
     return figures(mismatch_metrics(config, [[batch]], updates, {"answer": 2.0, "length": -0.5}))
 
@@ -54,6 +56,22 @@ def test_without_a_correction():
     assert not any(name.startswith(("corrected/", "pruning/")) for name in found)
 
 
+def test_arms_with_and_without_pruning_compare():
+    """By the KL of the tokens that pruning leaves both, and by that with those of ratio 0."""
+    margin = [-1.0, -13.5, 0.0, -0.1, -12.9]
+    flat = [r for row in RATIOS for r in row]
+    naive = measured(margin=margin)
+    assert "mismatch/kl_safe" not in naive and naive["mismatch/kl_capped"] == pytest.approx(k3(flat), rel=1e-5)
+    looked = measured(margin=margin, pruning={"measure": True})
+    assert looked["mismatch/kl_safe"] == pytest.approx(k3([0.5, 1.0, 1.0, 0.25]), rel=1e-5)
+    assert looked == naive | {"mismatch/kl_safe": looked["mismatch/kl_safe"]}
+    wider = measured(margin=margin, pruning={"measure": True, "rho": math.exp(-14)})
+    assert wider["mismatch/kl_safe"] == pytest.approx(k3(flat), rel=1e-5)
+    pruned = measured([[0.5, 0.0], RATIOS[1]], pruning={"enabled": True})
+    assert pruned["mismatch/kl_safe"] == pruned["mismatch/kl"] == pytest.approx(looked["mismatch/kl_safe"], rel=1e-6)
+    assert pruned["mismatch/kl_capped"] == pytest.approx((4 * pruned["mismatch/kl"] + 19) / 5, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("correction", "weights", "sequences"),
     [
@@ -62,6 +80,9 @@ def test_without_a_correction():
         ({"mode": "clip", "low": 0.5, "high": 2.0}, [0.5, 2.0, 1.0, 1.0, 0.5], [1.0, 0.5]),
         # Of whole responses: 2 and 1 / 4, or their roots; every token has its response's.
         ({"mode": "truncate", "level": "sequence", "high": 1.5}, [1.5, 1.5, 0.25, 0.25, 0.25], [1.5, 0.25]),
+        ({"mode": "mask", "level": "sequence", "high": 1.5}, [0.0, 0.0, 0.25, 0.25, 0.25], [0.25]),
+        ({"mode": "mask", "level": "sequence", "low": 0.5}, [2.0, 2.0, 0.0, 0.0, 0.0], [2.0]),
+        ({"mode": "mask", "level": "geometric", "low": 0.7}, [ROOTS[0]] * 2 + [0.0] * 3, ROOTS[:1]),
         ({"mode": "truncate", "level": "geometric", "high": 9.0}, [ROOTS[0]] * 2 + [ROOTS[1]] * 3, ROOTS),
     ],
 )

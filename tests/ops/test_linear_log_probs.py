@@ -60,7 +60,7 @@ def test_values_and_gradients(dtype, log_rho, chunk_tokens, on_the_way):
     out = linear_log_probs(hidden, weight, targets, **options, token_loss=loss if on_the_way else None)
     close = {"atol": 1e-10, "rtol": 1e-10} if dtype == torch.float64 else {"atol": 2e-5, "rtol": 1e-5}
     assert torch.equal(out.in_support, expected.in_support)
-    for name in ("log_probs", "entropy", "coverage"):
+    for name in ("log_probs", "entropy", "coverage", "margin"):
         ours, theirs = (getattr(x, name)[expected.in_support & out.in_support] for x in (out, expected))
         torch.testing.assert_close(ours.double(), theirs.double(), **close)
     assert not out.log_probs[~rows].any() and not out.in_support[~rows].any()

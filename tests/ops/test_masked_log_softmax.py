@@ -70,6 +70,14 @@ def test_values_match_the_definition(seed, rows, columns, dtype, log_rho, temper
     torch.testing.assert_close(out.log_probs, log_probs, atol=3e-6, rtol=2e-6, check_dtype=False)
     torch.testing.assert_close(out.coverage, coverage, atol=0, rtol=1e-5, check_dtype=False)
     torch.testing.assert_close(out.entropy, entropy, atol=5e-6, rtol=2e-6, check_dtype=False)
+    scaled, counts = (logits.float() / temperature).double(), targets != -100
+    margin = scaled.gather(1, targets.clamp(min=0)[:, None])[:, 0] - scaled.max(1).values
+    torch.testing.assert_close(out.margin, torch.where(counts, margin, 0.0), atol=0, rtol=1e-6, check_dtype=False)
+    reference = masked_log_softmax_reference(logits, targets, log_rho=log_rho, temperature=temperature).margin
+    torch.testing.assert_close(out.margin, reference, atol=0, rtol=1e-6)
+    if log_rho is not None:
+        on_the_border = out.in_support != (counts & (out.margin >= log_rho))
+        assert ((out.margin - log_rho)[on_the_border].abs() < 1e-4).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -163,11 +171,12 @@ def test_no_rows():
 
 
 def every_output(logits, targets, **options):
-    """Values and the gradient of both."""
+    """Values, and the gradient of two of them."""
     logits = logits.clone().requires_grad_()
     out = masked_log_softmax(logits, targets, with_entropy=True, **options)
     total = torch.where(out.in_support, out.log_probs, 0.0).sum() + 0.3 * out.entropy.sum()
-    return [out.log_probs, out.in_support, out.coverage, out.entropy, torch.autograd.grad(total, logits)[0]]
+    gradient = torch.autograd.grad(total, logits)[0]
+    return [out.log_probs, out.in_support, out.coverage, out.entropy, gradient, out.margin]
 
 
 @settings(max_examples=40, deadline=None)
@@ -353,7 +362,7 @@ def on_two_ranks() -> list:
             share, targets, log_rho=log_rho, temperature=1.3, tp_group=dist.group.WORLD, with_entropy=True
         )
         (torch.where(out.in_support, out.log_probs, 0.0).sum() + 0.3 * out.entropy.sum()).backward()
-        fields = (out.log_probs, out.in_support, out.coverage, out.entropy, share.grad)
+        fields = (out.log_probs, out.in_support, out.coverage, out.entropy, share.grad, out.margin)
         results.append([x.detach().float().numpy() for x in fields])
     broken, targets = batch(9, 8, 50, torch.float32, ignored=False)
     broken[5, 40] = torch.nan  # in the second rank's share: both must raise, neither may hang
@@ -379,6 +388,7 @@ def test_two_ranks_equal_one():
         for rank in range(2):
             for ours, expected in zip(results[rank][index], whole, strict=False):
                 torch.testing.assert_close(torch.tensor(ours), expected.detach().float(), atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(torch.tensor(results[rank][index][5]), out.margin, atol=0, rtol=0)
             grad = torch.tensor(results[rank][index][4])
             expected = logits.grad.float().chunk(2, dim=1)[rank]
             torch.testing.assert_close(grad, expected, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 5e-3)

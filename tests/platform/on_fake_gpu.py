@@ -147,7 +147,7 @@ def answer(transfer: fake_gpu.Transfer, seen: torch.Tensor) -> torch.Tensor | No
     return None
 
 
-LOOKS = ("totals", "for_update", "on_host", "look", "mismatch_metrics.py")
+LOOKS = ("totals", "on_host", "look", "mismatch_metrics.py")
 """Where the trainer reads once an update."""
 TOKENS = 0
 
@@ -163,7 +163,7 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
             "precision": {"train": "bf16"},
             "routing": {"source": "r3"},
             "pruning": {"enabled": True},
-            "correction": {"mode": "truncate", "high": 2.0, "normalize": True},
+            "correction": {"mode": "truncate", "high": 2.0, "denominator": "weights"},
         }
     )
     stages: dict[str, list[str]] = {}
@@ -185,7 +185,7 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     objective = Policy(config)
     trainer.compute_fields(batches, objective.needs)
     stage("log_probs")
-    objective = objective.for_update(batches, trainer.totals(batches), trainer._total_of)
+    objective = objective.for_update(trainer.totals(batches))
     stage("totals")
     with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
         pass

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithms.correction import DENOMINATORS
 from megatron_rl.algorithms.losses import POLICY_LOSSES, LossInputs, LossTerms, PolicyLoss
 from megatron_rl.config import build_config
 from megatron_rl.data.packing import Batch, Layout, pack
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.reduce import figures, merge
 from megatron_rl.trainer.objective import SFT, HeadOutputs, LogProbs, Policy, Result, Totals
 
 
@@ -37,20 +39,20 @@ def same_sequence(batch: Batch, token: int) -> torch.Tensor:
     return batch.mask & (batch.segments.ids == batch.segments.ids[token])
 
 
-def apply(config, batch, log_probs, old=None, *, weight=1.0, reference=None, entropy=None) -> Result:
+def apply(config, batch, log_probs, old=None, *, reference=None, entropy=None) -> Result:
     """What the policy's objective makes of a batch with these fields, in an update of this one alone."""
     for name, values in (("old_log_probs", old), ("reference_log_probs", reference)):
         batch.fields.pop(name, None)
         if values is not None:
             batch.fields[name] = values
-    objective = Policy(config, Totals(int(batch.mask.sum()), batch.segments.count), weight)
+    objective = Policy(config, Totals(int(batch.mask.sum()), batch.segments.count))
     entropy = torch.zeros_like(log_probs) if entropy is None else entropy
     return objective(batch, HeadOutputs(log_probs, entropy, torch.ones_like(log_probs)))
 
 
-def gradient(config, batch, log_probs, old=None, weight=1.0) -> torch.Tensor:
+def gradient(config, batch, log_probs, old=None) -> torch.Tensor:
     """Of the loss by the log-probs."""
-    (grad,) = torch.autograd.grad(apply(config, batch, log_probs, old, weight=weight).loss, log_probs)
+    (grad,) = torch.autograd.grad(apply(config, batch, log_probs, old).loss, log_probs)
     return grad
 
 
@@ -100,24 +102,116 @@ def test_decoupled_and_bypass_are_two_ratios_and_one():
     assert (decoupled - bypass).abs().max() > 1e-3
 
 
-def test_normalized_weights_have_mean_one_over_the_update():
-    batch, current, _ = draw(int(np.random.SeedSequence().entropy % 2**32))
-    config = config_of({"mode": "truncate", "high": 1.2, "normalize": True}, loss="reinforce")
-    assert Policy(config).needs == {"old_log_probs"} and not Policy(config).ratio_from_old
-    old = current.detach().clone()
-    mean = float(Policy(config).weights(batch, old).weights.sum()) / int(batch.mask.sum())
-    batch.fields["old_log_probs"] = old
-    totals, added = Totals(int(batch.mask.sum()), batch.segments.count), []
-    ready = Policy(config).for_update([batch], totals, lambda value: added.append(value) or value)
-    assert (ready.totals, ready.mean_weight, len(added)) == (totals, pytest.approx(mean, rel=1e-12), 1)
-    other_stage, _, _ = draw(0)  # of a stage without the head: it adds nothing, and learns the sum
-    elsewhere = Policy(config).for_update([other_stage], totals, lambda value: value + added[0])
-    assert elsewhere.mean_weight == ready.mean_weight
-    plain = gradient(config, batch, current, old)
-    grad = gradient(config, batch, current, old, weight=mean)
-    torch.testing.assert_close(grad, plain / mean)
-    counted = batch.mask & (batch["advantages"] != 0)
-    assert float((grad / -batch["advantages"])[counted].mean()) == pytest.approx(1.0, rel=1e-5)
+CORRECTIONS = [
+    {},
+    {"mode": "mask", "low": 0.7, "high": 1.6},
+    {"mode": "mask", "level": "sequence", "high": 1.7},
+    {"mode": "mask", "level": "geometric", "low": 0.95},
+    {"mode": "truncate", "high": 1.3, "veto": 0.45},
+    {"mode": "clip", "level": "sequence", "low": 0.3, "reject": "k3", "reject_level": "token", "reject_above": 0.07},
+    {"reject": "abs_log_ratio", "reject_level": "geometric", "reject_above": 0.31},
+]
+KL, ENTROPY = 0.1, 0.01
+
+
+def weights_by_hand(d: list[float], gone: list[bool], correction: dict) -> tuple[list[float], list[bool], bool]:
+    """Of one sequence with log-ratios d, some of them lost by now: weights, tokens rejected, whether it was dropped whole."""
+    level, mode = correction.get("level", "token"), correction.get("mode", "none")
+    low, high = correction.get("low", 0.0), correction.get("high", math.inf)
+    statistic = {"k3": lambda x: math.exp(x) - 1 - x, "abs_log_ratio": abs}.get(correction.get("reject", ""))
+    divergences = [statistic(x) if statistic else 0.0 for x in d]
+    above = correction.get("reject_above", math.inf)
+    by_token = correction.get("reject_level") == "token"
+    rejected = [(x if by_token else sum(divergences) / len(d)) > above for x in divergences]
+    dropped = any(math.exp(x) < correction.get("veto", 0.0) for x in d) or (not by_token and any(rejected))
+    found = []
+    for t, own in enumerate(d):
+        r = math.exp({"token": own, "sequence": sum(d), "geometric": sum(d) / len(d)}[level])
+        bounded = {"none": 1.0, "truncate": min(r, high), "clip": min(max(r, low), high)}
+        weight = r * (low <= r <= high) if mode == "mask" else bounded[mode]
+        found.append(weight * (r > 0) * (own > -math.inf) * (not gone[t] and not rejected[t] and not dropped))
+    return found, rejected, dropped
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("denominator", [None, *DENOMINATORS])
+def test_the_gradient_is_the_mean_over_the_stated_tokens(denominator, aggregation):
+    """Of one update in two micro-batches, in fp64: policy, KL and entropy. Log-ratios are multiples of 1/256, exact in fp32."""
+    seed = int(np.random.SeedSequence().entropy % 2**32)
+    print(f"inputs of seed {seed}")
+    choice = {} if denominator is None else {"denominator": denominator}
+    for number, (correction, updates) in enumerate(product(CORRECTIONS, (1, 2))):
+        algorithm = {"loss": "reinforce", "aggregation": aggregation, "entropy_coefficient": ENTROPY}
+        algorithm["kl"] = {"coefficient": KL, "estimator": "k2"}
+        sections = {"algorithm": algorithm, "batch": {"updates_per_step": updates}, "pruning": {"enabled": True}}
+        policy = Policy(build_config({**sections, "correction": correction | choice}))
+        rng, parts = np.random.default_rng([seed, number]), []
+        for _ in range(2):
+            batch, current, old = draw(int(rng.integers(2**32)), [(1, int(n)) for n in rng.integers(2, 8, 3)])
+            fields = {"rollout_log_probs": batch["rollout_log_probs"], "old_log_probs": old}
+            fields |= {"reference_log_probs": old + 0.1, "current": current.detach()}
+            fields = {name: (256 * values).round() / 256 for name, values in fields.items()}
+            for name in ("old_log_probs", "current"):
+                fields[name][torch.tensor(rng.random(len(old)) < 0.06)] = -torch.inf
+            current = fields.pop("current").requires_grad_()
+            batch.fields |= fields
+            parts.append((batch, current, torch.zeros_like(current, requires_grad=True)))
+        totals = Totals(
+            sum(int(batch.mask.sum()) for batch, *_ in parts), sum(batch.segments.count for batch, *_ in parts)
+        )
+        policy = policy.for_update(totals)
+        one = torch.ones(())
+        results = [policy(batch, HeadOutputs(log_probs, entropy, one)) for batch, log_probs, entropy in parts]
+        divisor = sum(result.counted for result in results)
+        found = [torch.autograd.grad(r.loss, part[1:]) for r, part in zip(results, parts, strict=True)]
+
+        numerators: list[tuple[list[float], list[float]]] = []
+        value = expected_divisor = 0.0
+        for batch, current, _ in parts:
+            now = current.tolist()
+            then = batch["old_log_probs"].tolist() if updates == 2 else now
+            engine, reference = batch["rollout_log_probs"].tolist(), batch["reference_log_probs"].tolist()
+            advantages = batch["advantages"].tolist()
+            of_log_probs, of_entropy = [0.0] * len(now), [0.0] * len(now)
+            for sequence in range(batch.segments.count):
+                own = (batch.mask & (batch.segments.ids == sequence)).nonzero()[:, 0].tolist()
+                d = [then[t] - engine[t] for t in own]
+                weights, rejected, dropped = weights_by_hand(d, [now[t] == -math.inf for t in own], correction)
+                counts = {
+                    "sampled": [1.0] * len(own),
+                    "kept_sequences": [float(not dropped)] * len(own),
+                    "kept_tokens": [float(w != 0) for w in weights],
+                    "weights": weights,
+                }[denominator or "kept_tokens"]
+                # weights: their sum, each token weighing as much as its sequence's aggregation gives it.
+                length = sum(counts) if denominator != "weights" else len(own)
+                share = 1 / length if aggregation == "sequence_mean" and length else 1.0
+                for t, weight, count, out in zip(own, weights, counts, rejected, strict=True):
+                    stays = count * (not out and not dropped) * share
+                    expected_divisor += count * share
+                    if weight:
+                        value -= weight * share * advantages[t] * now[t]
+                    of_log_probs[t] -= weight * share * advantages[t]
+                    if now[t] > -math.inf and then[t] > -math.inf:
+                        of_log_probs[t] += KL * stays * (now[t] - reference[t])
+                    of_entropy[t] -= ENTROPY * stays
+            numerators.append((of_log_probs, of_entropy))
+        divide = expected_divisor or 1.0  # where nothing is kept there is no gradient either
+        scale = totals.tokens / totals.sequences if aggregation == "sequence_mean" else 1.0
+        assert float(divisor) == pytest.approx(expected_divisor * scale, rel=1e-6)
+        for gradients, expected in zip(found, numerators, strict=True):
+            for ours, theirs in zip(gradients, expected, strict=True):
+                expected_mean = torch.tensor(theirs, dtype=torch.float64) / divide
+                torch.testing.assert_close(ours.double() / scale / divide, expected_mean, rtol=1e-5, atol=1e-8)
+        figure = figures(merge([result.metrics for result in results]))
+        assert figure["loss/policy"] == pytest.approx(value / divide, rel=1e-4, abs=1e-5)
+        assert figure["loss/counted"] == pytest.approx(float(divisor) / totals.tokens, rel=1e-6)
+        if policy.per_token:  # the head asks for the tokens of a chunk alone
+            for (batch, log_probs, entropy), (whole, _) in zip(parts, found, strict=True):
+                for rows in torch.arange(len(log_probs)).split(8):
+                    part = log_probs.detach()[rows].requires_grad_()
+                    loss = policy(batch.take(rows), HeadOutputs(part, entropy.detach()[rows], one)).loss
+                    torch.testing.assert_close(torch.autograd.grad(loss, part)[0], whole[rows])
 
 
 CASES = [(loss, bypass, "now") for loss in POLICY_LOSSES for bypass in (False, True)]
@@ -194,22 +288,22 @@ def test_what_is_dropped_has_no_kl_and_no_entropy_either(correction):
 
 
 @pytest.mark.parametrize(
-    ("updates", "bypass", "normalize", "kl"), list(product((1, 2), (False, True), (False, True), (0.0, 0.1)))
+    ("updates", "bypass", "denominator", "kl"), list(product((1, 2), (False, True), DENOMINATORS, (0.0, 0.1)))
 )
-def test_what_is_computed_before_the_updates(updates, bypass, normalize, kl):
-    """Old log-probs where the ratio starts from them, and where the mean weight has to be known; the reference's with a KL.
+def test_what_is_computed_before_the_updates(updates, bypass, denominator, kl):
+    """Old log-probs where the ratio starts from them, and the reference's with a KL; for no denominator a pass of its own.
     Nothing else is looked at: the batch has no other field."""
-    correction = {"bypass": bypass, "normalize": normalize} | ({"mode": "truncate", "high": 2.0} if normalize else {})
+    correction = {"bypass": bypass, "denominator": denominator} | ({} if bypass else {"mode": "truncate", "high": 2.0})
     config = config_of(correction, updates, kl={"coefficient": kl})
     from_old = updates == 2 and not bypass
-    needed = {"old_log_probs": from_old or normalize, "reference_log_probs": kl > 0}
+    needed = {"old_log_probs": from_old, "reference_log_probs": kl > 0}
     expected = {name for name, of_config in needed.items() if of_config}
     assert Policy(config).needs == expected and Policy(config).ratio_from_old == from_old
     batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
     computed = {"old_log_probs": old, "reference_log_probs": old - 0.1}
     batch.fields |= {name: computed[name] for name in expected}
     totals = Totals(int(batch.mask.sum()), batch.segments.count)
-    objective = Policy(config).for_update([batch], totals, lambda value: value)
+    objective = Policy(config).for_update(totals)
     result = objective(batch, HeadOutputs(current, torch.zeros_like(current), torch.ones_like(current)))
     assert torch.isfinite(result.loss) and ("kl/reference" in result.metrics) == (kl > 0)
     assert torch.equal(result.tokens["old_log_probs"], old if from_old else current.detach())
@@ -227,7 +321,7 @@ def test_a_batch_without_a_field_that_the_loss_needs(lacks):
 
 
 EVERYTHING = {
-    "correction": {"mode": "truncate", "level": "sequence", "high": 2.0, "veto": 1e-3, "normalize": True}
+    "correction": {"mode": "truncate", "level": "sequence", "high": 2.0, "veto": 1e-3, "denominator": "weights"}
     | {"reject": "k3", "reject_level": "token", "reject_above": 3.0},
     "algorithm": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01, "aggregation": "sequence_mean"},
 }
@@ -239,12 +333,12 @@ def test_an_objective_touches_neither_batch_nor_outputs(name, updates):
     """Two calls on the same things give the same bits, and leave every bit as it was."""
     batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
     batch.fields |= {"old_log_probs": old, "reference_log_probs": old - 0.1}
-    outputs = HeadOutputs(current, torch.rand_like(current), torch.rand_like(current))
+    outputs = HeadOutputs(current, *(torch.rand_like(current) for _ in range(3)))
     objective = {"sft": SFT(), "log_probs": LogProbs()}.get(name)
     if objective is None:
         algorithm = {**EVERYTHING["algorithm"], "loss": name}
         objective = Policy(config_of(EVERYTHING["correction"], updates, **algorithm))
-        objective = objective.for_update([batch], Totals(int(batch.mask.sum()), 4), lambda value: value)
+        objective = objective.for_update(Totals(int(batch.mask.sum()), 4))
 
     def content() -> dict[str, torch.Tensor]:
         found = {f"field {name}": values for name, values in batch.fields.items()}

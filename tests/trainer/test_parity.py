@@ -64,16 +64,27 @@ ALGORITHMS = {
             "low": 2.0,
             "high": 3.3,
             "veto": 0.002,
-            "normalize": True,
+            "denominator": "weights",
             "reject": "k3",
             "reject_level": "token",
             "reject_above": 4.0,
         },
     },
-    # One update: its own forward is the old policy, and only the mean weight is known before.
+    # One update: its own forward is the old policy, and the sum of the weights is known after it.
     "normalized": {
-        "correction": {"mode": "truncate", "high": 2.0, "normalize": True},
+        "correction": {"mode": "truncate", "high": 2.0, "denominator": "weights"},
         "batch": {"updates_per_step": 1},
+    },
+    # Something is dropped in every way, and the mean is over what stays, which the ranks know together alone.
+    "kept": {
+        "pruning": {"measure": True, "rho": 0.43},
+        "algorithm": {"aggregation": "sequence_mean", "entropy_coefficient": 0.01},
+        "correction": {"mode": "mask", "low": 0.6, "high": 8.0, "veto": 0.3},
+        "batch": {"updates_per_step": 1},
+    },
+    "rejected": {
+        "correction": {"reject": "k2", "reject_level": "token", "reject_above": 1e-20},
+        "optimizer": {"weight_decay": 0.1},
     },
     "weighted": {"correction": {"mode": "truncate", "high": 2.0}, "batch": {"updates_per_step": 1}},
     # Nothing of it needs whole sequences, so that the head computes gradients on the way.
@@ -218,6 +229,10 @@ def one_rank(model, sinks_model, samples, truncated):
         under("corrected", both)
         | under("pruned", both)
         | under("normalized", both)
+        | under(
+            "kept", {name: ONE_RANK[name] for name in ("reference", "head_in_chunks", "one_sequence_per_micro_batch")}
+        )
+        | under("rejected", {"reference": {}})
         | under("weighted", {"reference": {}}),
     )
 
@@ -232,7 +247,7 @@ def two_ranks(model, sinks_model, samples, truncated):
     first = under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts) | under("frozen", frozen)
     first |= with_sinks(sinks_model, "grpo", SINKS_TWO_RANKS)
     return run(model, samples, 2, first) | run(
-        model, truncated, 2, under("corrected", with_data) | under("normalized", with_data)
+        model, truncated, 2, under("corrected", with_data) | under("normalized", with_data) | under("kept", with_data)
     )
 
 
@@ -348,6 +363,25 @@ def test_normalized_weights_of_a_single_update(one_rank, two_ranks):
     assert normalized["metrics"]["update/grad_norm"] == pytest.approx(expected, rel=1e-4)
     compare_all("normalized", one_rank, one_rank)
     compare_all("normalized", one_rank, two_ranks)
+
+
+def test_what_is_dropped_leaves_the_mean(model, one_rank, two_ranks):
+    """Each layout divides by the same count of sequences and of their tokens that are kept; where none is, nothing moves."""
+    kept = one_rank["kept reference"]
+    figures = kept["mismatch"]
+    assert 0.05 < figures["corrected/vetoed"] < figures["corrected/masked"] < 0.9
+    assert 0.1 < kept["metrics"]["loss/counted"] < 0.95
+    assert figures["mismatch/kl_safe"] != figures["mismatch/kl"], "no token outside the set that is measured"
+    for results in (one_rank, two_ranks):
+        compare_all("kept", one_rank, results)
+        for name, result in results.items():
+            if name.startswith("kept "):
+                assert result["metrics"]["loss/counted"] == pytest.approx(kept["metrics"]["loss/counted"], rel=1e-5), (
+                    name
+                )
+    nothing, before = one_rank["rejected reference"], load_file(Path(model) / "model.safetensors")
+    assert (nothing["metrics"]["update/skipped"], nothing["metrics"]["loss/counted"]) == (1, 0)
+    assert all(np.array_equal(weight, before[tensor]) for tensor, weight in nothing["weights"].items())
 
 
 def test_frozen_weights(model, one_rank, two_ranks):

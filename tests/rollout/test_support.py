@@ -90,6 +90,7 @@ def test_a_set_of_one_token_is_greedy_at_any_temperature(rho, server):
         for support in (
             SamplingSupport(temperature=0.0),
             *(SamplingSupport(temperature=t, min_p=rho) for t in (0.7, 1.3)),
+            SamplingSupport(temperature=1.3, min_p=1e-6, engine_min_p=rho),  # the engine prunes by its own
         )
     )
     for trajectories in sampled:

@@ -36,6 +36,7 @@ COMMON: Settings = TASK | {
     "eval.every": 25,
     "eval.prompts": 50,
     "eval.samples": SAMPLES,
+    "eval.pass_at": "[2, 4, 8, 16]",
 }
 OF_ONE_SCORE = {
     f"eval/pass@{SAMPLES}": (f"pass@{SAMPLES}", ".3f"),

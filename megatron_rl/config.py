@@ -493,6 +493,8 @@ class EvalConfig:
     prompts: Count = 200
     samples: Positive = 4
     """Responses to each prompt at the sampling temperature, for avg@n and pass@n."""
+    pass_at: list[Positive] = dataclasses.field(default_factory=list)
+    """Also pass@k for these k, each below samples."""
     greedy: bool = True
     """Also one greedy response to each prompt."""
     unpruned: bool = False

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments.evaluation import average_at_n, distinct_right, majority_at_n, pass_at_k
+from megatron_rl.environments.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.agents import agent_metrics
@@ -24,24 +24,28 @@ from megatron_rl.rollout.engine import Engine
 def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     """Scores of the current rollout weights on the first eval.prompts held-out prompts. Every process calls it.
 
-    eval/score is the mean reward over all samples at the sampling temperature; eval/pass@n the chance that one of n is
-    right (reward above 0.5); eval/maj@n the mean reward of each prompt's most frequent answer; eval/distinct@n how many
-    different right ones n have; eval/greedy the mean reward of one response without sampling. eval/score_unpruned and
-    pass_unpruned@n are those of responses that are sampled without pruning (eval.unpruned). Masked responses have no part in
-    any, and where all are masked there is no score. The responses are kept in the run's evals/ folder, one JSON line each.
+    eval/score is the mean reward over all samples at the sampling temperature; eval/pass@k the chance that one of k is right
+    (reward above 0.5), for n and eval.pass_at; eval/maj@n the mean reward of each prompt's most frequent answer;
+    eval/distinct@n how many different right ones n have; eval/collision the chance that two right ones are the same;
+    eval/greedy the mean reward of one response without sampling. eval/score_unpruned and pass_unpruned@k are those of responses
+    that are sampled without pruning (eval.unpruned). Masked responses have no part in any, and where all are masked there is
+    no score. The responses are kept in the run's evals/ folder, one JSON line each.
     """
     prompts = run.eval_prompts
     if not prompts:
         return {}
     n = config.eval.samples
+    sizes = sorted({*config.eval.pass_at, n})
     sampled = engine.ask(prompts, run.support, samples=n, seed=f"eval/{run.step}")
     rewards = run.gather_groups(_judged(sampled), lambda t: t.reward)
     answers = run.gather_groups(_judged(sampled), lambda t: run.task.extract(t.text))
-    scores = _mean_and_best(rewards, n)
+    scores = _mean_and_best(rewards, sizes)
     if rewards:
         run.scores[run.step] = scores["eval/score"]
         scores[f"eval/maj@{n}"] = majority_at_n(answers, rewards)
         scores[f"eval/distinct@{n}"] = float(np.mean(distinct_right(answers, rewards, threshold=0.5)))
+        if (same := collision(answers, rewards, threshold=0.5)) is not None:
+            scores["eval/collision"] = same
     scores["eval/response_length"] = run.mean([float(t.response_length) for t in sampled])
     scores["eval/prompts"] = float(len(rewards))
     if config.rollout.program != "single_turn":
@@ -51,7 +55,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     rows = run.gather_from_leaders([{"greedy": False, **readable(run.tokenizer, t)} for t in sampled])
     if config.eval.unpruned:
         whole = engine.ask(prompts, run.support.unpruned, samples=n, seed=f"eval/{run.step}")
-        scores |= _mean_and_best(run.gather_groups(_judged(whole), lambda t: t.reward), n, "_unpruned")
+        scores |= _mean_and_best(run.gather_groups(_judged(whole), lambda t: t.reward), sizes, "_unpruned")
         rows += run.gather_from_leaders(
             [{"greedy": False, "unpruned": True, **readable(run.tokenizer, t)} for t in whole]
         )
@@ -68,11 +72,11 @@ def _judged(trajectories: list[Trajectory]) -> list[Trajectory]:
     return [t for t in trajectories if not t.masked and not t.part]
 
 
-def _mean_and_best(rewards: list[list[float]], n: int, sampler: str = "") -> dict[str, float]:
-    """Mean reward, and the chance that one of n is right, of the prompts that have n."""
+def _mean_and_best(rewards: list[list[float]], sizes: list[int], sampler: str = "") -> dict[str, float]:
+    """Mean reward, and for each of sizes the chance that one of so many is right, of the prompts that have the largest."""
     scores = {f"eval/score{sampler}": average_at_n(rewards)} if rewards else {}
-    if whole := [row for row in rewards if len(row) == n]:
-        scores[f"eval/pass{sampler}@{n}"] = pass_at_k(whole, n, threshold=0.5)
+    if whole := [row for row in rewards if len(row) == max(sizes)]:
+        scores |= {f"eval/pass{sampler}@{k}": pass_at_k(whole, k, threshold=0.5) for k in sizes}
     return scores
 
 

@@ -36,6 +36,21 @@ def distinct_right(
     ]
 
 
+def collision(
+    answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]], *, threshold: float = 1.0
+) -> float | None:
+    """Chance that two right answers to a prompt are the same: mean over the prompts that have two, unbiased; None without any.
+
+    answers, rewards: [prompts][n]. It does not depend on how many are right, as `distinct_right` does.
+    """
+    chances = []
+    for row, row_rewards in zip(answers, rewards, strict=True):
+        counts = Counter(answer for answer, reward in zip(row, row_rewards, strict=True) if reward >= threshold)
+        if (right := counts.total()) > 1:
+            chances.append(sum(n * (n - 1) for n in counts.values()) / (right * (right - 1)))
+    return _mean(chances) if chances else None
+
+
 def majority_at_n(answers: Sequence[Sequence[Hashable]], rewards: Sequence[Sequence[float]]) -> float:
     """maj@n: mean reward of each prompt's most frequent answer; among equally frequent ones the mean of theirs.
 

@@ -85,6 +85,11 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         )
     if kind == "train":
         _check_pruning(config.pruning)
+    if too_many := [k for k in config.eval.pass_at if k > config.eval.samples]:
+        raise UserError(
+            f"config: eval.pass_at: pass@{too_many[0]} needs as many responses to a prompt, and eval.samples is"
+            f" {config.eval.samples}; raise eval.samples, or leave {too_many[0]} out"
+        )
     if config.eval.unpruned and not config.pruning.enabled:
         raise UserError(
             "config: eval.unpruned without pruning.enabled: eval/score is the unpruned policy's already; set unpruned: false"

@@ -120,6 +120,10 @@ REFUSED = {
         {"pruning": {"enabled": True, "measure": True}},
         "pruning.measure with pruning.enabled: .*; set pruning.measure: false",
     ),
+    "pass of too many": (
+        {"eval": {"pass_at": [2, 8]}},
+        "pass@8 needs as many .* eval.samples is 4; raise eval.samples",
+    ),
     "unpruned anyway": ({"eval": {"unpruned": True}}, "eval.unpruned without pruning.enabled: .*set unpruned: false"),
     "veto with bypass": (
         {"correction": {"bypass": True, "veto": 1e-4}},

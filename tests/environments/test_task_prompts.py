@@ -81,6 +81,17 @@ def test_demonstrations_are_wrong_as_often_as_asked():
     assert all(clean.rewards(p, clean.demonstration(p, rng))["correct"] == 1.0 for p in prompts[:50])
 
 
+def test_a_list_that_is_to_be_written_several_times():
+    task = sorting(times=3)
+    prompt = task.prompts("train")[0]
+    once = " ".join(map(str, prompt.answer))
+    texts = [" ".join([once] * n) for n in (1, 2, 3, 4)]
+    assert [parts["correct"] for parts in task.score([prompt] * 4, texts)] == [0, 0, 1, 0]
+    assert task.demonstration(prompt, random.Random(0)) == texts[2]
+    with pytest.raises(UserError, match="options.times"):
+        build_task(DataConfig(task="number_zigzag", options={"times": 3}))
+
+
 def test_number_zigzag_has_prompts_with_several_right_answers():
     rng = random.Random(0)
     task = build_task(DataConfig(task="number_zigzag", options={"size": 300}))

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import build_task, reasoning
-from megatron_rl.environments.evaluation import average_at_n, distinct_right, majority_at_n, pass_at_k
+from megatron_rl.environments.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.environments.verifiers import exact, extract_answer, number_list, zigzag
 from megatron_rl.errors import UserError
 
@@ -180,6 +180,20 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
 def test_distinct_right_answers():
     answers = [["a", "a", "b", "c"], ["a", "b", "c", "d"]]
     assert distinct_right(answers, [[1, 1, 1, 0], [0, 0, 0.4, 0.6]], threshold=0.5) == [2, 1]
+
+
+def test_collision_is_the_share_of_the_pairs_of_right_answers_that_are_the_same():
+    rng = random.Random(os.urandom(8))
+    answers = [[rng.choice("abc") for _ in range(7)] for _ in range(5)]
+    rewards = [[float(rng.random() < 0.6) for _ in range(7)] for _ in range(5)]
+    chances = []
+    for row, row_rewards in zip(answers, rewards, strict=True):
+        right = [answer for answer, reward in zip(row, row_rewards, strict=True) if reward]
+        pairs = list(itertools.combinations(right, 2))
+        chances += [statistics.fmean(a == b for a, b in pairs)] if pairs else []
+    found = collision(answers, rewards)
+    assert found == (pytest.approx(statistics.fmean(chances)) if chances else None)
+    assert collision([["a"], ["a", "b"]], [[1], [1, 0]]) is None
 
 
 @pytest.mark.parametrize("question", ["<6 15 3 12:", ">6 15 3 12:"])

@@ -98,7 +98,7 @@ def reference(tmp_path_factory) -> Reference:
 @pytest.fixture(scope="session")
 def server(reference, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "sglang.log"
-    options = {"routes": True, "pruning": True, "kept_sets": True, "pythonpath": [SERVER_PYTHONPATH]}
+    options = {"routes": True, "processor": True, "kept_sets": True, "pythonpath": [SERVER_PYTHONPATH]}
     with RolloutServer(
         reference.folder, CPU_SERVER, dtype="fp32", context_length=4096, log_path=log, **options
     ) as running:

@@ -98,6 +98,26 @@ def test_a_set_of_one_token_is_greedy_at_any_temperature(rho, server):
         assert all((t["rollout_log_probs"] == 0).all() for t in trajectories)
 
 
+def test_no_token_falls_below_a_planted_floor(server, reference):
+    """The engine's log-probs are those of the floored distribution, from transformers' logits, pruned above it too."""
+    questions = [Question(str(i), [5 + i, 6, 7]) for i in range(8)]
+    for support in (SamplingSupport(temperature=0.8, tail_floor=0.8), SamplingSupport(tail_floor=0.5, min_p=0.8)):
+        found, floored = [], 0
+        for t in collect(client_of(server), questions, support, samples_per_prompt=2, max_new_tokens=24)[0]:
+            scaled = reference.logits(t.tokens)[t.prompt_length - 1 : -1] / support.temperature
+            largest = scaled.amax(-1, keepdim=True)
+            floor = largest + math.log(support.tail_floor)
+            floored += int((scaled < floor).sum())
+            scaled = torch.maximum(scaled, floor)
+            if support.min_p:
+                scaled = scaled.masked_fill(scaled < largest + math.log(support.min_p), -torch.inf)
+            chosen = torch.as_tensor(t.tokens[t.prompt_length :], dtype=torch.long)[:, None]
+            expected = scaled.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+            found.append(np.abs(expected - t["rollout_log_probs"][-len(expected) :]).max())
+        # A tie of two experts moves the logits of a whole sequence a little: four in five of them are exact.
+        assert floored > 1000 and np.quantile(found, 0.8) < 1e-4, found
+
+
 def test_greedy_needs_no_support(server, reference):
     questions = [Question("a", [5, 6, 7])]
     plain, pruned, kept = (

@@ -96,7 +96,8 @@ class StepPreview:
         main = parameter if main is None else main
         inner: Any = self._places[id(main)][0]
         # That of two devices steps a copy on the host.
-        stepped = [main, getattr(inner, "param_to_inner_param", {}).get(main), *inner.state.get(main, {}).values()]
+        stepped = [getattr(inner, "param_to_inner_param", {}).get(main), *inner.state.get(main, {}).values()]
+        stepped += [] if main.dtype == parameter.dtype else [main]  # else it is the parameter, or a view of it
         own = slice(max(place.start - first, 0), max(place.stop - first, 0))
         flat = [t.detach().view(-1) for t in stepped if torch.is_tensor(t) and t.numel() == main.numel() > 1]
         return found + [tensor[own] for tensor in flat]

@@ -103,8 +103,8 @@ class Experts:
         sent, received = crossing[:, :, me], crossing[me].t()  # [rank, place]
         return Exchange(
             mine,
-            sent.flatten().nonzero()[:, 0],
-            received.nonzero()[:, 1],
+            sent.flatten().nonzero()[:, 0].to(taken.device),
+            received.nonzero()[:, 1].to(taken.device),
             sent.sum(1).tolist(),
             received.sum(1).tolist(),
             bool(crossing.any()),
@@ -119,10 +119,10 @@ class Experts:
         mixed = mixing[mine, mine] @ own
         if not exchange.anything:
             return mixed
-        sent = mixing[exchange.sent.to(own.device)][:, mine] @ own
+        sent = mixing[exchange.sent][:, mine] @ own
         received = own.new_empty(len(exchange.places), own.shape[1])
         dist.all_to_all_single(received, sent, exchange.receives, exchange.sends, group=self.expert_group)
-        return mixed.index_add_(0, exchange.places.to(own.device), received)
+        return mixed.index_add_(0, exchange.places, received)
 
     def gather(self, mine: Tensor) -> Tensor:
         """[n, ...] of each expert-parallel rank -> [N, ...]."""

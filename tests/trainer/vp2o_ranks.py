@@ -257,7 +257,7 @@ def _stand_still(model: str, samples: list[Sequence], vp2o: dict, overrides: dic
         if layer.mine.start == 0
         for s in (slices[0] for slices in layer.slices.values())
     ]
-    others = [s.parameter for layer in layers for s in layer.outputs[1:2]]
+    others = [s.parameter for layer in layers for s in layer.outputs[1:]]
     before, others_before = _kept_of(trainer, first), _kept_of(trainer, others)
     batches = trainer.pack(mine(trainer, samples))
     metrics = learn(trainer, batches)
@@ -312,10 +312,11 @@ def of_a_range(model: str, samples: list[Sequence], layouts: list[dict]) -> list
         moved = parameter.detach().view(-1) != before
         size = place.stop - place.start
         ok = not moved[place].any() and moved[: place.start].any() and moved[place.stop :].any()
-        # Each process has its part of the fp32 weights and of two moments, or all of them.
+        # Each process has its part of two moments (and beside bf16 weights of the fp32 ones), or all of them.
+        tensors = 2 + (trainer.config.precision.train == "bf16")
         own = trainer.config.parallel.distributed_optimizer
         total = sum(trainer.ranks.gather(moments)) / (1 if own else trainer.ranks.data_size)
-        found.append(all(trainer.ranks.gather(bool(ok))) and total == 3 * size)
+        found.append(all(trainer.ranks.gather(bool(ok))) and total == tensors * size)
         parallel_state.destroy_model_parallel()
     return found
 

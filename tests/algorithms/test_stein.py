@@ -242,7 +242,6 @@ def test_the_transform_is_equation_10():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_attraction_by_a_mean_does_not_scale_with_the_temperature():
     """Rows sum to 1, whatever T0 is; a pair of negative kernel is left out; by the kernel they sum to anything."""
     weights, grads = layer(), torch.randn(6, 9, 7, dtype=torch.float64)
@@ -284,6 +283,7 @@ def test_by_default_most_pairs_are_left_alone(experts):
     assert stein.neighborhood(experts, 3, 1) == (3, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_identity_attraction_without_repulsion_changes_no_bit(dtype):
     weights, grads = torch.randn(2, 6, 9, 7, dtype=torch.float64).to(dtype)
     p = stein.prototypes(weights, 3, torch.randn(6, 7))

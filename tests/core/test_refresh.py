@@ -43,7 +43,9 @@ def test_drift_of_nothing_and_of_the_impossible():
 
 
 def of_lengths(*lengths: int) -> list[Sequence]:
-    return [Sequence(np.full(length, i, np.int32), 1, {}) for i, length in enumerate(lengths)]
+    return [
+        Sequence(tokens=np.full(length, i, np.int32), prompt_length=1, fields={}) for i, length in enumerate(lengths)
+    ]
 
 
 @pytest.mark.parametrize("length", [900, 1024, 9000])

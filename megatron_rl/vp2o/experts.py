@@ -96,9 +96,8 @@ class Experts:
     def exchange(self, taken: Tensor, mine: slice) -> Exchange:
         """What goes between expert-parallel ranks for sums over experts. taken: [N, N] bool, expert i takes of expert j."""
         ranks, me = self.expert_group.size(), self.expert_group.rank()
-        crossing = (
-            taken.view(len(taken), ranks, -1).any(-1).view(ranks, -1, ranks).cpu()
-        )  # rank and place of i, rank of j
+        # By rank and place of i, and rank of j.
+        crossing = taken.view(len(taken), ranks, -1).any(-1).view(ranks, -1, ranks).cpu()
         crossing[range(ranks), :, range(ranks)] = False
         sent, received = crossing[:, :, me], crossing[me].t()  # [rank, place]
         return Exchange(

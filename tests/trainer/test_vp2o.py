@@ -76,6 +76,7 @@ def found(model, biased_model, samples, stored):
         "of_a_range": (model, samples, ONE_RANK),
         "of_the_rollout_batch": (model, samples, VP2O, ["none", "r2"]),
         "overwhelmed": (model, samples, VP2O),
+        "soft": (model, samples, VP2O),
     }
     return run_ranks(1, "vp2o_ranks:in_turn", (calls,), timeout=200.0)[0]
 
@@ -188,6 +189,12 @@ def test_coactivation_is_of_the_whole_rollout_batch(found):
     torch.testing.assert_close(found["whole"], found["expected"])
     torch.testing.assert_close(found["own"], found["expected_own"])
     assert not torch.allclose(found["expected"], found["expected_own"])
+
+
+def test_soft_coactivation_is_of_the_routers_distributions(found):
+    for ours, expected in found["soft"]:
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
+        assert float(expected.sum()) == pytest.approx(1.0), "shares of a token sum to 1"
 
 
 def test_orthogonality_is_of_the_outputs_of_each_tokens_experts(found):

@@ -360,6 +360,21 @@ def of_the_rollout_batch(model: str, samples: list[Sequence], vp2o: dict, source
     return found
 
 
+def soft(model: str, samples: list[Sequence], vp2o: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """By layer: soft co-activation of an update's tokens, as the transform has it and from what its router sees."""
+    trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "coactivation": "soft"}}))
+    transform, seen = hook_of(trainer, Stein), {}
+    (batch,) = trainer.pack(samples[:3])
+    layers = transform.experts.layers
+    before = {n: layer.router.weight.detach().clone() for n, layer in layers.items()}
+    handles = [layer.router.register_forward_pre_hook(partial(_keep, seen, n)) for n, layer in layers.items()]
+    learn(trainer, [batch])
+    for handle in handles:
+        handle.remove()
+    shares = {n: (seen[n][batch.routes.counted] @ w.t()).double().softmax(-1) for n, w in before.items()}
+    return [(transform._interactions[n].coactivation.double(), s.t() @ s / len(s)) for n, s in shares.items()]
+
+
 def _keep(seen: dict[int, torch.Tensor], number: int, _: object, inputs: tuple[torch.Tensor, ...]) -> None:
     seen[number] = inputs[0].detach().flatten(0, -2)
 

@@ -219,24 +219,30 @@ class VP2OConfig:
 
     enabled: bool = False
     """Measure co-activation and prototypes, and replace expert gradients by the transformed ones."""
-    neighbors: Positive = 4
-    """Attraction: an expert follows the mean gradient, weighted by their kernel, of this many experts: itself and those most
-    often active on the same tokens. 1: its own alone."""
+    coactivation: Literal["hard", "soft"] = "hard"
+    """What two experts have in common (Eq. 6). hard: tokens that go to both; soft: their shares in the router's distribution
+    over all experts, multiplied, so that experts that never meet differ too."""
+    neighbors: Positive | None = None
+    """Attraction: an expert follows the gradients of this many experts: itself and those most often active on the same tokens.
+    1: its own alone. By default a quarter of the experts, 2 to 4 (below 4 experts 1)."""
     attract_above: Annotated[float, Field(gt=0, le=1)] | None = None
     """Instead of neighbors: all experts that share at least this part of the tokens with it."""
-    inactive_neighbors: Positive = 4
+    attraction: Literal["kernel", "mean"] = "kernel"
+    """kernel: gradients are weighted by kernel / neighbors, as in the paper, which scales them with 1 / temperature. mean: a
+    weighted mean, by the positive kernels over their sum; the temperature has no part in it."""
+    inactive_neighbors: Positive | None = None
     """Repulsion: an expert's prototype is pushed from those of this many experts, its inactive neighbors: those most rarely
-    active on the same tokens."""
+    active on the same tokens. By default a quarter of the experts, 1 to 4."""
     repel_below: Fraction | None = None
     """Instead of inactive_neighbors: all experts that share at most this part of the tokens with it."""
     repulsion: NonNegativeFloat = 0.1
     """Weight of the repulsion (lambda_rep); 0: none."""
-    repulsion_scale: Literal["absolute", "relative"] = "absolute"
-    """absolute: as in the paper; its weight beside the policy's gradient depends on the size of weights and losses.
-    relative: in each layer its norm is `repulsion` times that of the output projections' attraction."""
+    repulsion_scale: Literal["absolute", "relative"] = "relative"
+    """relative: in each layer its norm is `repulsion` times that of the output projections' attraction. absolute: as in the
+    paper; its weight beside the policy's gradient depends on the size of weights and losses, and may be many times that."""
     temperature: PositiveFloat | None = None
     """T0: the kernel's temperature is T0 / experts; by default T0 is the number of experts, so that an expert's kernel with
-    itself is 1."""
+    itself is 1. It scales attraction by the kernel, and absolute repulsion, both alike."""
     power_iterations: Positive = 32
     """Power iterations that find a prototype."""
     orthogonality: NonNegativeFloat = 0.01
@@ -250,7 +256,7 @@ class VP2OConfig:
     """Treatment of an update beyond the trust region. reject: nothing of it is done; backtrack: its learning rate is halved
     until it fits."""
     probe_tokens: Positive = 256
-    """Tokens of each process on which the trust region compares routers."""
+    """Tokens of a rollout batch on each process, evenly spaced, on which the trust region compares routers."""
 
 
 @section
@@ -451,7 +457,9 @@ class RefreshConfig:
     max_staleness: Positive = 8
     """Largest number of steps for which the engine keeps its weights."""
     tokens: Positive = 1024
-    """Tokens of each data-parallel rank, from evenly spaced sequences, on which the drift is measured after a step."""
+    """Tokens of each data-parallel rank, in evenly spaced sequences, on which the drift is measured after a step."""
+    sequences: Positive = 8
+    """Fewest sequences of each data-parallel rank on which it is measured, however long they are."""
 
 
 @section

@@ -18,12 +18,17 @@ of a layer the same start.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold the other slices of D_in."""
+Attraction = Literal["kernel", "mean"]
+"""How gradients are combined: by alpha K as Eq. 10 has it, or by a weighted mean (`mixing`)."""
+MOST_NEIGHBORS = 4
+"""Most neighbors, and inactive neighbors, that an expert has by default."""
 TOLERANCE = 1e-10
 """Squared residual, relative to what is to be solved for, at which conjugate gradients stop."""
 
@@ -35,14 +40,32 @@ def _alone(tensor: Tensor) -> Tensor:
 # -- who meets whom ---------------------------------------------------------------------------------------------------
 
 
+def neighborhood(experts: int, neighbors: int | None = None, inactive: int | None = None) -> tuple[int, int]:
+    """How many neighbors (itself among them) and inactive neighbors an expert has in a layer of so many experts.
+
+    What is None is a quarter of the experts, at most MOST_NEIGHBORS, so that pairs are left that do neither; below four experts
+    none attract.
+    """
+    quarter = min(MOST_NEIGHBORS, max(1, experts // 4))
+    return neighbors or (max(2, quarter) if experts >= 4 else 1), inactive or quarter
+
+
 def coactivation_counts(topk: Tensor, num_experts: int, counted: Tensor) -> Tensor:
     """Number of tokens on which two experts are both active, `[N, N]` fp32; on the diagonal those of one expert.
 
     topk `[T, k]` ids, counted `[T]` bool. No step waits for a GPU.
     """
     active = torch.zeros(len(topk), num_experts, device=topk.device)
-    active.scatter_(1, topk.long(), counted.float()[:, None].expand(topk.shape))
-    return active.t() @ active
+    return coactivation_sums(active.scatter_(1, topk.long(), 1.0), counted)
+
+
+def coactivation_sums(shares: Tensor, counted: Tensor) -> Tensor:
+    """Sum over the counted tokens of s_i s_j, `[N, N]` (Eq. 6 before its mean); shares s `[T, N]`, counted `[T]` bool.
+
+    Hard routing: s is 1 for a token's experts and 0 for the others; soft routing: it is the router's distribution over all.
+    """
+    shares = shares * counted[:, None]
+    return shares.t() @ shares
 
 
 def coactivation(topk: Tensor, num_experts: int) -> Tensor:
@@ -214,6 +237,21 @@ def _transposed(weights: Tensor, vectors: Tensor) -> Tensor:
 # -- the update -------------------------------------------------------------------------------------------------------
 
 
+def mixing(attract: Tensor, kernel: Tensor, attraction: Attraction = "kernel") -> Tensor:
+    """`[N, N]`: how much of g_j is in the attraction of expert i; attract (alpha) and kernel `[N, N]`.
+
+    kernel: alpha_ij K_ij (Eq. 10). This is no mean: a row's sum scales with 1 / tau, and with K_ii = 1 and nearly orthogonal
+    prototypes it is 1 / neighbors. mean: max(alpha_ij K_ij, 0) over its row's sum, so that rows sum to 1 and tau cancels. A
+    mean has no negative weights: a pair whose prototypes point apart is left out of it, and not followed backwards; the row's
+    own entry is positive. A row of zeros stays one. A row with but its own entry is the identity's, to the bit.
+    """
+    weights = attract * kernel
+    if attraction == "kernel":
+        return weights
+    weights = weights.clamp(min=0)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+
+
 def untouched(mixing: Tensor) -> Tensor:
     """`[N]` bool: rows of `[N, N]` that are those of the identity."""
     identity = torch.eye(len(mixing), dtype=mixing.dtype, device=mixing.device)
@@ -228,15 +266,16 @@ def transform(
     attract: Tensor,
     repel: Tensor,
     repulsion: float,
+    attraction: Attraction = "kernel",
 ) -> Tensor:
     """Gradients of the loss, `[N, D_in, D_out]`, as VP2O descends them (Eq. 10; its sign is told above), same shape.
 
     weights `[N, D_in, D_out]`, prototypes `[N, D_out]`, kernel, attract (alpha) and repel (beta) `[N, N]`, repulsion lambda. A
-    row of attract * kernel that is the identity's leaves its expert's gradient as it is, bit for bit.
+    row of the `mixing` that is the identity's leaves its expert's gradient as it is, bit for bit.
     """
-    mixing = (attract * kernel).to(grads.dtype)
-    mixed = torch.einsum("ij,j...->i...", mixing, grads)
-    mixed = torch.where(untouched(mixing).view(-1, *[1] * (grads.dim() - 1)), grads, mixed)
+    by = mixing(attract, kernel, attraction).to(grads.dtype)
+    mixed = torch.einsum("ij,j...->i...", by, grads)
+    mixed = torch.where(untouched(by).view(-1, *[1] * (grads.dim() - 1)), grads, mixed)
     if not repulsion:
         return mixed
     a, x, b, p = kernel_gradient(weights, prototypes, kernel, repel)

@@ -23,7 +23,7 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
     if config.vp2o.enabled:
         hooks.append(stein := Stein(config.vp2o))
         if config.vp2o.trust_region is not None:
-            hooks.append(TrustRegion(config.vp2o, stein))
+            hooks.append(TrustRegion(config.vp2o, stein, config.routing.source))
     if config.rollout.agreement_floor is not None:
         hooks.append(AgreementFloor(config.rollout.agreement_floor))
     if config.algorithm.on_policy:

@@ -265,7 +265,8 @@ def _vp2o_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> dict[str
     each = 4 * experts * hidden + 4 * 4 * experts**2  # prototypes; co-activation, attraction, repulsion, kernel
     if vp2o.trust_region is not None:
         width = TRAIN[config.precision.train].dtype.itemsize
-        each += 2 * 4 * experts * hidden + vp2o.probe_tokens * (width * hidden + 4 * experts)
+        each += (2 * 4 + width) * experts * hidden  # of the engine: prototypes and where they start, router
+        each += vp2o.probe_tokens * (width * hidden + 4 * experts)
     return {"anchors": each * len(moe_layers)}
 
 

@@ -12,6 +12,7 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 
 from megatron_rl.algorithms.advantages import ADVANTAGES
+from megatron_rl.algorithms.stein import neighborhood
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
@@ -194,18 +195,26 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
         ("probe_tokens", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
         ("orthogonality_tokens", not vp2o.orthogonality, "with vp2o.orthogonality: 0", "set vp2o.orthogonality: 0.01"),
         ("repulsion_scale", not vp2o.repulsion, "with vp2o.repulsion: 0", "set vp2o.repulsion: 0.1"),
+        (
+            "temperature",
+            vp2o.attraction == "mean" and (not vp2o.repulsion or vp2o.repulsion_scale == "relative"),
+            "with vp2o.attraction: mean and without an absolute repulsion",
+            "set vp2o.repulsion instead, or attraction: kernel",
+        ),
+        ("attraction", vp2o.neighbors == 1, "with vp2o.neighbors: 1", "set vp2o.neighbors: 2"),
         ("neighbors", vp2o.attract_above is not None, "beside vp2o.attract_above", "set one of the two"),
         ("inactive_neighbors", vp2o.repel_below is not None, "beside vp2o.repel_below", "set one of the two"),
     ):
         if idle and getattr(vp2o, key) != getattr(VP2OConfig(), key):
             raise UserError(f"config: vp2o.{key} {reason} does nothing; {remedy}")
     by_number = vp2o.attract_above is None and vp2o.repel_below is None
-    if vp2o.repulsion and by_number and vp2o.neighbors + vp2o.inactive_neighbors > experts:
-        half = experts // 2
+    neighbors, inactive = neighborhood(experts, vp2o.neighbors, vp2o.inactive_neighbors)
+    if vp2o.repulsion and by_number and neighbors + inactive >= max(experts, 3):  # two experts can but repel each other
+        fitting = neighborhood(experts)
         raise UserError(
-            f"config: vp2o.neighbors = {vp2o.neighbors} and inactive_neighbors = {vp2o.inactive_neighbors} are more than"
-            f" {name}'s {experts} experts a layer, and no expert is both; set vp2o.neighbors: {half} and"
-            f" vp2o.inactive_neighbors: {experts - half}"
+            f"config: vp2o.neighbors = {neighbors} (itself among them) and inactive_neighbors = {inactive} leave no pair of"
+            f" {name}'s {experts} experts a layer alone; set vp2o.neighbors: {fitting[0]} and vp2o.inactive_neighbors:"
+            f" {fitting[1]}, or leave both out"
         )
     attract, repel = vp2o.attract_above, vp2o.repel_below
     if attract is not None and repel is not None and repel >= attract:

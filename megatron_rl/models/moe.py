@@ -32,6 +32,13 @@ class ExpertSlice:
         return self.of(self.parameter.detach())
 
     @property
+    def place(self) -> slice:
+        """Where it is in the flat parameter."""
+        size = self.data.numel()
+        first = (self.row or 0) * size
+        return slice(first, first + size)
+
+    @property
     def main_grad(self) -> Tensor:
         """A view of DDP's fp32 gradient buffer."""
         return self.of(self.parameter.main_grad)  # pyright: ignore[reportAttributeAccessIssue]: DDP adds it

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_rl.models.packed import PackedBatch
-from megatron_rl.routing.passes import RouteSelector
+from megatron_rl.routing.passes import RouteObserver, RoutePass, RouteSelector
 from megatron_rl.routing.predictor import RoutePredictor
 
 PREDICTOR_WEIGHT = ".router.predictor.weight"
@@ -52,12 +52,21 @@ class ReplayRouter(TopKRouter):
         return ids
 
     @torch.no_grad()
-    def gates(self, logits: torch.Tensor) -> torch.Tensor:
-        """[T, E] logits -> [T, E]: the weights of the experts that it would choose, 0 for the others; not scaled."""
-        gates, _ = self._top(logits, dense_output=False)
+    def gates(self, logits: torch.Tensor, routes: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, E] logits -> [T, E]: the weights of the experts that it would choose, 0 for the others; not scaled.
+
+        routes: [T, k] experts that are replayed in their place, sentinels where it chooses.
+        """
+        selector = None
+        if routes is not None:
+            selector = RouteSelector()
+            selector.layer_number, selector.route_pass = 1, RoutePass([_Given(routes)])
+        gates, _ = self._top(logits, dense_output=False, router_replay=selector)
         return gates
 
-    def _top(self, logits: torch.Tensor, *, dense_output: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _top(
+        self, logits: torch.Tensor, *, dense_output: bool, router_replay: RouteSelector | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return topk_routing_with_score_function(
             logits,
             self.topk,
@@ -67,7 +76,18 @@ class ReplayRouter(TopKRouter):
             score_function=self.score_function,
             expert_bias=self.expert_bias,
             dense_output=dense_output,
+            router_replay=router_replay,  # pyright: ignore[reportArgumentType]: it has the interface
         )
+
+
+class _Given(RouteObserver):
+    """Replays the same routes in every layer."""
+
+    def __init__(self, routes: torch.Tensor) -> None:
+        self.routes = routes
+
+    def replay(self, layer: int) -> torch.Tensor:
+        return self.routes
 
 
 class ReplayTransformerLayer(TransformerLayer):

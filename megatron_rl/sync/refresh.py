@@ -14,6 +14,7 @@ from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 from megatron_rl.config import RefreshConfig
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.metrics.reduce import Metrics, maximum
+from megatron_rl.routing.table import evenly_spaced
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -52,16 +53,26 @@ def drift_of(sums: torch.Tensor) -> Drift:
     )
 
 
+def drift_sample(samples: list[Sequence], config: RefreshConfig) -> list[Sequence]:
+    """Evenly spaced ones of a rank's sequences: about `config.tokens` tokens, and at least `config.sequences` sequences.
+
+    Whole ones: the start of a response, which is all that a prefix knows, does not speak for its end, and one long response
+    not for the others. They cost at most a forward over config.tokens + 1 tokens' sequences, or config.sequences of them.
+    """
+    tokens = sum(len(sample.tokens) for sample in samples)
+    within = len(samples) * config.tokens // max(tokens, 1)
+    return [samples[i] for i in evenly_spaced(len(samples), max(within, config.sequences))]
+
+
 def measure(trainer: Trainer, samples: list[Sequence], config: RefreshConfig) -> Drift | None:
     """Measure the drift after a step, over some of the step's sequences; None where `when: always` needs none.
 
-    samples: this data-parallel rank's. One forward pass over about `config.tokens` tokens of each rank. Every process calls
-    it, and has the same answer.
+    samples: this data-parallel rank's. One forward pass over `drift_sample` of them. Every process calls it, and has the same
+    answer.
     """
     if config.when == "always":
         return None
-    every = max(1, -(-sum(len(s.tokens) for s in samples) // config.tokens))
-    batches = trainer.pack(samples[::every])
+    batches = trainer.pack(drift_sample(samples, config))
     found = trainer.compute_log_probs(batches)
     mine = torch.zeros(5, dtype=torch.float64)
     for batch, log_probs in zip(batches, found, strict=True) if trainer.reports else ():

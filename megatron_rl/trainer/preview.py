@@ -80,6 +80,28 @@ class StepPreview:
             return [stepped.get(id(m), m).to(p.dtype) for p, m in zip(parameters, mains, strict=True)]
         return self._after_sharded(parameters, self._owned, lr_scale)
 
+    def changes(self, parameter: torch.nn.Parameter, place: slice) -> list[Tensor]:
+        """Views of what the step may change of the flat range `place` of a parameter, as far as this process has it.
+
+        The parameter itself and, where the process updates them, its fp32 weights and moments. Not Adam's count of steps, which
+        Megatron has one of for all parameters.
+        """
+        found = [parameter.detach().view(-1)[place]]
+        main, first = getattr(parameter, "main_param", None), 0
+        if self._owned is not None:
+            part = next((part for part in self._parts if parameter in part.model_param_group_index_map), None)
+            if part is None:
+                return found
+            main, first = _main_shard(part, parameter), self._owned[parameter].start
+        main = parameter if main is None else main
+        inner: Any = self._places[id(main)][0]
+        # That of two devices steps a copy on the host.
+        stepped = [getattr(inner, "param_to_inner_param", {}).get(main), *inner.state.get(main, {}).values()]
+        stepped += [] if main.dtype == parameter.dtype else [main]  # else it is the parameter, or a view of it
+        own = slice(max(place.start - first, 0), max(place.stop - first, 0))
+        flat = [t.detach().view(-1) for t in stepped if torch.is_tensor(t) and t.numel() == main.numel() > 1]
+        return found + [tensor[own] for tensor in flat]
+
     def _after_sharded(
         self, parameters: Sequence[torch.nn.Parameter], owned: dict[torch.nn.Parameter, slice], lr_scale: float
     ) -> list[Tensor]:

@@ -37,6 +37,24 @@ class ExpertLayer:
         return self.slices[OUTPUT]
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Which partial sums go between expert-parallel ranks."""
+
+    mine: slice
+    """This rank's experts."""
+    sent: Tensor
+    """Experts of other ranks that take of this rank's, rank by rank."""
+    places: Tensor
+    """This rank's experts, from 0, that take of other ranks', rank by rank."""
+    sends: list[int]
+    """Rows to each rank."""
+    receives: list[int]
+    """Rows from each rank."""
+    anything: bool
+    """Whether anything goes between any two ranks."""
+
+
 class Experts:
     """Those of a model's chunks."""
 
@@ -75,15 +93,35 @@ class Experts:
         """After an optimizer step."""
         self._prototypes = {}
 
-    def scatter(self, partial_sums: Tensor) -> Tensor:
-        """[N, C] of each expert-parallel rank -> their sum's [n, C] rows of this rank's experts."""
-        ranks = self.expert_group.size()
-        if ranks == 1:
-            return partial_sums
-        parts = list(partial_sums.chunk(ranks))
-        mine = torch.empty_like(parts[0])
-        dist.reduce_scatter(mine, parts, group=self.expert_group)
-        return mine
+    def exchange(self, taken: Tensor, mine: slice) -> Exchange:
+        """What goes between expert-parallel ranks for sums over experts. taken: [N, N] bool, expert i takes of expert j."""
+        ranks, me = self.expert_group.size(), self.expert_group.rank()
+        # By rank and place of i, and rank of j.
+        crossing = taken.view(len(taken), ranks, -1).any(-1).view(ranks, -1, ranks).cpu()
+        crossing[range(ranks), :, range(ranks)] = False
+        sent, received = crossing[:, :, me], crossing[me].t()  # [rank, place]
+        return Exchange(
+            mine,
+            sent.flatten().nonzero()[:, 0].to(taken.device),
+            received.nonzero()[:, 1].to(taken.device),
+            sent.sum(1).tolist(),
+            received.sum(1).tolist(),
+            bool(crossing.any()),
+        )
+
+    def mix(self, own: Tensor, mixing: Tensor, exchange: Exchange) -> Tensor:
+        """Rows of mixing [N, N] times all experts' [N, C], of which each rank has its `own` [n, C] -> [n, C]. Collective.
+
+        Between ranks go the partial sums that are not empty, a row for each expert that takes anything of another rank's.
+        """
+        mine = exchange.mine
+        mixed = mixing[mine, mine] @ own
+        if not exchange.anything:
+            return mixed
+        sent = mixing[exchange.sent][:, mine] @ own
+        received = own.new_empty(len(exchange.places), own.shape[1])
+        dist.all_to_all_single(received, sent, exchange.receives, exchange.sends, group=self.expert_group)
+        return mixed.index_add_(0, exchange.places, received)
 
     def gather(self, mine: Tensor) -> Tensor:
         """[n, ...] of each expert-parallel rank -> [N, ...]."""

@@ -1,12 +1,21 @@
 """VP2O in training: expert gradients are replaced by their Stein transform, layer by layer, on any parallel layout.
 
+The gradients are all that the backward has left in Megatron's buffers: beside the policy's those of the KL penalty, of the
+entropy and of the orthogonality loss, which attraction mixes alike. (Auxiliary losses reach experts only through the hidden
+states of earlier layers.) To tell them apart would take a backward and a gradient buffer each.
+
 Attraction is linear in the gradients, so it is applied to each process's own sums before the data-parallel reduction, where
 every process still has all of its experts' gradients (afterwards the distributed optimizer keeps a shard). Repulsion depends on
 weights alone and is added after the reduction, where gradients are means over tokens.
+
+An expert without a token of the loss in an update stands still, as the paper updates active experts alone (Section 3.1): its
+gradient is dropped, and what the optimizer's momentum and weight decay make of it is undone from a copy.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,15 +28,17 @@ from megatron_rl.algorithms import stein
 from megatron_rl.config import VP2OConfig
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metric, Metrics, derived, mean
-from megatron_rl.models.moe import ExpertSlice
+from megatron_rl.models.moe import OUTPUT, ExpertSlice
 from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
 from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
-from megatron_rl.trainer.preview import owned_ranges
+from megatron_rl.trainer.preview import StepPreview, owned_ranges
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.vp2o.coactivation import Coactivation, CountCoactivation
-from megatron_rl.vp2o.experts import Experts
+from megatron_rl.vp2o.coactivation import Active, Coactivation, CountActive, CountCoactivation
+from megatron_rl.vp2o.experts import Exchange, Experts
 from megatron_rl.vp2o.orthogonality import Orthogonality
+
+log = logging.getLogger(__name__)
 
 CHUNK = 1 << 22
 """Numbers of one [experts, columns] buffer: 16 MiB."""
@@ -42,9 +53,12 @@ class _Interaction:
     """Who attracts and repels whom in one layer, in one update."""
 
     coactivation: Tensor
+    active: Tensor
+    """[N] bool: experts with a token of the loss in this update."""
     attract: Tensor
     repel: Tensor
     kernel: Tensor
+    mixing: Tensor
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
@@ -59,13 +73,34 @@ class Stein(UpdateHook):
         self.experts: Experts
         self.owned: dict[torch.nn.Parameter, slice] | None = None
         """Which part of each flat parameter's gradient this process reduces (distributed optimizer); None: all."""
+        self.clip = 0.0
+        """Norm to which gradients are clipped; 0: they are not."""
         self._tables: list[RouteTable] = []
+        self._own_tables: list[RouteTable] = []
+        """Those of the update itself."""
         self._interactions: dict[int, _Interaction] = {}
+        self._still: list[tuple[Tensor, Tensor]] = []
+        """What is not to change in the step, and copies of it."""
+        self._warned = False
 
     def attach(self, trainer: Trainer) -> None:
         """Find the experts and the gradients of this process."""
         self.experts = Experts(trainer.chunks, self.config.power_iterations)
         self.owned = owned_ranges(trainer.optimizer)
+        self.clip = trainer.config.optimizer.clip_grad
+
+    @property
+    def interacts(self) -> bool:
+        """Whether experts attract or repel at all. Else they are updated as without VP2O, idle ones too."""
+        return self.config.neighbors != 1 or bool(self.config.repulsion)
+
+    def idle(self, number: int) -> list[bool]:
+        """Of each of this rank's experts of a layer: whether it stands still in this update."""
+        found = self._interactions.get(number)
+        count = len(self.experts.layers[number].outputs)
+        if found is None or not self.interacts:
+            return [False] * count
+        return (~found.active[self.experts.layers[number].mine]).tolist()
 
     # -- one update, in this order ------------------------------------------------------------------------------------
 
@@ -74,10 +109,13 @@ class Stein(UpdateHook):
         if stage == "update":
             found = (batch.routes for update in place.rollout or [batches] for batch in update)
             self._tables = [table for table in found if table is not None]
+            self._own_tables = [batch.routes for batch in batches if batch.routes is not None]
 
     def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
         """Return the counts of co-activation and, in an update, the orthogonality loss."""
-        found: list[RouteObserver] = [CountCoactivation(table)]
+        found: list[RouteObserver] = [CountCoactivation(table, soft=self.config.coactivation == "soft")]
+        if stage == "update":
+            found.append(CountActive(table))
         if stage == "update" and self.config.orthogonality:
             options = (self.config.orthogonality, self.config.orthogonality_tokens, place.update + 1)
             found.append(Orthogonality(table, *options))
@@ -86,38 +124,66 @@ class Stein(UpdateHook):
     @torch.no_grad()
     def after_backward(self) -> None:
         """Mix the gradients of co-active experts, in this process's DDP buffers, before they are reduced. Collective."""
-        together = self._coactivation()
-        self._tables = []
+        counts = self._counts()
+        self._tables, self._own_tables = [], []
         for number, layer in self.experts.layers.items():
-            found = self._interactions[number] = self._interact(number, together[number])
-            # The gradient of an idle expert comes from tokens that are not in the loss, if at all.
-            idle = found.coactivation.diagonal() == 0
-            mixing = found.kernel * torch.where(idle[:, None], torch.eye(layer.experts).to(idle.device), found.attract)
-            stays = stein.untouched(mixing).tolist()
-            if not all(stays):
+            found = self._interactions[number] = self._interact(number, *counts[number])
+            stays = stein.untouched(found.mixing).tolist()
+            if self.interacts and not all(stays):
+                exchange = self.experts.exchange(found.attract > 0, layer.mine)
                 for slices in layer.slices.values():
-                    self._mix(slices, mixing, layer.mine, stays[layer.mine])
+                    self._mix(slices, found.mixing, exchange, stays[layer.mine])
 
     @torch.no_grad()
     def after_reduction(self) -> None:
         """Add the repulsion's gradient to those of the output projections. Collective."""
-        for number, layer in self.experts.layers.items():
-            found = self._interactions[number]
-            every = [one for slices in layer.slices.values() for one in slices]
-            found.metrics |= self._figures(number, found) | {"attraction": derived(_root, self._square(every))}
-        if not self.config.repulsion:
-            return
         layers, replicas = self.experts.layers, self.experts.replica_group.size()
+        of_outputs = {number: self._square(layer.outputs) for number, layer in layers.items()}
+        attraction = {
+            number: of_outputs[number]
+            + self._square([one for name, slices in layer.slices.items() if name != OUTPUT for one in slices])
+            for number, layer in layers.items()
+        }
+        for number, found in self._interactions.items():
+            found.metrics |= self._figures(number, found) | {"attraction": derived(_root, attraction[number])}
+        if not self.config.repulsion or not layers:
+            return
         factors = {number: self._repulsion(number) for number in layers}
         squares = {n: _rank_two_square(*factors[n]) / replicas for n in layers}
-        for number, strength in self._strengths(squares).items():
+        norms = self._norms([[of[n] for n in layers] for of in (of_outputs, attraction, squares)])
+        for number, (outputs, whole, repulsion) in zip(layers, norms, strict=True):
+            strength = self.config.repulsion
+            if self.config.repulsion_scale == "relative":
+                ratio = outputs / repulsion if repulsion else 0.0
+                strength *= ratio if math.isfinite(ratio) else 0.0  # 0: nobody is pushed
             a, x, b, p = factors[number]
             for index, output in enumerate(layers[number].outputs):
                 output.main_grad.addr_(x[index], a[index], alpha=strength).addr_(p[index], b[index], alpha=strength)
-            self._interactions[number].metrics["repulsion"] = derived(_root, strength**2 * squares[number])
+            dominates = self._dominates(number, strength * repulsion, whole)
+            self._interactions[number].metrics |= {
+                "repulsion": derived(_root, strength**2 * squares[number]),
+                "repulsion_dominates": mean(float(dominates), 1),
+            }
 
+    def before_step(self, preview: StepPreview) -> float:
+        """Copy what is to stand still: of an idle expert's parameters, fp32 weights and moments what this process has."""
+        found = [
+            tensor
+            for number, layer in self.experts.layers.items()
+            for slices in layer.slices.values()
+            for one, idle in zip(slices, self.idle(number), strict=True)
+            if idle
+            for tensor in preview.changes(one.parameter, one.place)
+        ]
+        self._still = [(tensor, tensor.clone()) for tensor in found]
+        return 1.0
+
+    @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Forget the prototypes of weights that have changed."""
+        """Put back what is to stand still, and forget the prototypes of weights that have changed."""
+        for tensor, before in self._still:
+            tensor.copy_(before)
+        self._still = []
         if step.done:
             self.experts.weights_changed()
 
@@ -127,8 +193,8 @@ class Stein(UpdateHook):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _coactivation(self) -> dict[int, Tensor]:
-        """O by layer over the tokens of all processes: one reduction."""
+    def _counts(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """O [N, N] and the update's active experts [N] by layer, over the tokens of all processes: one reduction."""
         layers = self.experts.layers
         if not layers:
             return {}
@@ -138,22 +204,28 @@ class Stein(UpdateHook):
         counts = [sum((pairs[n] for _, pairs in found if n in pairs), start=nothing) for n in layers]
         seen = [table for table, pairs in found if any(n in pairs for n in layers)]
         tokens = sum((t.counted.sum() for t in seen), start=torch.zeros((), device=device))
-        flat = torch.cat([torch.stack(counts).flatten(), tokens.view(1)]).double()
+        active = [table.left(Active) for table in self._own_tables]
+        loads = [sum((of[n] for of in active if n in of), start=nothing[0]) for n in layers]
+        parts = [torch.stack(counts), torch.stack(loads), tokens]
+        flat = torch.cat([part.flatten() for part in parts]).double()
         dist.all_reduce(flat, group=self.experts.token_group)
-        shares = (flat[:-1] / flat[-1].clamp(min=1)).float().view(-1, size, size)
-        return dict(zip(layers, shares, strict=True))
+        pairs, load, total = flat.split([part.numel() for part in parts])
+        shares = (pairs / total.clamp(min=1)).float().view(-1, size, size)
+        return dict(zip(layers, zip(shares, load.view(-1, size) > 0, strict=True), strict=True))
 
-    def _interact(self, number: int, together: Tensor) -> _Interaction:
+    def _interact(self, number: int, together: Tensor, active: Tensor) -> _Interaction:
         config = self.config
         temperature = 1.0 if config.temperature is None else config.temperature / len(together)
-        attract = stein.attraction_mask(together, config.neighbors, config.attract_above)
-        repel = stein.repulsion_mask(together, config.inactive_neighbors, config.repel_below, attract=attract)
-        return _Interaction(
-            together,
-            stein.neighbor_weights(attract),
-            stein.neighbor_weights(repel),
-            stein.kernel(self.experts.prototypes(number), temperature),
-        )
+        neighbors, inactive = stein.neighborhood(len(together), config.neighbors, config.inactive_neighbors)
+        attract = stein.attraction_mask(together, neighbors, config.attract_above)
+        # Where routers moved within the rollout batch, an active expert may be one that nothing was counted of.
+        itself = torch.eye(len(active), dtype=torch.bool, device=active.device)
+        attract = (attract | itself) & active[:, None]
+        repel = active[:, None] & stein.repulsion_mask(together, inactive, config.repel_below, attract=attract)
+        kernel = stein.kernel(self.experts.prototypes(number), temperature)
+        alpha = stein.neighbor_weights(attract)
+        mixing = stein.mixing(alpha, kernel, config.attraction)
+        return _Interaction(together, active, alpha, stein.neighbor_weights(repel), kernel, mixing)
 
     def _repulsion(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The factors of the kernel's gradient of this rank's experts."""
@@ -169,31 +241,43 @@ class Stein(UpdateHook):
             experts=layer.mine,
         )
 
-    def _strengths(self, squares: dict[int, float]) -> dict[int, float]:
-        """What multiplies the repulsion of each layer. squares: this process's part of its squared norm."""
-        weight = self.config.repulsion
-        if self.config.repulsion_scale == "absolute" or not squares:
-            return dict.fromkeys(squares, weight)
-        attraction = [self._square(self.experts.layers[n].outputs) for n in squares]
-        parts = torch.tensor([attraction, list(squares.values())], dtype=torch.float64).to(self._device)
+    def _norms(self, squares: list[list[float]]) -> list[list[float]]:
+        """This process's parts of squared norms, by kind and layer -> the norms, by layer and kind. Collective."""
+        parts = torch.tensor(squares, dtype=torch.float64).to(self._device)
         for group in (self.experts.expert_group, self.experts.slice_group, self.experts.replica_group):
             if group.size() > 1:
                 dist.all_reduce(parts, group=group)
-        ratios = (parts[0] / parts[1]).sqrt().nan_to_num(0.0, posinf=0.0)  # 0: nobody is pushed
-        return {n: weight * ratio for n, ratio in zip(squares, ratios.tolist(), strict=True)}
+        return parts.sqrt().t().tolist()
+
+    def _dominates(self, number: int, repulsion: float, attraction: float) -> bool:
+        """Whether a layer's repulsion is larger than its attraction, or than gradients may be; says so once."""
+        limits = {"the norm of its experts' gradients": attraction}
+        if self.clip:
+            limits["optimizer.clip_grad"] = self.clip
+        name, limit = min(limits.items(), key=lambda item: item[1])
+        dominates = repulsion > limit
+        if dominates and not self._warned:
+            self._warned = True
+            if self.experts.token_group.rank() == 0:
+                log.warning(
+                    f"vp2o: the repulsion of layer {number} has a norm of {repulsion:.3g}, more than {name}, {limit:.3g}:"
+                    " it decides where experts go; lower vp2o.repulsion, or set vp2o.repulsion_scale: relative"
+                    " (said once; vp2o/repulsion_dominates counts)"
+                )
+        return dominates
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self.experts.layers.values())).start.device
 
-    def _mix(self, slices: list[ExpertSlice], mixing: Tensor, mine: slice, stays: list[bool]) -> None:
+    def _mix(self, slices: list[ExpertSlice], mixing: Tensor, exchange: Exchange, stays: list[bool]) -> None:
         """g_i <- sum_j mixing_ij g_j for one parameter, a chunk of its columns at a time."""
         flat = [one.main_grad.view(-1) for one in slices]
         columns = max(1, CHUNK // len(mixing))
         for first in range(0, flat[0].numel(), columns):
             place = slice(first, first + columns)
             own = torch.stack([gradient[place] for gradient in flat])
-            mixed = self.experts.scatter(mixing[:, mine].to(own.dtype) @ own)
+            mixed = self.experts.mix(own, mixing.to(own.dtype), exchange)
             for gradient, row, stay in zip(flat, mixed, stays, strict=True):
                 if not stay:
                     gradient[place] = row

@@ -1,8 +1,12 @@
 """VP2O's geometric trust region: how far an update would move what the experts of a layer stand for, seen by its router.
 
-The anchor is what the rollout engine has: prototypes when its weights were pushed, and the gates of the first tokens after
-that. A step is looked at before it is taken (`trainer.preview`), so that refusing it leaves every parameter, the optimizer and
-random states as they are, to the bit, and needs no copy of them.
+The anchor is what the rollout engine has: prototypes and routers when its weights were pushed. Both are compared with the
+policy's on tokens of the rollout batch that is being trained. The paper's actors log their gates with it; an engine tells its
+routes at most, so the anchor's router is asked for the gates of the inputs that routers had in the pass of the old policy (or,
+without one, in the update's own forward). Where routes are replayed, gates are over the replayed experts on both sides.
+
+A step is looked at before it is taken (`trainer.preview`), so that refusing it leaves every parameter, the optimizer and random
+states as they are, to the bit, and needs no copy of them.
 
 Both sides of a comparison iterate from the anchor's prototypes. From the fixed start that the transform's have, a prototype
 swings through another direction where a small step takes the singular vector past a right angle to that start; halved steps
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,8 @@ from megatron_rl.metrics.reduce import Metrics, alike, mean
 from megatron_rl.models.router import ReplayRouter
 from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver, Router
+from megatron_rl.routing.replay import RouteSource, reference_routes
+from megatron_rl.routing.table import NO_ROUTE, route_dtype
 from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
 from megatron_rl.trainer.preview import StepPreview
 from megatron_rl.trainer.trainer import Trainer
@@ -51,10 +57,20 @@ class _Anchor:
     """[N, D_out]: prototypes of the weights that the engine has, from which those of other weights are iterated."""
     prototypes: Tensor
     """[N, D_out]: of the engine's weights, iterated from there as well."""
-    hidden: Tensor | None = None
-    """[C, d] router inputs of this process's probe tokens; None until the first pass."""
-    gates: Tensor | None = None
-    """[C, N]"""
+    router: list[Tensor]
+    """Weight and, where it has one, bias of the engine's router."""
+
+
+@dataclass
+class _Seen:
+    """This process's probe tokens of the rollout batch, in one layer."""
+
+    hidden: Tensor
+    """[C, d] router inputs."""
+    routes: Tensor
+    """[C, k] replayed experts, sentinels where the router chooses."""
+    gates: Tensor
+    """[C, N] of the anchor's router."""
 
 
 @dataclass(frozen=True)
@@ -68,35 +84,47 @@ class Verdict:
     """Barycenter shift by layer of this process's pipeline stage, of the step as it was proposed."""
 
 
+@dataclass
+class Probed:
+    """What the first pass of a micro-batch leaves of its probe tokens."""
+
+    rows: Tensor = field(default_factory=lambda: torch.arange(0))
+    """[C] int64: which they are."""
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    """Router inputs [C, d] by layer."""
+
+
 class Probe(RouteObserver):
-    """Keeps what routers see of some evenly spaced counted tokens."""
+    """Keeps what routers see of some evenly spaced counted tokens, in the first pass of a micro-batch."""
 
     def __init__(self, table: RouteTable, tokens: int) -> None:
         """tokens: at most so many."""
-        self.table, self.tokens = table, tokens
-        self.hidden: dict[int, Tensor] = {}
-        """Router inputs [C, d] by layer."""
+        self.found, self.first = table.left(Probed), not table.left(Probed).hidden
+        if self.first:
+            self.found.rows = table.evenly_spaced(tokens)
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Keep the router inputs of the chosen tokens."""
-        if layer not in self.hidden:
-            self.hidden[layer] = hidden[self.table.evenly_spaced(self.tokens)]
+        if self.first and layer not in self.found.hidden:
+            self.found.hidden[layer] = hidden[self.found.rows]
         return logits
 
 
 class TrustRegion(UpdateHook):
     """Anchors of all layers of this process, and the judgement of steps."""
 
-    def __init__(self, config: VP2OConfig, stein: Stein) -> None:
-        """stein: attached before."""
+    def __init__(self, config: VP2OConfig, stein: Stein, source: RouteSource = "none") -> None:
+        """stein: attached before. source: of the routes that updates replay."""
         self.config = config
         self._stein = stein
+        self._source: RouteSource = source
         self._maximum: Callable[[float], float]
-        self._device: torch.device
         self._anchors: dict[int, _Anchor] = {}
-        self._probes: list[Probe] = []
+        self._tables: list[RouteTable] = []
+        """Of the rollout batch."""
         self._probe_tokens = 0
-        """Most tokens of one micro-batch that are probed; 0: none."""
+        """Most tokens of one micro-batch that are probed."""
+        self._seen: dict[int, _Seen] = {}
         self.verdict: Verdict | None = None
         """What became of the last update; None where its gradients were not finite."""
         self._refused = 0
@@ -105,7 +133,6 @@ class TrustRegion(UpdateHook):
     def attach(self, trainer: Trainer) -> None:
         """Take what is needed of the ranks."""
         self._maximum = lambda value: max(trainer.ranks.gather(value))
-        self._device = trainer.ranks.device
 
     @property
     def experts(self) -> Experts:
@@ -117,38 +144,42 @@ class TrustRegion(UpdateHook):
         for number, layer in self.experts.layers.items():
             start = self.experts.prototypes(number)
             weights = self.experts.output_weights(layer.outputs)
-            self._anchors[number] = _Anchor(start, self._follow(layer, weights, start))
+            router = [p.detach().clone() for p in _parameters(layer.router)]
+            self._anchors[number] = _Anchor(start, self._follow(layer, weights, start), router)
 
     def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
-        """Routers keep what they see, where the anchor has not seen anything yet."""
+        """Routers keep what they see of the rollout batch, each micro-batch in its first pass."""
         if not self._anchors:
             self.weights_pushed()
-        blind = any(anchor.gates is None for anchor in self._anchors.values())
-        self._probe_tokens = -(-self.config.probe_tokens // max(len(batches), 1)) if blind else 0
-        self._probes, self.verdict = [], None
+        every = [batch for update in place.rollout or [batches] for batch in update]
+        self._tables = [batch.routes for batch in every if batch.routes is not None]
+        self._probe_tokens = -(-self.config.probe_tokens // max(len(every), 1))
+        self.verdict = None
 
     def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
-        """Return the probe of the micro-batch, where the anchor has not seen any tokens."""
-        found: list[Probe] = [Probe(table, self._probe_tokens)] if self._probe_tokens else []
-        self._probes += found
-        return [*found]
+        """Return the probe of the micro-batch."""
+        return [Probe(table, self._probe_tokens)]
 
     @torch.no_grad()
     def after_pass(self, stage: Stage) -> None:
-        """Give anchors the gates of the tokens that probes have seen."""
-        probes, self._probes = [probe.hidden for probe in self._probes if probe.hidden], []
-        if not probes:
-            return
-        tokens = torch.tensor([sum(len(next(iter(hidden.values()))) for hidden in probes)], device=self._device)
-        dist.all_reduce(tokens, group=self.experts.token_group)
-        if not int(tokens):  # no token of the loss on any process: the next pass may have some
-            return
+        """Give the anchors' routers the tokens that probes have seen."""
+        tables, self._tables = self._tables, []
+        self._seen = {}
         for number, anchor in self._anchors.items():
-            seen = [hidden[number] for hidden in probes if number in hidden]
-            if anchor.gates is None and seen:
-                router = self.experts.layers[number].router
-                anchor.hidden = torch.cat(seen)
-                anchor.gates = _gates(router, anchor.hidden, [p.detach() for p in _parameters(router)])
+            probed = [(table, found) for table in tables if number in (found := table.left(Probed)).hidden]
+            if probed:
+                hidden = torch.cat([found.hidden[number] for _, found in probed])
+                routes = torch.cat([self._routes(table, number)[found.rows] for table, found in probed])
+                gates = _gates(self.experts.layers[number].router, hidden, anchor.router, routes)
+                self._seen[number] = _Seen(hidden, routes, gates)
+
+    def _routes(self, table: RouteTable, layer: int) -> Tensor:
+        """[T, k] experts that updates replay, sentinels where they do not."""
+        routes = None if self._source == "none" else reference_routes(table, self._source, layer)
+        if routes is not None:
+            return routes
+        dtype, device = route_dtype(table.shape.experts), table.counted.device
+        return torch.full((len(table.counted), table.shape.topk), NO_ROUTE[dtype], dtype=dtype, device=device)
 
     def before_step(self, preview: StepPreview) -> float:
         """Return the share of the learning rate at which the step may be taken."""
@@ -197,28 +228,31 @@ class TrustRegion(UpdateHook):
     def _shifts(self, preview: StepPreview, scale: float) -> dict[int, float]:
         """Mean over the probe tokens of all processes, by layer."""
         sums = []
-        seen = [number for number, anchor in self._anchors.items() if anchor.gates is not None]
-        for number in seen:  # none before the first token of the loss
+        for number, seen in self._seen.items():
             layer, anchor = self.experts.layers[number], self._anchors[number]
-            assert anchor.hidden is not None and anchor.gates is not None
-            prototypes = self._prototypes_after(layer, anchor, preview, scale)
-            gates = _gates(layer.router, anchor.hidden, preview.after(_parameters(layer.router), scale))
-            shift = barycenter_shift(gates, prototypes, anchor.gates, anchor.prototypes)
+            prototypes = self._prototypes_after(number, anchor, preview, scale)
+            gates = _gates(layer.router, seen.hidden, preview.after(_parameters(layer.router), scale), seen.routes)
+            shift = barycenter_shift(gates, prototypes, seen.gates, anchor.prototypes)
             sums.append(torch.stack([shift * len(gates), shift.new_tensor(len(gates))]))
         if not sums:
             return {}
         total = torch.stack(sums)
         dist.all_reduce(total, group=self.experts.token_group)
-        return dict(zip(seen, (total[:, 0] / total[:, 1].clamp(min=1)).tolist(), strict=True))
+        shifts = zip(self._seen, total.tolist(), strict=True)
+        return {
+            number: shift / tokens for number, (shift, tokens) in shifts if tokens
+        }  # none without a token of the loss
 
-    def _prototypes_after(self, layer: ExpertLayer, anchor: _Anchor, preview: StepPreview, scale: float) -> Tensor:
+    def _prototypes_after(self, number: int, anchor: _Anchor, preview: StepPreview, scale: float) -> Tensor:
+        layer = self.experts.layers[number]
         parameters = list(dict.fromkeys(output.parameter for output in layer.outputs))
         size = -(-len(parameters) // PARTS)
         after = {}
         for first in range(0, len(parameters), size):
             some = parameters[first : first + size]
             after |= dict(zip(map(id, some), preview.after(some, scale), strict=True))
-        outputs = stacked([output.of(after[id(output.parameter)]) for output in layer.outputs])
+        idle = zip(layer.outputs, self._stein.idle(number), strict=True)
+        outputs = stacked([one.data if still else one.of(after[id(one.parameter)]) for one, still in idle])
         return self._follow(layer, outputs.transpose(1, 2), anchor.start)
 
     def _follow(self, layer: ExpertLayer, weights: Tensor, start: Tensor) -> Tensor:
@@ -230,7 +264,7 @@ def _parameters(router: ReplayRouter) -> list[torch.nn.Parameter]:
     return [router.weight] if router.bias is None else [router.weight, router.bias]
 
 
-def _gates(router: ReplayRouter, hidden: Tensor, parameters: list[Tensor]) -> Tensor:
-    """[C, N] weights with which a router of these parameters would send these inputs to their experts."""
+def _gates(router: ReplayRouter, hidden: Tensor, parameters: list[Tensor], routes: Tensor) -> Tensor:
+    """[C, N] weights with which a router of these parameters would send these inputs to their experts, replayed or its own."""
     weight, *bias = parameters
-    return router.gates(router_gating_linear(hidden, weight, bias[0] if bias else None, torch.float32))
+    return router.gates(router_gating_linear(hidden, weight, bias[0] if bias else None, torch.float32), routes)

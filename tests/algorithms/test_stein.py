@@ -242,6 +242,47 @@ def test_the_transform_is_equation_10():
     torch.testing.assert_close(found, expected)
 
 
+def test_attraction_by_a_mean_does_not_scale_with_the_temperature():
+    """Rows sum to 1, whatever T0 is; a pair of negative kernel is left out; by the kernel they sum to anything."""
+    weights, grads = layer(), torch.randn(6, 9, 7, dtype=torch.float64)
+    p = stein.prototypes(weights, 40, same_start(weights))
+    alpha = stein.neighbor_weights(stein.attraction_mask(stein.coactivation(routes(), 6), 3)).double()
+    none = torch.zeros(6, 6, dtype=torch.float64)
+    for temperature in (0.05, 1.0, 7.0):
+        kernel = stein.kernel(p, temperature)
+        expected = torch.zeros_like(grads)
+        for i in range(6):
+            positive = {j: max(0.0, float(p[i] @ p[j])) for j in range(6) if alpha[i, j] > 0}
+            for j, share in positive.items():
+                expected[i] += share / sum(positive.values()) * grads[j]
+        found = stein.transform(grads, weights, p, kernel, alpha, none, 0.0, "mean")
+        torch.testing.assert_close(found, expected)
+        mixing = stein.mixing(alpha, kernel, "mean")
+        torch.testing.assert_close(mixing.sum(-1), torch.ones(6, dtype=torch.float64))
+        assert (mixing >= 0).all() and mixing[kernel < 0].eq(0).all()
+        torch.testing.assert_close(stein.mixing(alpha, kernel), alpha * kernel)
+    assert not stein.mixing(none, kernel, "mean").any(), "of no expert there is no mean"
+    alone = stein.mixing(torch.eye(6), stein.kernel(p.float(), 0.3), "mean")
+    assert torch.equal(alone, torch.eye(6)), "a mean of one is that one, to the bit"
+
+
+def test_soft_coactivation_is_of_shares():
+    shares, counted = torch.rand(50, 6).softmax(-1), torch.rand(50) < 0.5
+    expected = torch.zeros(6, 6, dtype=torch.float64)
+    for token in counted.nonzero()[:, 0].tolist():
+        expected += torch.outer(shares[token].double(), shares[token].double())
+    torch.testing.assert_close(stein.coactivation_sums(shares, counted).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("experts", [2, 3, 4, 5, 8, 12, 16, 20, 64, 256])
+def test_by_default_most_pairs_are_left_alone(experts):
+    neighbors, inactive = stein.neighborhood(experts)
+    assert 1 <= neighbors <= 4 and 1 <= inactive <= 4
+    assert neighbors + inactive < experts or experts == 2, "two experts can but repel each other"
+    assert neighbors >= 2 or experts < 4
+    assert stein.neighborhood(experts, 3, 1) == (3, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_identity_attraction_without_repulsion_changes_no_bit(dtype):
     weights, grads = torch.randn(2, 6, 9, 7, dtype=torch.float64).to(dtype)

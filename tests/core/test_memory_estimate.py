@@ -186,7 +186,7 @@ def test_vp2o_keeps_anchors():
     config = recipe("OLMoE-1B-7B")
     with_vp2o = changed(config, "vp2o", replace(config.vp2o, enabled=True, trust_region=0.1))
     kinds = estimate(with_vp2o, MODELS["OLMoE-1B-7B"], 8).usage.kinds
-    of_layer = 3 * 4 * 64 * 2048 + 16 * 64**2 + 256 * (2 * 2048 + 4 * 64)
+    of_layer = (3 * 4 + 2) * 64 * 2048 + 16 * 64**2 + 256 * (2 * 2048 + 4 * 64)
     assert kinds["anchors"] == 16 * of_layer and kinds["transform"] > 3 * 4 * 8 * 1024 * 2048
 
 

@@ -188,7 +188,7 @@ REFUSED |= {
         "orthogonality_tokens with vp2o.orthogonality: 0 does nothing",
     ),
     "vp2o's scale of nothing": (
-        {"vp2o": {"enabled": True, "repulsion": 0.0, "repulsion_scale": "relative"}},
+        {"vp2o": {"enabled": True, "repulsion": 0.0, "repulsion_scale": "absolute"}},
         "repulsion_scale with vp2o.repulsion: 0 does nothing",
     ),
     "vp2o's neighbors twice": (
@@ -199,9 +199,17 @@ REFUSED |= {
         {"vp2o": {"enabled": True, "inactive_neighbors": 2, "repel_below": 0.5}},
         "inactive_neighbors beside vp2o.repel_below does nothing; set one of the two",
     ),
-    "vp2o of pairs that attract and repel": (
-        {"vp2o": {"enabled": True, "neighbors": 5, "inactive_neighbors": 4}},
-        "inactive_neighbors = 4 are more than .* 8 experts a layer.* set vp2o.neighbors: 4 and vp2o.inactive_neighbors: 4",
+    "vp2o that leaves no pair alone": (
+        {"vp2o": {"enabled": True, "neighbors": 4, "inactive_neighbors": 4}},
+        "inactive_neighbors = 4 leave no pair of .* 8 experts a layer alone; set vp2o.neighbors: 2 and vp2o.inactive_n.*: 2",
+    ),
+    "vp2o's temperature of nothing": (
+        {"vp2o": {"enabled": True, "attraction": "mean", "temperature": 2.0}},
+        "temperature with vp2o.attraction: mean and without an absolute repulsion does nothing; set vp2o.repulsion instead",
+    ),
+    "vp2o's mean of one": (
+        {"vp2o": {"enabled": True, "attraction": "mean", "neighbors": 1}},
+        "attraction with vp2o.neighbors: 1 does nothing; set vp2o.neighbors: 2",
     ),
     "vp2o of bounds that cross": (
         {"vp2o": {"enabled": True, "attract_above": 0.1, "repel_below": 0.2}},

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.config import RefreshConfig
-from megatron_rl.sync.refresh import Drift, RefreshSchedule, drift_of, drift_sums, measure
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.sync.refresh import Drift, RefreshSchedule, drift_of, drift_sample, drift_sums, measure
 
 SMALL, LARGE = Drift(kl=1e-4, ess=0.999), Drift(kl=0.02, ess=0.99)
 
@@ -38,6 +40,34 @@ def test_drift_of_nothing_and_of_the_impossible():
     assert math.isfinite(far.kl) and far.ess == pytest.approx(1 / 3)
     nothing = drift_of(drift_sums(torch.tensor([0.0, torch.nan]), 1.0))
     assert schedule().due(nothing, age=1, confined=False), "what is no number is not within its limits"
+
+
+def of_lengths(*lengths: int) -> list[Sequence]:
+    return [
+        Sequence(tokens=np.full(length, i, np.int32), prompt_length=1, fields={}) for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("length", [900, 1024, 9000])
+def test_the_drift_of_long_responses_is_of_several(length):
+    """However long they are, no one response speaks for all of a rank's."""
+    config = RefreshConfig(when="drift")
+    samples = of_lengths(*[length] * 40)
+    places = [int(sample.tokens[0]) for sample in drift_sample(samples, config)]
+    assert places == [0, 6, 11, 17, 22, 28, 33, 39], "evenly spaced, from the first to the last"
+    assert drift_sample(samples[:3], config) == samples[:3], "there are no more"
+    assert drift_sample([], config) == []
+
+
+def test_the_drift_of_short_responses_is_of_a_number_of_tokens():
+    rng = np.random.default_rng(seed := int(np.random.SeedSequence().entropy % 2**32))
+    print(f"seed {seed}")
+    samples = of_lengths(*rng.integers(2, 60, 200).tolist())
+    config = RefreshConfig(when="drift", tokens=1024, sequences=8)
+    total = sum(len(s.tokens) for s in samples)
+    found = drift_sample(samples, config)
+    assert len(found) == min(200, 200 * 1024 // total)
+    assert drift_sample(samples, RefreshConfig(when="drift", tokens=total)) == samples
 
 
 def test_always():

@@ -110,7 +110,7 @@ def test_passes_stay_on_the_device_and_never_wait_for_it(source, loss, monkeypat
             forward(hooks, table, router, "log_probs", update=1)
         probe = Probe(table, 3)
         observers = forward(hooks, table, router, "update", probe, update=1)
-        assert table.left(Coactivation)[1].device.type == "cuda" and probe.hidden[1].shape == (3, HIDDEN)
+        assert table.left(Coactivation)[1].device.type == "cuda" and probe.found.hidden[1].shape == (3, HIDDEN)
         learned = [one.sums for one in observers if isinstance(one, PredictorGradients)]
         assert [set(sums) for sums in learned] == ([{1, 3}] if source in PREDICTING else [])
         # What an update measured is read in one go, all of it.

@@ -17,7 +17,6 @@ from megatron_rl.algorithms import stein
 
 VP2O = {"enabled": True, "neighbors": 3, "inactive_neighbors": 2, "repulsion": 1e-3}
 
-
 EXPERTS = 6
 ONE_RANK = [{"parallel": {"distributed_optimizer": True}}, {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}}]  # fmt: skip  # noqa: E501
 TWO_RANKS = [
@@ -27,9 +26,20 @@ TWO_RANKS = [
 ]
 
 
+STILL = VP2O | {"repulsion_scale": "relative", "orthogonality": 0.0}
+PAIRS = torch.tensor([[0, 1], [2, 3], [4, 5]]).repeat(5, 1)
+"""Routes by which each expert has one neighbor."""
+
+
 @pytest.fixture(scope="module")
 def model(tiny_model):
     return str(tiny_model("qwen3_moe", "--layers", "2"))
+
+
+@pytest.fixture(scope="module")
+def biased_model(tiny_model):
+    """Its routers have biases, by which an expert can be left without tokens."""
+    return str(tiny_model("gpt_oss", "--layers", "2"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +59,7 @@ def stored():
 
 
 @pytest.fixture(scope="module")
-def found(model, tiny_model, samples, stored):
+def found(model, biased_model, samples, stored):
     """What the functions of vp2o_ranks.py give, by name: a process takes longest to start."""
     calls = {
         "preview_all": (model, samples, ONE_RANK),
@@ -57,20 +67,28 @@ def found(model, tiny_model, samples, stored):
         "past_a_right_angle": (model, samples, VP2O | {"power_iterations": 32}),
         "always_refused": (model, samples, VP2O),
         "not_finite": (model, samples, VP2O | {"trust_region": 2.0}),
-        "never_active": (str(tiny_model("gpt_oss", "--layers", "2")), samples, VP2O | {"repulsion": 0.1}),
+        "never_active": (biased_model, samples, VP2O | {"repulsion": 0.1}),
         "counted": (model, samples, VP2O),
         "orthogonality": (model, samples, VP2O),
         "storage": stored,
         "shard": stored,
+        "stand_still": (biased_model, samples, STILL, ONE_RANK),
+        "of_a_range": (model, samples, ONE_RANK),
+        "of_the_rollout_batch": (model, samples, VP2O, ["none", "r2"]),
+        "overwhelmed": (model, samples, VP2O),
+        "soft": (model, samples, VP2O),
     }
     return run_ranks(1, "vp2o_ranks:in_turn", (calls,), timeout=200.0)[0]
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(model, samples):
+def on_two_ranks(model, biased_model, samples, stored):
     calls = {
         "preview_all": (model, samples, TWO_RANKS),
         "refused_on_all": (model, samples, VP2O, TWO_RANKS),
+        "stand_still": (biased_model, samples, STILL, TWO_RANKS),
+        "of_a_range": (model, samples, TWO_RANKS[:2]),
+        "exchanged": (*stored[:2], PAIRS),
     }
     return run_ranks(2, "vp2o_ranks:in_turn", (calls,), timeout=300.0)[0]
 
@@ -126,11 +144,57 @@ def test_an_expert_that_is_never_active_stays_as_it_is(found):
     assert found["still"] and not found["pushed"] and found["pushes"]
 
 
+def test_an_expert_without_a_token_stands_still(found, on_two_ranks):
+    """Neither decay nor momentum moves its weights or its moments, with each of Megatron's optimizers, to the bit."""
+    for one in found["stand_still"] + on_two_ranks["stand_still"]:
+        assert one["load"] == 0 and one["momentum"] and one["others move"] and not one["skipped"]
+        assert one["same"], "an idle expert's weights or moments have changed"
+
+
+def test_a_part_of_a_parameter_can_be_put_back(found, on_two_ranks):
+    """Experts that are rows of one parameter, over which the distributed optimizer's parts begin and end anywhere."""
+    assert found["of_a_range"] == [True] * len(ONE_RANK)
+    assert on_two_ranks["of_a_range"] == [True] * 2
+
+
+def test_the_trust_region_is_over_the_tokens_and_routes_of_the_rollout_batch(found):
+    for one in found["of_the_rollout_batch"]:
+        assert one["found"] == pytest.approx(one["expected"], rel=1e-4) and min(one["expected"].values()) > 0.01
+
+
+def test_repulsion_that_decides_where_experts_go_is_told_once(found):
+    for name, limit in (("absolute", "the norm of its experts' gradients"), ("the clip", "optimizer.clip_grad")):
+        shares, (said,) = found["overwhelmed"][name]
+        assert (
+            shares == [1.0, 1.0] and said.startswith("vp2o: the repulsion of layer 0 has a norm of") and limit in said
+        )
+    assert found["overwhelmed"]["relative"] == ([0.0, 0.0], [])
+
+
+def test_only_what_an_expert_takes_goes_between_ranks(on_two_ranks, stored):
+    """Of pairs (0, 1), (2, 3), (4, 5) on ranks of three, one crosses: each rank sends one row of the six of a layer."""
+    mixed, sent = on_two_ranks["exchanged"]
+    weights, gradients, _ = stored
+    start = torch.randn(7, generator=torch.Generator().manual_seed(0)).expand(EXPERTS, -1)
+    kernel = stein.kernel(stein.prototypes(weights["linear_fc2"].transpose(1, 2), 32, start), 1.0)
+    mixing = kernel * torch.block_diag(*[torch.full((2, 2), 0.5)] * 3)
+    for name, tensor in gradients.items():
+        expected = torch.einsum("ij,jab->iab", mixing, tensor)
+        torch.testing.assert_close(mixed[f"{name}.weight"], expected, atol=1e-5, rtol=1e-4)
+    assert sent == [sum(4 * tensor[0].numel() for tensor in gradients.values())] * 2
+
+
 def test_coactivation_is_of_the_whole_rollout_batch(found):
     found = found["counted"]
     torch.testing.assert_close(found["whole"], found["expected"])
     torch.testing.assert_close(found["own"], found["expected_own"])
     assert not torch.allclose(found["expected"], found["expected_own"])
+
+
+def test_soft_coactivation_is_of_the_routers_distributions(found):
+    for ours, expected in found["soft"]:
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
+        assert float(expected.sum()) == pytest.approx(1.0), "shares of a token sum to 1"
 
 
 def test_orthogonality_is_of_the_outputs_of_each_tokens_experts(found):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from layouts import LATER, hook_of, make_config, make_trainer, score, update
 from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.algorithms import stein
 from megatron_rl.config import ParallelConfig, VP2OConfig
+from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.errors import UserError
 from megatron_rl.models.moe import ExpertSlice, expert_slices, moe_layers
@@ -19,13 +24,16 @@ from megatron_rl.routing.table import RouteShape
 from megatron_rl.routing.utilization import Load
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.checkpoint import _random_states
-from megatron_rl.trainer.hooks import Place
+from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.preview import StepPreview
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.vp2o.coactivation import Coactivation
+from megatron_rl.vp2o.coactivation import Active, Coactivation
 from megatron_rl.vp2o.experts import ExpertLayer, Experts
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
+
+EXPERTS = 6
+"""Of layers that are made up here."""
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -51,6 +59,12 @@ def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 
 def mine(trainer: Trainer, samples: list[Sequence]) -> list[Sequence]:
     return samples[trainer.ranks.data_rank :: trainer.ranks.data_size]
+
+
+def learn(trainer: Trainer, batches: list[Batch]) -> dict[str, float]:
+    """Score and update."""
+    score(trainer, batches)
+    return update(trainer, batches)
 
 
 def preview_all(model: str, samples: list[Sequence], layouts: list[dict]) -> list[float]:
@@ -223,6 +237,174 @@ def never_active(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     return {"metrics": metrics, "load": load, "still": same(before, after), "pushed": pushed, "pushes": pushes}
 
 
+def stand_still(model: str, samples: list[Sequence], vp2o: dict, layouts: list[dict]) -> list[dict]:
+    """Of each layout: updates in which all experts learn; then one without a token for expert 0, whose momentum is there."""
+    return [_stand_still(model, samples, vp2o, overrides) for overrides in layouts]
+
+
+def _stand_still(model: str, samples: list[Sequence], vp2o: dict, overrides: dict) -> dict:
+    trainer = make_trainer(make_config(model, {"vp2o": vp2o, "optimizer": {"weight_decay": 0.1}, **overrides}))
+    layers = hook_of(trainer, Stein).experts.layers.values()
+    batches = trainer.pack(mine(trainer, samples))
+    for _ in range(2):
+        learn(trainer, batches)
+    for layer in layers:
+        layer.router.bias.data[0] = -1e4
+    trainer.optimizer.reload_model_params()
+    first = [
+        s.parameter
+        for layer in layers
+        if layer.mine.start == 0
+        for s in (slices[0] for slices in layer.slices.values())
+    ]
+    others = [s.parameter for layer in layers for s in layer.outputs[1:]]
+    before, others_before = _kept_of(trainer, first), _kept_of(trainer, others)
+    batches = trainer.pack(mine(trainer, samples))
+    metrics = learn(trainer, batches)
+    found = {
+        "same": all(trainer.ranks.gather(same(before, _kept_of(trainer, first)))),
+        "others move": all(trainer.ranks.gather(not same(others_before, _kept_of(trainer, others)))),
+        "momentum": any(trainer.ranks.gather(any(bool(t.any()) for t in before[len(first) :]))),
+        "load": sum(trainer.ranks.gather(sum(float(batch.routes.left(Load)[0][0]) for batch in batches))),
+        "skipped": metrics["update/skipped"],
+    }
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _kept_of(trainer: Trainer, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Copies of parameters, and of what this process's optimizer has of them: fp32 weights and moments."""
+    found = [p.detach().clone() for p in parameters]
+    for part in trainer.optimizer.chained_optimizers:
+        for p in parameters:
+            main = getattr(p, "main_param", None)
+            main = p if main is None else main
+            if isinstance(part, DistributedOptimizer):
+                if p not in part.model_param_group_index_map:
+                    continue
+                group, order = part.model_param_group_index_map[p]
+                main = part.optimizer.param_groups[group]["params"][order]
+            if main in part.optimizer.state:
+                state = part.optimizer.state[main]
+                found += [state["exp_avg"].clone(), state["exp_avg_sq"].clone(), main.detach().clone()]
+    return found
+
+
+def of_a_range(model: str, samples: list[Sequence], layouts: list[dict]) -> list[bool]:
+    """Of each layout: whether a range of a parameter, as an expert that is a row has, is as before, and the rest moved."""
+    found = []
+    for overrides in layouts:
+        trainer = make_trainer(make_config(model, overrides))
+        parameter = next(iter(moe_layers(trainer.chunks)))[1].router.weight
+        place, held = slice(5, parameter.numel() // 2 + 3), []
+        hook = UpdateHook()
+        hook.before_step = lambda preview, p=parameter, s=place, h=held: (
+            h.extend((t, t.clone()) for t in preview.changes(p, s)) or 1.0
+        )
+        trainer.hooks.append(hook)
+        for _ in range(2):
+            before = parameter.detach().clone().view(-1)
+            learn(trainer, trainer.pack(mine(trainer, samples)))
+            moments = sum(len(t) for t, _ in held[1:] if t.dtype == torch.float32)
+            for tensor, copy in held:
+                tensor.data.copy_(copy)
+            held.clear()
+        moved = parameter.detach().view(-1) != before
+        size = place.stop - place.start
+        ok = not moved[place].any() and moved[: place.start].any() and moved[place.stop :].any()
+        # Each process has its part of two moments (and beside bf16 weights of the fp32 ones), or all of them.
+        tensors = 2 + (trainer.config.precision.train == "bf16")
+        own = trainer.config.parallel.distributed_optimizer
+        total = sum(trainer.ranks.gather(moments)) / (1 if own else trainer.ranks.data_size)
+        found.append(all(trainer.ranks.gather(bool(ok))) and total == tensors * size)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def of_the_rollout_batch(model: str, samples: list[Sequence], vp2o: dict, sources: list[str]) -> list[dict]:
+    """Of each source of routes, the shift of a router that noise has moved, as the region sees it and by hand.
+
+    By hand: over the tokens of the second rollout batch since the engine got its weights, through the routers that it has.
+    """
+    found = []
+    for source in sources:
+        settings = {**vp2o, "trust_region": 2.0, "probe_tokens": 4096}
+        trainer = make_trainer(make_config(model, {"vp2o": settings, "routing": {"source": source}}))
+        region = hook_of(trainer, TrustRegion)
+        trainer.weights_pushed()
+        layers = region.experts.layers
+        engine = {n: layer.router.weight.detach().clone() for n, layer in layers.items()}
+        batches = trainer.pack(samples[:7])
+        learn(trainer, batches)
+        (batch,) = trainer.pack(samples[7:10])
+        seen, handles = {}, []
+        for n, layer in layers.items():
+            keep = partial(_keep, seen, n)
+            handles.append(layer.router.register_forward_pre_hook(keep))
+        score(trainer, [batch])
+        for handle in handles:
+            handle.remove()
+        expected = {}
+        for n, layer in layers.items():
+            layer.router.weight.data.add_(torch.randn_like(layer.router.weight) * layer.router.weight.std())
+            p, counted = region._anchors[n].prototypes, batch.routes.counted
+            hidden = seen[n][counted]
+            routes = batch.routes.recorded[n][counted].long() if source == "r2" else None
+            now, then = (_gates_by_hand(hidden @ w.t(), routes, 2) for w in (layer.router.weight.detach(), engine[n]))
+            # The experts have moved with the first update: prototypes of now are the region's.
+            still = SimpleNamespace(after=lambda parameters, _: [q.detach() for q in parameters])
+            own = region._prototypes_after(n, region._anchors[n], still, 1.0)
+            expected[n] = float((now @ own - then @ p).norm(dim=-1).mean())
+        found.append({"found": region._shifts(still, 1.0), "expected": expected})
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def soft(model: str, samples: list[Sequence], vp2o: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """By layer: soft co-activation of an update's tokens, as the transform has it and from what its router sees."""
+    trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "coactivation": "soft"}}))
+    transform, seen = hook_of(trainer, Stein), {}
+    (batch,) = trainer.pack(samples[:3])
+    layers = transform.experts.layers
+    before = {n: layer.router.weight.detach().clone() for n, layer in layers.items()}
+    handles = [layer.router.register_forward_pre_hook(partial(_keep, seen, n)) for n, layer in layers.items()]
+    learn(trainer, [batch])
+    for handle in handles:
+        handle.remove()
+    shares = {n: (seen[n][batch.routes.counted] @ w.t()).double().softmax(-1) for n, w in before.items()}
+    return [(transform._interactions[n].coactivation.double(), s.t() @ s / len(s)) for n, s in shares.items()]
+
+
+def _keep(seen: dict[int, torch.Tensor], number: int, _: object, inputs: tuple[torch.Tensor, ...]) -> None:
+    seen[number] = inputs[0].detach().flatten(0, -2)
+
+
+def _gates_by_hand(logits: torch.Tensor, routes: torch.Tensor | None, topk: int) -> torch.Tensor:
+    routes = logits.topk(topk).indices if routes is None else routes
+    return torch.zeros_like(logits).scatter(1, routes, logits.gather(1, routes).softmax(-1))
+
+
+def overwhelmed(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, tuple[float, int]]:
+    """By case: the share of layers in which repulsion is more than attraction or the clip, and warnings of two updates."""
+    found, log = {}, logging.getLogger("megatron_rl.vp2o.transform")
+    for name, settings, clip in (
+        ("absolute", {"repulsion": 10.0, "repulsion_scale": "absolute"}, 0.0),
+        ("relative", {"repulsion": 0.1}, 0.0),
+        ("the clip", {"repulsion": 0.5}, 1e-7),
+    ):
+        changes = {"vp2o": {**vp2o, **settings}, "optimizer": {"clip_grad": clip}}
+        trainer, said = make_trainer(make_config(model, changes)), []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())
+        log.addHandler(handler)
+        batches = trainer.pack(samples[:4])
+        shares = [learn(trainer, batches)["vp2o/repulsion_dominates"] for _ in range(2)]
+        log.removeHandler(handler)
+        found[name] = (shares, said)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
 def counted(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     """Co-activation of the first of two updates, over the whole rollout batch and over its own part."""
     trainer = make_trainer(make_config(model, {"vp2o": vp2o}))
@@ -309,23 +491,58 @@ class Stored(torch.nn.Module):
 
 
 def transform_of(
-    module: torch.nn.Module, gradients: dict[str, torch.Tensor], topk: torch.Tensor, **vp2o
+    module: torch.nn.Module, gradients: dict[str, torch.Tensor], topk: torch.Tensor, mine: slice | None = None, **vp2o
 ) -> tuple[Stein, dict[str, list[ExpertSlice]]]:
     """A transform that is about to begin, of a layer with these experts and gradients; and its slices."""
     slices = expert_slices(module)
     for name, gradient in gradients.items():
         for one, own in zip(slices[f"{name}.weight"], gradient, strict=True):
             one.main_grad.copy_(own)
-    experts, hidden = gradients["linear_fc2"].shape[:2]
-    transform = Stein(VP2OConfig(enabled=True, neighbors=3, **vp2o))
+    experts, hidden = EXPERTS, gradients["linear_fc2"].shape[1]
+    transform = Stein(
+        VP2OConfig(**{"enabled": True, "neighbors": 3, "inactive_neighbors": 4, "repulsion_scale": "absolute", **vp2o})
+    )
     transform.experts = Experts([], transform.config.power_iterations)
     start = torch.randn(hidden, generator=torch.Generator().manual_seed(0))
-    transform.experts.layers = {0: ExpertLayer(None, slices, experts, slice(0, experts), start)}
+    transform.experts.layers = {0: ExpertLayer(None, slices, experts, mine or slice(0, experts), start)}
     everywhere = torch.ones(len(topk), dtype=torch.bool)
     table = RouteTable(RouteShape((0,), experts, topk.shape[1]), everywhere, torch.arange(0))
     table.left(Coactivation)[0] = stein.coactivation(topk, experts) * len(topk)
+    table.left(Active)[0] = table.left(Coactivation)[0].diagonal()
     transform.before_forward([SimpleNamespace(routes=table)], "update", Place())
     return transform, slices
+
+
+def exchanged(
+    weights: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], topk: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Half of the experts on each of two ranks: mixed gradients of all, and bytes that each sends to the other."""
+    ranks = parallel.initialize(ParallelConfig(expert=2), 0)
+    half = EXPERTS // 2
+    own = slice(ranks.data_rank * half, (ranks.data_rank + 1) * half)
+    module = Stored("one parameter", {name: tensor[own] for name, tensor in weights.items()})
+    mine = {name: tensor[own] for name, tensor in gradients.items()}
+    transform, slices = transform_of(module, mine, topk, own, neighbors=2, repulsion=0.0)
+    sent, plain = 0, {name: getattr(dist, name) for name in ("all_to_all_single", "reduce_scatter")}
+
+    def all_to_all(received, out, *args, **kwargs):
+        nonlocal sent
+        sent += out.numel() * out.element_size()
+        return plain["all_to_all_single"](received, out, *args, **kwargs)
+
+    def reduce_scatter(into, parts, *args, **kwargs):
+        nonlocal sent
+        sent += sum(part.numel() * part.element_size() for part in parts[1:])
+        return plain["reduce_scatter"](into, parts, *args, **kwargs)
+
+    dist.all_to_all_single, dist.reduce_scatter = all_to_all, reduce_scatter
+    try:
+        transform.after_backward()
+    finally:
+        dist.all_to_all_single, dist.reduce_scatter = plain["all_to_all_single"], plain["reduce_scatter"]
+    mixed = {name: torch.stack([one.main_grad.clone() for one in v]) for name, v in slices.items()}
+    every = ranks.gather((mixed, sent))
+    return {name: torch.cat([m[name] for m, _ in every]) for name in mixed}, [bytes for _, bytes in every]
 
 
 def storage(

@@ -17,7 +17,7 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
     """Those of a policy, in the order in which they are called. scores_alone: it is never updated."""
     hooks: list[UpdateHook] = [Routes(config.routing.source)]
     if config.routing.source in PREDICTING:
-        hooks.append(Predictors(config.routing, config.optimizer))
+        hooks.append(Predictors(config.routing, config.optimizer, config.batch.updates_per_step))
     if scores_alone:
         return hooks
     if config.vp2o.enabled:

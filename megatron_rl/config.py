@@ -532,6 +532,9 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
+    hooks: list[str] = dataclasses.field(default_factory=list)
+    """What else takes part in updates, after what the config turns on: functions or classes of your own, module:name or
+    path/to/file.py:name, that make an UpdateHook of the config (CONTRIBUTING.md)."""
 
     @property
     def run_dir(self) -> Path:

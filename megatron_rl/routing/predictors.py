@@ -27,6 +27,22 @@ from megatron_rl.trainer.trainer import Trainer
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def make_adam(weights: Iterable[torch.Tensor], routing: RoutingConfig, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    """The predictors' optimizer, whose learning rate `set_lr` sets before each of its steps."""
+    # Momentum is a memory of its own, which would outlive what a predictor is to forget.
+    betas = (0.0, optimizer.betas[1]) if routing.predictor_decay else optimizer.betas
+    return torch.optim.AdamW(weights, betas=betas, eps=optimizer.eps)
+
+
+def set_lr(adam: torch.optim.AdamW, lr: float, routing: RoutingConfig) -> None:
+    """For the next step, after one of the policy at learning rate `lr`."""
+    for group in adam.param_groups:
+        group["lr"] = lr * routing.predictor_lr_multiplier
+        group["weight_decay"] = (
+            routing.predictor_decay / group["lr"] if group["lr"] else 0.0
+        )  # AdamW decays by their product
+
+
 class Predictors(UpdateHook):
     """The predictors of this process's MoE layers: the same on all processes that hold these layers.
 
@@ -39,10 +55,7 @@ class Predictors(UpdateHook):
 
     def __init__(self, routing: RoutingConfig, optimizer: OptimizerConfig, updates: int) -> None:
         """updates: of a rollout batch."""
-        self.updates = updates
-        self.config, self.multiplier, self.decay = routing, routing.predictor_lr_multiplier, routing.predictor_decay
-        # Momentum is a memory of its own, which would outlive what a predictor is to forget.
-        self._adam = {"betas": (0.0, optimizer.betas[1]) if self.decay else optimizer.betas, "eps": optimizer.eps}
+        self.config, self.optimizer, self.updates = routing, optimizer, updates
         self.served = routing.source in FROM_ENGINE
         self.weights: dict[int, torch.nn.Parameter] = {}
         self.adam: torch.optim.AdamW | None = None
@@ -61,7 +74,7 @@ class Predictors(UpdateHook):
             self.weights[layer] = router.predictor.weight
         if not found:
             return
-        self.adam = torch.optim.AdamW(self.weights.values(), **self._adam)
+        self.adam = make_adam(self.weights.values(), self.config, self.optimizer)
         for weight in self.weights.values():
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adam.state[weight] = {"step": torch.zeros(()), **moments}
@@ -114,9 +127,7 @@ class Predictors(UpdateHook):
             return False
         for weight, gradient in zip(self.weights.values(), means, strict=True):
             weight.grad = gradient.view_as(weight) / everywhere
-        for group in self.adam.param_groups:
-            group["lr"] = lr * self.multiplier
-            group["weight_decay"] = self.decay / group["lr"] if group["lr"] else 0.0  # AdamW decays by their product
+        set_lr(self.adam, lr, self.config)
         self.adam.step()
         self.adam.zero_grad()
         return True

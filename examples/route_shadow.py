@@ -43,14 +43,14 @@ from megatron_rl.routing.predictors import make_adam, set_lr
 
 UPDATES = 16
 TOPK = 8
-TASK: Settings = {"data.options": "{min_numbers: 16, max_numbers: 24}", "rollout.context_length": 64}
-TASK |= {"rollout.max_new_tokens": 25}
+TASK: Settings = {"data.options": "{min_numbers: 12, max_numbers: 16}", "rollout.context_length": 40}
+TASK |= {"rollout.max_new_tokens": 17}
 MODEL = ("--preset", "quickstart", "--experts", "64", "--topk", str(TOPK), "--expert-intermediate", "64")
-WARM_START: Settings = TASK | {"steps": 240}
+WARM_START: Settings = TASK | {"steps": 320}
 BETAS = (0.9, 0.99)
 RUN: Settings = TASK | {
     "batch.updates_per_step": UPDATES,
-    "optimizer.lr": 1.2e-4,
+    "optimizer.lr": 1e-4,
     "optimizer.betas": list(BETAS),
     "optimizer.warmup_steps": UPDATES,
     "optimizer.decay": "constant",

@@ -27,7 +27,7 @@ from megatron_rl.trainer.trainer import Trainer
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_adam(weights: Iterable[torch.Tensor], routing: RoutingConfig, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+def make_adam(weights: Iterable[Tensor], routing: RoutingConfig, optimizer: OptimizerConfig) -> torch.optim.AdamW:
     """The predictors' optimizer, whose learning rate `set_lr` sets before each of its steps."""
     # Momentum is a memory of its own, which would outlive what a predictor is to forget.
     betas = (0.0, optimizer.betas[1]) if routing.predictor_decay else optimizer.betas
@@ -38,9 +38,8 @@ def set_lr(adam: torch.optim.AdamW, lr: float, routing: RoutingConfig) -> None:
     """For the next step, after one of the policy at learning rate `lr`."""
     for group in adam.param_groups:
         group["lr"] = lr * routing.predictor_lr_multiplier
-        group["weight_decay"] = (
-            routing.predictor_decay / group["lr"] if group["lr"] else 0.0
-        )  # AdamW decays by their product
+        # AdamW decays by their product.
+        group["weight_decay"] = routing.predictor_decay / group["lr"] if group["lr"] else 0.0
 
 
 class Predictors(UpdateHook):

@@ -43,6 +43,7 @@ METHODS: dict[str, dict[str, object]] = {
     "Pr3": {"routing.source": "pr3"},
     "Pr2 published": {
         "routing.source": "pr2",
+        "routing.predictor_horizon": "constant",
         "routing.predictor_lr_multiplier": 1.0,
         "routing.predictor_decay": 0.0,
     },

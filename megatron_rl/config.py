@@ -202,11 +202,16 @@ class RoutingConfig:
     anticipate how updates will move them; pr3: as pr2, recorded in the engine."""
     predictor_loss: Literal["kl", "delta"] = "kl"
     """Loss of the predictors: KL from the current router, or the squared error of the change of its logits."""
-    predictor_lr_multiplier: PositiveFloat = 0.2
+    predictor_horizon: Literal["constant", "scaled"] = "scaled"
+    """How far predictors look ahead. constant (the paper's): one bias for all mini-batches of a rollout batch; scaled: in
+    proportion to the updates that come before a mini-batch's own, so 0 for the first, and on average as far. An engine that
+    predicts (pr3) looks ahead by the average."""
+    predictor_lr_multiplier: PositiveFloat = 0.1
     """Learning rate of the predictors, as a multiple of the optimizer's."""
-    predictor_decay: Fraction = 0.2
+    predictor_decay: Fraction = 0.01
     """Share of itself that a predictor forgets at each of its updates, because no drift goes on forever; for the same reason
-    its Adam has no momentum. 0: it forgets nothing and has the optimizer's momentum."""
+    its Adam has no momentum. 0 (the paper's): it forgets nothing and has the optimizer's momentum. Predictors reach no
+    further than multiplier / decay updates of a router; (updates_per_step - 1) / 2 is what they have to."""
     cached_tokens: Positive = 1024
     """Tokens of each response, evenly spaced, whose router inputs and logits are kept for predictors and metrics."""
     features: Literal["trainer", "engine"] = "trainer"
@@ -549,6 +554,9 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
+    hooks: list[str] = dataclasses.field(default_factory=list)
+    """What else takes part in updates, after what the config turns on: functions or classes of your own, module:name or
+    path/to/file.py:name, that make an UpdateHook of the config (CONTRIBUTING.md)."""
 
     @property
     def run_dir(self) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.registry import resolve
 from megatron_rl.routing.hook import Routes
 from megatron_rl.routing.predictors import Predictors
 from megatron_rl.routing.replay import PREDICTING
@@ -14,10 +16,13 @@ from megatron_rl.vp2o.trust_region import TrustRegion
 
 
 def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHook]:
-    """Those of a policy, in the order in which they are called. scores_alone: it is never updated."""
+    """Those of a policy, in the order in which they are called. scores_alone: it is never updated.
+
+    Errors: UserError for a name in config.hooks that makes none.
+    """
     hooks: list[UpdateHook] = [Routes(config.routing.source)]
     if config.routing.source in PREDICTING:
-        hooks.append(Predictors(config.routing, config.optimizer))
+        hooks.append(Predictors(config.routing, config.optimizer, config.batch.updates_per_step))
     if scores_alone:
         return hooks
     if config.vp2o.enabled:
@@ -28,4 +33,11 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
         hooks.append(AgreementFloor(config.rollout.agreement_floor))
     if config.algorithm.on_policy:
         hooks.append(OnPolicy())
-    return hooks
+    return [*hooks, *(_outside(name, config) for name in config.hooks)]
+
+
+def _outside(name: str, config: Config) -> UpdateHook:
+    hook = resolve("hook", name, {}, "hooks")(config)
+    if not isinstance(hook, UpdateHook):
+        raise UserError(f"config: hooks: {name} made {hook!r:.60} of the config; it has to make an UpdateHook")
+    return hook

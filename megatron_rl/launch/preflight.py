@@ -98,6 +98,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if kind == "train":
         policy_loss(config.algorithm)
         resolve("advantage", config.algorithm.advantage, ADVANTAGES, "algorithm.advantage")
+        for name in config.hooks:
+            resolve("hook", name, {}, "hooks")
         _check_correction(config)
         _check_routing(config, hf_config)
         _check_refresh(config)

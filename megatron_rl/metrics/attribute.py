@@ -164,7 +164,8 @@ def _scoring_alone(config: Config) -> Config:
     """Without what only training needs, or refuses for a single update."""
     algorithm = replace(config.algorithm, kl=KLConfig())
     source = "pr2" if config.routing.source == "pr2" else "none"
-    routing = replace(config.routing, source=source, features="trainer")
+    # What is scored belongs to no update: it is predicted for the mean of them.
+    routing = replace(config.routing, source=source, features="trainer", predictor_horizon="constant")
     return replace(config, algorithm=algorithm, routing=routing, optimizer=OptimizerConfig())
 
 

@@ -83,8 +83,8 @@ class RouteAgreement(RouteObserver):
         agreement = {layer: derived(share_of_experts, counts) for layer, counts in self.deviations.items()}
         unpredicted = {layer: derived(share_of_experts, counts) for layer, counts in self.unpredicted.items()}
         return (
-            of_layers("agreement", agreement, self.update, each=True)
-            | of_layers("agreement_unpredicted", unpredicted, self.update)
+            of_layers("agreement", agreement, self.update, each=True, later=True)
+            | of_layers("agreement_unpredicted", unpredicted, self.update, later=True)
             | of_layers("deviation", {n: derived(shares, c) for n, c in self.deviations.items()}, self.update)
         )
 
@@ -114,5 +114,5 @@ class RouteDistance(RouteObserver):
         """Return KL and staleness by layer."""
         found: Metrics = {}
         for name, layers in self._found.items():
-            found |= of_layers(name, layers, self.update, each=name == "kl")
+            found |= of_layers(name, layers, self.update, each=name == "kl", later=name != "staleness")
         return found

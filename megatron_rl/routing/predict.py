@@ -20,15 +20,15 @@ class PredictRoutes(RouteObserver):
     Where the engine has chosen already, with its predictors, nothing is added: weights are the router's alone.
     """
 
-    def __init__(self, table: RouteTable, *, chosen_by_engine: bool, learns: bool) -> None:
-        """learns: an update of this micro-batch will, from the router inputs that are then stored too."""
-        self.table, self.chosen_by_engine, self.learns = table, chosen_by_engine, learns
+    def __init__(self, table: RouteTable, *, chosen_by_engine: bool, learns: bool, horizon: float) -> None:
+        """learns: an update of this micro-batch will, from router inputs that are then stored. horizon: the bias's factor."""
+        self.table, self.chosen_by_engine, self.learns, self.horizon = table, chosen_by_engine, learns, horizon
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Keep the features, and add the bias where the trainer chooses."""
         table = self.table
         assert router.predictor is not None
-        bias = router.predictor(hidden)
+        bias = self.horizon * router.predictor(hidden)
         features = table.features.get(layer)  # those of the engine
         if features is None:
             features = table.features[layer] = Features(None, logits[table.cached], None)
@@ -49,10 +49,12 @@ class PredictRoutes(RouteObserver):
 class PredictorGradients(RouteObserver):
     """Sums the gradient of the predictors' loss over the cached tokens, from the routers as they are in this update."""
 
-    def __init__(self, table: RouteTable, loss: PredictorLoss, update: int, sums: dict[int, Tensor]) -> None:
-        """sums: [E, d] by layer, to which it adds: one dictionary for all micro-batches."""
+    def __init__(
+        self, table: RouteTable, loss: PredictorLoss, update: int, sums: dict[int, Tensor], horizon: float
+    ) -> None:
+        """sums: [E, d] by layer, to which it adds: one dictionary for all micro-batches. horizon: factor of the bias."""
         self.table, self.loss, self.update = table, delta_loss if loss == "delta" else predictive_loss, update
-        self.sums = sums
+        self.sums, self.horizon = sums, horizon
         self._losses: dict[int, Tensor] = {}
 
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
@@ -65,7 +67,7 @@ class PredictorGradients(RouteObserver):
         with torch.enable_grad():
             # Not the parameter itself, which must never have a gradient: it would be the policy's.
             weight = router.predictor.weight.detach().requires_grad_()
-            bias = predicted_bias(features.hidden, weight)
+            bias = self.horizon * predicted_bias(features.hidden, weight)
             loss = self.loss(current, features.logits, bias, score_function=router.score_function) * len(current)
         (gradient,) = torch.autograd.grad(loss, weight)
         self.sums[layer] = self.sums[layer] + gradient if layer in self.sums else gradient

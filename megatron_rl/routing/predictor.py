@@ -32,6 +32,16 @@ def predicted_bias(hidden: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.linear(hidden.to(weight.dtype), weight)
 
 
+def relative_horizon(update: int, updates: int) -> float:
+    """How far the mini-batch of an update looks ahead, as a multiple of the mean over the updates of its rollout batch.
+
+    update: from 0, so that many updates move the router before it; updates: of the rollout batch, at least 2, of mean
+    (updates - 1) / 2. Ours; the paper's bias is one for all. Relative, so that a predictor stands for the same drift with and
+    without, and its learning rate for the same number of rollout batches, whatever their number of updates.
+    """
+    return 2 * update / (updates - 1)
+
+
 def predictive_loss(
     current_logits: Tensor, recorded_logits: Tensor, predicted_bias: Tensor, *, score_function: str = "softmax"
 ) -> Tensor:

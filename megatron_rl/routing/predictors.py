@@ -18,12 +18,28 @@ from megatron_rl.models.router import PREDICTOR_WEIGHT, routers
 from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
 from megatron_rl.routing.predict import PredictorGradients, PredictRoutes
+from megatron_rl.routing.predictor import relative_horizon
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.parallel import process_group
 from megatron_rl.trainer.trainer import Trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_adam(weights: Iterable[Tensor], routing: RoutingConfig, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    """The predictors' optimizer, whose learning rate `set_lr` sets before each of its steps."""
+    # Momentum is a memory of its own, which would outlive what a predictor is to forget.
+    betas = (0.0, optimizer.betas[1]) if routing.predictor_decay else optimizer.betas
+    return torch.optim.AdamW(weights, betas=betas, eps=optimizer.eps)
+
+
+def set_lr(adam: torch.optim.AdamW, lr: float, routing: RoutingConfig) -> None:
+    """For the next step, after one of the policy at learning rate `lr`."""
+    for group in adam.param_groups:
+        group["lr"] = lr * routing.predictor_lr_multiplier
+        # AdamW decays by their product.
+        group["weight_decay"] = routing.predictor_decay / group["lr"] if group["lr"] else 0.0
 
 
 class Predictors(UpdateHook):
@@ -36,10 +52,9 @@ class Predictors(UpdateHook):
     name = "predictors"
     parameters = PREDICTOR_WEIGHT
 
-    def __init__(self, routing: RoutingConfig, optimizer: OptimizerConfig) -> None:
-        self.config, self.multiplier, self.decay = routing, routing.predictor_lr_multiplier, routing.predictor_decay
-        # Momentum is a memory of its own, which would outlive what a predictor is to forget.
-        self._adam = {"betas": (0.0, optimizer.betas[1]) if self.decay else optimizer.betas, "eps": optimizer.eps}
+    def __init__(self, routing: RoutingConfig, optimizer: OptimizerConfig, updates: int) -> None:
+        """updates: of a rollout batch."""
+        self.config, self.optimizer, self.updates = routing, optimizer, updates
         self.served = routing.source in FROM_ENGINE
         self.weights: dict[int, torch.nn.Parameter] = {}
         self.adam: torch.optim.AdamW | None = None
@@ -58,7 +73,7 @@ class Predictors(UpdateHook):
             self.weights[layer] = router.predictor.weight
         if not found:
             return
-        self.adam = torch.optim.AdamW(self.weights.values(), **self._adam)
+        self.adam = make_adam(self.weights.values(), self.config, self.optimizer)
         for weight in self.weights.values():
             moments = {name: torch.zeros_like(weight) for name in MOMENTS}
             self.adam.state[weight] = {"step": torch.zeros(()), **moments}
@@ -71,19 +86,23 @@ class Predictors(UpdateHook):
 
     def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
         """Return what predicts routes in this pass, or learns to."""
-        learns = place.update > 0
+        learns, scaled = place.update > 0, self.config.predictor_horizon == "scaled"
+        horizon = relative_horizon(place.update, self.updates) if scaled else 1.0
         if stage == "log_probs":
-            return [PredictRoutes(table, chosen_by_engine=self.config.source in FROM_ENGINE, learns=learns)]
+            from_engine = self.config.source in FROM_ENGINE
+            # The engine, which knows of no mini-batches, looks ahead by their mean.
+            options = {"learns": learns, "horizon": 1.0 if from_engine else horizon}
+            return [PredictRoutes(table, chosen_by_engine=from_engine, **options)]
         if not (learns and self.weights):
             return []
-        options = (self.config.predictor_loss, place.update + 1, self._gradients)
+        options = (self.config.predictor_loss, place.update + 1, self._gradients, horizon)
         learning = PredictorGradients(table, *options)
         self._learning.append(learning)
         return [learning]
 
     def after_step(self, step: Step) -> None:
-        """What is rejected changes no predictor either."""
-        if self._learning and step.lr:
+        """Without a step nothing is learned: what made it fail, or be refused, may be in the routers' logits too."""
+        if self._learning and step.done:
             tokens = sum(one.tokens(next(iter(self.weights))) for one in self._learning)
             self._failed = not self.learn(self._gradients, tokens, step.lr)
         self._gradients, self._learning = {}, []  # which would keep the micro-batches
@@ -107,9 +126,7 @@ class Predictors(UpdateHook):
             return False
         for weight, gradient in zip(self.weights.values(), means, strict=True):
             weight.grad = gradient.view_as(weight) / everywhere
-        for group in self.adam.param_groups:
-            group["lr"] = lr * self.multiplier
-            group["weight_decay"] = self.decay / group["lr"] if group["lr"] else 0.0  # AdamW decays by their product
+        set_lr(self.adam, lr, self.config)
         self.adam.step()
         self.adam.zero_grad()
         return True

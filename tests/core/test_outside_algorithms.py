@@ -1,4 +1,4 @@
-"""Losses and advantages from outside the package: by module:name or file, checked at the start."""
+"""Losses, advantages and hooks from outside the package: by module:name or file, checked at the start."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron_rl.algorithms.losses import LossInputs, policy_terms
 from megatron_rl.algorithms.segments import Segments
 from megatron_rl.config import build_config
 from megatron_rl.errors import UserError
+from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.trainer.objective import Policy, policy_loss
 
 SOURCE = """
@@ -45,3 +46,35 @@ def test_a_loss_of_a_file_is_the_loss(tmp_path):
 def test_a_name_that_there_is_not(name, said):
     with pytest.raises(UserError, match=said):
         policy_loss(build_config({"algorithm": {"loss": name}}).algorithm)
+
+
+HOOKS = """
+from megatron_rl.trainer.hooks import UpdateHook
+
+class Mine(UpdateHook):
+    def __init__(self, config):
+        self.steps = config.steps
+
+def none(config):
+    return config.name
+"""
+
+
+def test_hooks_of_a_file_come_after_those_of_the_config(tmp_path):
+    (tmp_path / "mine.py").write_text(HOOKS)
+
+    def hooks(*names: str, **options) -> list:
+        settings = {"steps": 7, "rollout": {"agreement_floor": None}, "routing": {"source": "pr2"}}
+        return update_hooks(build_config({**settings, "hooks": [f"{tmp_path}/mine.py:{n}" for n in names]}), **options)
+
+    own, mine = hooks(), hooks("Mine", "Mine")
+    assert [type(h).__name__ for h in mine] == [*(type(h).__name__ for h in own), "Mine", "Mine"] and mine[
+        -1
+    ].steps == 7
+    assert len(hooks("Mine", scores_alone=True)) == len(own), "who is never updated has none"
+    with pytest.raises(
+        UserError, match=r"hooks: .*mine.py:none made 'run' of the config; it has to make an UpdateHook"
+    ):
+        hooks("none")
+    with pytest.raises(UserError, match=r"hooks: .*mine.py has no 'Mien'; did you mean 'Mine'"):
+        hooks("Mien")

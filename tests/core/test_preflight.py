@@ -18,6 +18,10 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer.objective import correction_of
 
 REFUSED = {
+    "a hook that there is not": (
+        {"hooks": ["megatron_rl.trainer.on_policy:OnPolice"]},
+        r"config: hooks: megatron_rl\.trainer\.on_policy has no 'OnPolice'; did you mean 'OnPolicy'",
+    ),
     "on-policy with several updates": (
         {"algorithm": {"on_policy": True}, "batch": {"updates_per_step": 2}},
         r"batch\.updates_per_step = 2 with algorithm\.on_policy: .*; set it to 1, or set algorithm\.on_policy: false",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from megatron_rl.config import Config, RoutingConfig
 from megatron_rl.metrics.reduce import figures, merge
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.router import routers
+from megatron_rl.routing.hook import Routes
 from megatron_rl.routing.predictors import Predictors
 from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.trainer import Trainer
 from tests.trainer.layouts import hook_of, score
 
@@ -44,12 +47,16 @@ MOVE = 0.006
 def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, float]]:
     """Routers move along a fixed direction with each update, the policy does not; figures of each rollout batch.
 
-    The predictors' learning rate is `predictor_lr_multiplier` times what an entry of a router moves by in one update,
-    as it is with a policy whose routers go where Adam sends them.
+    So mini-batch j, which is trained after j updates, meets routers that have gone j steps. The predictors' learning rate is
+    `predictor_lr_multiplier` times what an entry of a router moves by in one update, as it is with a policy whose routers
+    go where Adam sends them.
     """
     entry = MOVE * 5.0 * 0.02  # a random model's routers have entries of 0.02
     multiplier = routing["predictor_lr_multiplier"] * entry / POLICY_LR
-    options = {"routing": {"cached_tokens": 64, **routing, "predictor_lr_multiplier": multiplier}}
+    options = {
+        "batch": {"updates_per_step": UPDATES},
+        "routing": {"cached_tokens": 64, **routing, "predictor_lr_multiplier": multiplier},
+    }
     trainer = make_trainer(make_config(model, options, source))
     shape = shape_of(read_hf_config(model))
     for _, router in routers(trainer.chunks):
@@ -57,10 +64,12 @@ def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, f
     start = {layer: router.weight.norm().item() for layer, router in routers(trainer.chunks)}
     lines = []
     for step in range(DRIFTING_STEPS):
-        batches = trainer.pack(make_samples(seed + step, 24, 64, shape))
-        score(trainer, batches)
+        samples = make_samples(seed + step, 8 * UPDATES, 64, shape)
+        mini_batches = [trainer.pack(samples[number::UPDATES]) for number in range(UPDATES)]
+        for number, batches in enumerate(mini_batches):
+            trainer.compute_fields(batches, frozenset({"old_log_probs"}), Place(number))
         sums = []
-        for number in range(UPDATES):
+        for number, batches in enumerate(mini_batches):
             sums.append(update(trainer, batches, number)[0])
             for layer, router in routers(trainer.chunks):
                 generator = torch.Generator().manual_seed(seed + layer)
@@ -183,8 +192,9 @@ def changed_source(model: str, folder: str) -> tuple[dict, dict, dict]:
 
 def everything(model: str, seed: int, folder: str) -> dict:
     """All of the above in one process: most of its time is its start."""
-    keeps, shipped = {"predictor_lr_multiplier": 0.25}, RoutingConfig()
-    shipped = {key: getattr(shipped, key) for key in ("predictor_lr_multiplier", "predictor_decay", "predictor_loss")}
+    keeps = {"predictor_lr_multiplier": 0.25, "predictor_horizon": "constant"}
+    config = RoutingConfig()
+    shipped = {k: getattr(config, k) for k in ("predictor_lr_multiplier", "predictor_decay", "predictor_horizon")}
     cases = {
         "r2": ("r2", keeps),
         "kl": ("pr2", keeps),
@@ -192,6 +202,8 @@ def everything(model: str, seed: int, folder: str) -> dict:
         "shipped": ("pr2", shipped),
     }
     return {
+        "skipped": skipped(model, seed),
+        "first": first_mini_batch(model, seed),
         "drift": {name: drift(model, seed, *case) for name, case in cases.items()},
         "trained": {source: trained(model, seed, source) for source in ("r2", "pr2")},
         "gradients": gradients(model, seed),
@@ -212,6 +224,56 @@ def steps(model: str) -> dict:
         results[name] = done, predictors_of(trainer)
     parallel_state.destroy_model_parallel()
     return results
+
+
+class Spoiler(UpdateHook):
+    """Makes a step fail, or refuses it."""
+
+    how = "done"
+
+    def attach(self, trainer: Trainer) -> None:
+        self.parameter = next(trainer.chunks[0].parameters())
+
+    def after_reduction(self) -> None:
+        if self.how == "not finite":
+            self.parameter.main_grad.fill_(float("inf"))  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
+
+    def before_step(self, preview) -> float:
+        return float(self.how != "refused")
+
+
+def skipped(model: str, seed: int) -> dict[str, bool]:
+    """Whether predictors moved in an update whose step of the policy was done, not finite, or refused."""
+    trainer = make_trainer(make_config(model, {}, "pr2"))
+    trainer.hooks.append(spoiler := Spoiler())
+    spoiler.attach(trainer)
+    batches = trainer.pack(make_samples(seed, 8, 64, shape_of(read_hf_config(model))))
+    score(trainer, batches)
+    for _, router in routers(trainer.chunks):
+        router.weight.data.mul_(1.5)  # what predictors are to learn
+    moved = {}
+    for how in ("not finite", "refused", "done"):
+        spoiler.how, before = how, predictors_of(trainer)
+        figures_of = figures(update(trainer, batches, 1)[0])
+        assert figures_of["update/skipped"] == (how == "not finite"), figures_of
+        moved[how] = any((before[layer] != weight).any() for layer, weight in predictors_of(trainer).items())
+    parallel_state.destroy_model_parallel()
+    return moved
+
+
+def first_mini_batch(model: str, seed: int) -> dict[str, list[np.ndarray]]:
+    """Log-probs of the recording pass of R2, and of a first and a second mini-batch with predictors that are not zero."""
+    trainer = make_trainer(make_config(model, {}, "pr2"))
+    plant_predictors(trainer, 0.3)
+    samples = make_samples(seed, 8, 64, shape_of(read_hf_config(model)))
+
+    def recorded(hooks: Iterable[UpdateHook], place: Place) -> list[np.ndarray]:
+        return [values.numpy() for values in trainer.compute_log_probs(trainer.pack(samples), hooks=hooks, place=place)]
+
+    found = {"r2": recorded([Routes("r2")], Place(0))}
+    found |= {f"pr2, {number}": recorded(trainer.hooks, Place(number)) for number in (0, 1)}
+    parallel_state.destroy_model_parallel()
+    return found
 
 
 def load_under(model: str, path: str, layouts: list[dict]) -> list[dict]:

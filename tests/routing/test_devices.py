@@ -48,7 +48,7 @@ def hooks_of(source: str, router: Router, loss: str = "kl") -> list[UpdateHook]:
     """As `update_hooks` has them, of a model whose layers have this router."""
     found: list[UpdateHook] = [Routes(source)]
     if source in PREDICTING:
-        found.append(predictors := Predictors(RoutingConfig(source=source, predictor_loss=loss), OptimizerConfig()))
+        found.append(predictors := Predictors(RoutingConfig(source=source, predictor_loss=loss), OptimizerConfig(), 2))
         predictors.weights = dict.fromkeys(SHAPE.moe_layers, router.predictor.weight)
     return [*found, Stein(VP2OConfig(enabled=True, orthogonality=0.0))]
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_rl.config import OptimizerConfig, RoutingConfig
 from megatron_rl.routing import RoutePredictor, cache_cost, predictive_loss, topk_agreement
 from megatron_rl.routing.agreement import deviation_counts, deviations, route_kl, routing_log_probs, total_variation
-from megatron_rl.routing.predictor import delta_loss
+from megatron_rl.routing.memory import RouteTable
+from megatron_rl.routing.predictor import delta_loss, relative_horizon
+from megatron_rl.routing.predictors import Predictors
+from megatron_rl.routing.table import RouteShape
+from megatron_rl.trainer.hooks import Place
 
 
 def draw(tokens: int = 37, experts: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,6 +78,56 @@ def test_a_predictor_starts_at_zero_and_computes_in_fp32():
     predictor.weight.data.normal_()
     expected = hidden.double() @ predictor.weight.double().T
     torch.testing.assert_close(predictor(hidden).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_horizons_are_proportional_to_the_updates_before_and_one_on_average():
+    for updates in range(2, 33):
+        horizons = [relative_horizon(update, updates) for update in range(updates)]
+        assert horizons[0] == 0.0 and sum(horizons) / updates == pytest.approx(1.0, rel=1e-14)
+        assert np.allclose(np.diff(horizons), horizons[1], rtol=1e-13)
+
+
+def test_as_shipped_predictors_reach_the_mean_horizon_of_sixteen_updates():
+    shipped = RoutingConfig()
+    assert shipped.predictor_lr_multiplier / shipped.predictor_decay >= (16 - 1) / 2
+
+
+@pytest.mark.parametrize("update", range(4))
+@pytest.mark.parametrize("form", ["constant", "scaled"])
+def test_what_is_recorded_and_learned_in_each_update(form, update):
+    """In fp64, from the formulas: z_old + c W h, and the gradient c (softmax(z_old + c W h) - softmax(z))^T h.
+
+    The first mini-batch of a scaled horizon is recorded bit for bit as without a predictor.
+    """
+    tokens, hidden, experts, updates = 19, 7, 6, 4
+    h, weight, old, new = (
+        torch.randn(*shape, dtype=torch.float64)
+        for shape in ((tokens, hidden), (experts, hidden), (tokens, experts), (tokens, experts))
+    )
+    router = SimpleNamespace(
+        predictor=RoutePredictor(hidden, experts).double().requires_grad_(False),
+        score_function="softmax",
+        choice=lambda logits: logits.topk(2).indices,
+    )
+    router.predictor.weight.copy_(weight)
+    config = RoutingConfig(source="pr2", predictor_horizon=form)
+    predictors = Predictors(config, OptimizerConfig(), updates)
+    predictors.weights = {1: router.predictor.weight}
+    every = torch.ones(tokens, dtype=torch.bool)
+    table = RouteTable(RouteShape((1,), experts, 2), every, cached=torch.arange(tokens))
+
+    [recorder] = predictors.observers(table, "log_probs", Place(update))
+    recorded = recorder.see_logits(1, h, old, router)
+    c = 1.0 if form == "constant" else update / 1.5
+    torch.testing.assert_close(recorded, old + c * h @ weight.T, rtol=1e-12, atol=1e-12)
+    if c == 0.0:
+        assert torch.equal(recorded, old)
+    learners = predictors.observers(table, "update", Place(update))
+    assert len(learners) == (update > 0) and (table.features[1].hidden is not None) == (update > 0)
+    for learner in learners:
+        learner.see_logits(1, h, new, router)
+        expected = c * ((old + c * h @ weight.T).softmax(-1) - new.softmax(-1)).T @ h
+        torch.testing.assert_close(predictors._gradients[1], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_shapes_that_do_not_belong_together_are_named():

@@ -1,0 +1,116 @@
+"""A hook of one's own, `hooks: [examples/route_recorder.py:RouteRecorder]`: keeps what routers see, for route_shadow.py.
+
+RUN/routes/batch_BBB/ has of each rollout batch `routers.pt`, the routers' weights before its first update, and of each update
+`update_UU.pt`: its learning rate (0 where it was not done), and of the cached tokens router input and logits when routes were
+recorded, and the logits now. That is (2 d + 8 E) x L bytes of each cached token, `routing.cached_tokens` of a response, and of
+each rollout batch 4 E d L for the routers' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Config
+from megatron_rl.data.packing import Batch
+from megatron_rl.errors import UserError
+from megatron_rl.models.router import routers
+from megatron_rl.routing.memory import RouteTable
+from megatron_rl.routing.passes import RouteObserver, Router
+from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one router saw of C tokens."""
+
+    hidden: Tensor
+    """[C, d] fp16: its input when routes were recorded."""
+    recorded: Tensor
+    """[C, E] fp32 logits at that time."""
+    current: Tensor
+    """[C, E] fp32 logits in the update."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Seen]) -> Seen:
+        """Those of several micro-batches, one after the other."""
+        return cls(*(torch.cat([getattr(p, name) for p in parts]) for name in ("hidden", "recorded", "current")))
+
+
+@dataclass
+class _Kept:
+    """What a recording pass leaves for the update, and the update for the hook, by layer."""
+
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    seen: dict[int, Seen] = field(default_factory=dict)
+
+
+class _Watch(RouteObserver):
+    def __init__(self, table: RouteTable, stage: Stage) -> None:
+        self.table, self.stage, self.kept = table, stage, table.left(_Kept)
+
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        rows = self.table.cached
+        if self.stage == "log_probs":
+            self.kept.hidden[layer] = hidden[rows].half().cpu()
+        elif layer not in self.kept.seen:
+            recorded = self.table.features[layer].logits
+            now = logits.detach()[rows]
+            self.kept.seen[layer] = Seen(self.kept.hidden.pop(layer), recorded.float().cpu(), now.float().cpu())
+        return logits
+
+
+class RouteRecorder(UpdateHook):
+    """Of a run with routing.source r2, on one process."""
+
+    def __init__(self, config: Config) -> None:
+        """Errors: UserError for another source."""
+        if config.routing.source != "r2" or config.batch.updates_per_step < 2:
+            raise UserError(
+                "config: hooks: RouteRecorder wants routing.source: r2, and batch.updates_per_step of 2 or more: with any"
+                " other source there are no recorded routes whose routers move"
+            )
+        self.folder = config.run_dir / "routes"
+        self.number = len(list(self.folder.glob("batch_*"))) - 1
+        self.place = Place()
+        self.tables: list[RouteTable] = []
+
+    def attach(self, trainer: Trainer) -> None:
+        """Find the routers. Errors: UserError on several processes."""
+        if trainer.ranks.world_size > 1:
+            raise UserError("config: hooks: RouteRecorder keeps what one process sees; start one process")
+        self.weights = {layer: router.weight for layer, router in routers(trainer.chunks)}
+
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+        """Where a rollout batch begins, keep the routers' weights."""
+        self.place, self.tables = place, [batch.routes for batch in batches if batch.routes]
+        if stage == "log_probs" and place.update == 0:
+            self.number += 1
+            self.batch.mkdir(parents=True)
+            weights = {layer: weight.detach().float().cpu().clone() for layer, weight in self.weights.items()}
+            torch.save(weights, self.batch / "routers.pt")
+
+    @property
+    def batch(self) -> Path:
+        """Folder of the rollout batch."""
+        return self.folder / f"batch_{self.number:03}"
+
+    def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
+        """Return what looks at the routers, after the trainer's own have recorded."""
+        return [_Watch(table, stage)]
+
+    def after_step(self, step: Step) -> None:
+        """Write what the update's routers saw."""
+        parts = [table.left(_Kept).seen for table in self.tables]
+        layers = {layer: vars(Seen.joined([part[layer] for part in parts])) for layer in self.weights}
+        lr = step.lr if step.done else 0.0
+        torch.save({"lr": lr, "layers": layers}, self.batch / f"update_{self.place.update:02}.pt")
+        self.tables = []

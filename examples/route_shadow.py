@@ -1,0 +1,344 @@
+"""The runs of route_shadow.sh: R2 with a recorder of what routers see, and predictors in its shadow that nothing uses.
+
+Each predictor learns as in a Pr2 run, from the same tokens in the same updates with the trainer's own loss and optimizer, and
+predicts the next rollout batch; only that its routes are not taken, so that all predict the same routers. Beside them are
+least-squares fits of the drift: of the other half of the same rollout batch (no predictor that is linear in the router's input
+can be expected to do better), and of the batch before (how far drift persists); and the routers' own change over the batch
+before.
+
+The setting is one in which there is something to be gained: many experts, many updates, a learning rate that is not divided by
+their number. All of it is in `MODEL`, `WARM_START` and `RUN`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from pathlib import Path
+
+import torch
+from ablations import (
+    REPOSITORY,
+    Settings,
+    check_names,
+    last_step,
+    make_parser,
+    mean_of,
+    run_all,
+    save,
+    use_all_cores,
+    warm_start,
+)
+from route_recorder import Seen
+from torch import Tensor
+
+from megatron_rl.config import OptimizerConfig, RoutingConfig
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from megatron_rl.routing.agreement import kl_divergence, routing_log_probs
+from megatron_rl.routing.predictor import RoutePredictor, predictive_loss, relative_horizon
+from megatron_rl.routing.predictors import make_adam, set_lr
+
+UPDATES = 16
+TOPK = 8
+TASK: Settings = {"data.options": "{min_numbers: 12, max_numbers: 16}", "rollout.context_length": 40}
+TASK |= {"rollout.max_new_tokens": 17}
+MODEL = ("--preset", "quickstart", "--experts", "64", "--topk", str(TOPK), "--expert-intermediate", "64")
+WARM_START: Settings = TASK | {"steps": 320}
+BETAS = (0.9, 0.99)
+RUN: Settings = TASK | {
+    "batch.updates_per_step": UPDATES,
+    "optimizer.lr": 1e-4,
+    "optimizer.betas": list(BETAS),
+    "optimizer.warmup_steps": UPDATES,
+    "optimizer.decay": "constant",
+    "routing.source": "r2",
+    "routing.cached_tokens": 8,  # of 512 responses a rollout batch: with 4 layers 15 MB
+    "hooks": "examples/route_recorder.py:RouteRecorder",
+    "eval.every": 0,
+}
+MULTIPLIERS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+DECAYS = (0.0, 0.01, 0.05, 0.2)
+HORIZONS = ("constant", "scaled")
+RIDGE = 1e-3
+"""Of a fit: added to the diagonal of the inputs' second moments, relative to its mean."""
+COLUMNS = {
+    "all": ("route KL left", ".3f"),
+    "first": ("of it in update 1", ".3f"),
+    "later": ("KL left, updates 2 on", ".3f"),
+    "last": ("KL left, last update", ".3f"),
+    "agreement": ("agreement, updates 2 on", ".4f"),
+    "gain": ("beside R2's", "+.4f"),
+    "agreement_last": ("agreement, last update", ".4f"),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A predictor's settings."""
+
+    horizon: str
+    decay: float
+    multiplier: float
+
+    @property
+    def name(self) -> str:
+        paper = ", as in the paper" if self.horizon == "constant" and not self.decay else ""
+        return f"{self.horizon}, decay {self.decay:g}, multiplier {self.multiplier:g}{paper}"
+
+    def scale(self, update: int) -> float:
+        return relative_horizon(update, UPDATES) if self.horizon == "scaled" else 1.0
+
+
+FORMS = [Form(*settings) for settings in product(HORIZONS, DECAYS, MULTIPLIERS)]
+
+
+class Shadow:
+    """A predictor of one layer."""
+
+    def __init__(self, form: Form, hidden: int, experts: int) -> None:
+        self.form, self.predictor = form, RoutePredictor(hidden, experts)
+        self.routing = RoutingConfig(predictor_lr_multiplier=form.multiplier, predictor_decay=form.decay)
+        self.adam = make_adam(self.predictor.parameters(), self.routing, OptimizerConfig(betas=BETAS))
+
+    def learn(self, seen: Seen, update: int, lr: float) -> None:
+        bias = self.form.scale(update) * self.predictor(seen.hidden)
+        self.adam.zero_grad()
+        predictive_loss(seen.current, seen.recorded, bias).backward()
+        set_lr(self.adam, lr, self.routing)
+        self.adam.step()
+
+
+@dataclass
+class Score:
+    """Of one predictor at one layer; sums over rollout batches, by update."""
+
+    kl: list[float] = field(default_factory=lambda: [0.0] * UPDATES)
+    agreement: list[float] = field(default_factory=lambda: [0.0] * UPDATES)
+
+
+@dataclass
+class Layer:
+    """One layer over a run."""
+
+    shadows: list[Shadow]
+    scores: dict[str, Score] = field(default_factory=dict)
+    fits: list[Tensor] = field(default_factory=list)
+    """[E, d] drift of one update by least squares, of each rollout batch."""
+    moves: list[Tensor] = field(default_factory=list)
+    """[E, d] change of the router over each rollout batch."""
+    hidden: list[Tensor] = field(default_factory=list)
+    """[C, d] router inputs of each rollout batch."""
+
+    def judge(self, biases: Mapping[str, Tensor], seen: Seen, update: int, part: slice = slice(None)) -> None:
+        """biases: [C, E] by name, added to the recorded logits; part: of the tokens."""
+        current, recorded = seen.current[part], seen.recorded[part]
+        now, chosen = routing_log_probs(current), _chosen(current)
+        tokens = len(current) / len(seen.current)
+        for name, bias in biases.items():
+            predicted = recorded + bias
+            score = self.scores.setdefault(name, Score())
+            score.kl[update] += tokens * float(kl_divergence(now, routing_log_probs(predicted)).mean())
+            score.agreement[update] += tokens * float((chosen & _chosen(predicted)).sum() / (len(current) * TOPK))
+
+
+def _chosen(logits: Tensor) -> Tensor:
+    """[C, E] bool."""
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(TOPK).indices, True)
+
+
+def fit(parts: Sequence[tuple[Seen, float]], rows: slice = slice(None)) -> Tensor:
+    """[E, d] that minimizes the squared error of c W h for the change of the logits; parts: (tokens, c).
+
+    Centered over the experts, since softmax does not see a common shift.
+    """
+    moments: Tensor | float = 0.0
+    products: Tensor | float = 0.0
+    for seen, c in parts:
+        h, change = seen.hidden[rows].double(), (seen.current - seen.recorded)[rows].double()
+        moments = moments + c * c * h.T @ h
+        products = products + c * h.T @ (change - change.mean(-1, keepdim=True))
+    assert isinstance(moments, Tensor) and isinstance(products, Tensor)
+    moments.diagonal().add_(RIDGE * moments.diagonal().mean())
+    return torch.linalg.solve(moments, products).T.float()
+
+
+def batches_of(folder: Path) -> Iterable[tuple[dict[int, Tensor], list[tuple[float, dict[int, Seen]]]]]:
+    """Each rollout batch that is complete: the routers before it, and of its updates learning rate and what routers saw."""
+    for batch in sorted(folder.glob("batch_*")):
+        files = sorted(batch.glob("update_*.pt"))
+        if len(files) == UPDATES:
+            loaded = [torch.load(file) for file in files]
+            seen = [{layer: _seen(**parts) for layer, parts in one["layers"].items()} for one in loaded]
+            yield torch.load(batch / "routers.pt"), [(o["lr"], s) for o, s in zip(loaded, seen, strict=True)]
+
+
+def _seen(hidden: Tensor, recorded: Tensor, current: Tensor) -> Seen:
+    return Seen(hidden.float(), recorded, current)
+
+
+def shadow(folder: Path) -> dict[int, Layer]:
+    """All predictors over one run, judged after its first quarter."""
+    layers: dict[int, Layer] = {}
+    before: dict[int, Tensor] = {}
+    judged = len(list(folder.glob("batch_*"))) // 4
+    for number, (routers, updates) in enumerate(batches_of(folder)):
+        for index, router in routers.items():
+            layer = layers.setdefault(index, Layer([Shadow(form, *router.T.shape) for form in FORMS]))
+            if before:
+                layer.moves.append(router - before[index])
+            seen = [of_layers[index] for _, of_layers in updates]
+            fitted = fit([(s, float(u)) for u, s in enumerate(seen)])
+            if number >= max(judged, 2):
+                judge(layer, seen)
+            layer.fits.append(fitted)
+            layer.hidden.append(torch.cat([s.hidden for s in seen]))
+            for update, (lr, _) in enumerate(updates):
+                if update and lr:
+                    for one in layer.shadows:
+                        one.learn(seen[update], update, lr)
+        before = routers
+    return layers
+
+
+@torch.no_grad()
+def judge(layer: Layer, seen: Sequence[Seen]) -> None:
+    """All predictors as they are before a rollout batch, on its mini-batches."""
+    weights = torch.stack([one.predictor.weight for one in layer.shadows])
+    slopes = {"the batch before, scaled": layer.fits[-1], "the batch before, scaled, half of it": layer.fits[-1] / 2}
+    slopes["the router's own change over the batch before, scaled"] = layer.moves[-1] / UPDATES
+    for update, s in enumerate(seen):
+        biases = {"R2": torch.zeros_like(s.recorded)}
+        for one, bias in zip(layer.shadows, torch.einsum("ved,cd->vce", weights, s.hidden), strict=True):
+            biases[one.form.name] = one.form.scale(update) * bias
+        biases |= {f"least squares, {name}": update * s.hidden @ slope.T for name, slope in slopes.items()}
+        layer.judge(biases, s, update)
+    half = len(seen[0].hidden) // 2
+    for fitted, judged in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
+        for horizon in HORIZONS:
+            scale = [1.0 if horizon == "constant" else float(u) for u in range(UPDATES)]
+            w = fit([(s, scale[u]) for u, s in enumerate(seen) if u], fitted)
+            for update, s in enumerate(seen):
+                bias = scale[update] * s.hidden[judged] @ w.T
+                layer.judge({f"least squares, the same batch's other half, {horizon}": bias}, s, update, judged)
+
+
+def figures(layer: Layer) -> dict[str, dict[str, float]]:
+    """Of each predictor, over the rollout batches that were judged; KL as shares of R2's."""
+    r2 = layer.scores["R2"]
+    batches = r2.agreement[0]  # in each of which it is 1: no router has moved
+    later = range(1, UPDATES)
+
+    def agreement(score: Score) -> float:
+        return statistics.fmean(score.agreement[u] for u in later) / batches
+
+    return {
+        name: {
+            "all": sum(score.kl) / sum(r2.kl),
+            "first": score.kl[0] / sum(r2.kl),
+            "later": sum(score.kl[u] for u in later) / sum(r2.kl[u] for u in later),
+            "last": score.kl[-1] / r2.kl[-1],
+            "agreement": agreement(score),
+            "gain": agreement(score) - agreement(r2),
+            "agreement_last": score.agreement[-1] / batches,
+        }
+        for name, score in layer.scores.items()
+    }
+
+
+def cosine(a: Tensor, b: Tensor, hidden: Tensor | None = None) -> float:
+    """Of two [E, d], both centered over the experts; hidden: of the biases that they are of these router inputs [C, d]."""
+    a, b = (t - t.mean(0) if hidden is None else hidden @ (t - t.mean(0)).T for t in (a, b))
+    return float((a * b).sum() / (a.norm() * b.norm()))
+
+
+COSINES = {
+    "fits": "the drift of two successive batches, by least squares",
+    "routers": "the change of a router over two successive batches",
+    "fit and router": "a batch's drift and the change of its router",
+}
+
+
+def cosines(layer: Layer) -> dict[str, list[float]]:
+    """Means over successive rollout batches: of the weights, and of the biases that they are for the later one's tokens."""
+    fits, moves = layer.fits, layer.moves
+    pairs = {
+        "fits": [(*two, h) for two, h in zip(pairwise(fits), layer.hidden[1:], strict=True)],
+        "routers": [(*two, h) for two, h in zip(pairwise(moves), layer.hidden[1:-1], strict=True)],
+        "fit and router": [*zip(fits[:-1], moves, layer.hidden[:-1], strict=True)],
+    }
+    return {
+        name: [
+            statistics.fmean(cosine(a, b, h if of_biases else None) for a, b, h in found) for of_biases in (False, True)
+        ]
+        for name, found in pairs.items()
+    }
+
+
+def with_error(values: Sequence[float], form: str) -> str:
+    """Mean and standard error."""
+    error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{error}"
+
+
+def table(units: Sequence[dict]) -> str:
+    """Mean and standard error over the layers of all seeds, those that leave least KL first."""
+    rows = {name: {key: [u["figures"][name][key] for u in units] for key in COLUMNS} for name in units[0]["figures"]}
+    lines = [
+        "| predictor | " + " | ".join(title for title, _ in COLUMNS.values()) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
+    for name, found in sorted(rows.items(), key=lambda row: statistics.fmean(row[1]["all"])):
+        cells = [with_error(found[key], form) for key, (_, form) in COLUMNS.items()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "| cosine of | weights | biases of the same tokens |", "|---|---|---|"]
+    for name, title in COSINES.items():
+        weights, biases = (with_error([u["cosines"][name][i] for u in units], ".3f") for i in range(2))
+        lines.append(f"| {title} | {weights} | {biases} |")
+    return "\n".join(lines)
+
+
+def settings_of(seed: int, model: Path) -> Settings:
+    return {"model.path": model, "seed": seed, "data.seed": seed} | RUN
+
+
+def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
+    """out/route-shadow.json and .md of the runs that are done."""
+    results = {}
+    for name in (f"seed{seed}" for seed in range(3)):
+        if last_step(root / name) == steps:
+            layers = shadow(root / name / "routes")
+            found = {str(n): {"figures": figures(layer), "cosines": cosines(layer)} for n, layer in layers.items()}
+            lines = read_json_lines(root / name / METRICS_FILE)
+            names = (
+                "reward/mean",
+                "response/length",
+                "routing/agreement",
+                "routing/later/agreement",
+                "routing/later/kl",
+            )
+            names += (f"routing/update_{UPDATES}/agreement",)
+            run = {metric: mean_of(metric, lines) for metric in names}
+            run |= {"before": lines[0]["eval/score"], "eval/score": lines[-1].get("eval/score")}
+            results[name] = {"run": run, "layers": found}
+    if results:
+        units = [unit for result in results.values() for unit in result["layers"].values()]
+        save(out, "route-shadow", steps, minutes, results, table(units))
+
+
+def main() -> None:
+    parser = make_parser("route_shadow", __doc__.splitlines()[0], steps=24)
+    args = parser.parse_args()
+    names = [f"seed{seed}" for seed in range(3)]
+    check_names(parser, args, names)
+    use_all_cores()
+    torch.set_num_threads(1)  # of this process alone, whose matrices are small
+    model = warm_start((REPOSITORY / args.runs).resolve(), MODEL, WARM_START)
+    plans = {name: settings_of(seed, model) for seed, name in enumerate(names) if name in (args.only or names)}
+    run_all(args, plans, write_results)
+
+
+if __name__ == "__main__":
+    main()

@@ -95,7 +95,7 @@ def test_features_are_those_of_the_papers_formula():
     responses, from which no predictor learns, no router inputs."""
     updates = 4
     found = plan("Qwen3-30B-A3B", 8, routing__source="pr2", batch__updates_per_step=updates)
-    responses, cached = 64 * 8 // 8, 1024
+    responses, cached = 64 * 8 // 8, 2048
     paper = cache_cost(48, 2048, 128, 8, 16_384, cached)
     assert found.usage.kinds["features"] == responses * (
         paper.feature_bytes + 4 * 128 * 48 * cached - 2 * 2048 * 48 * cached // updates
@@ -223,7 +223,7 @@ def test_preflight_refuses_what_cannot_fit(caplog, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     config, hf_config = recipe("Qwen3-30B-A3B", parallel__expert=4), MODELS["Qwen3-30B-A3B"]
     message = (
-        r"each of the 4 GPUs would need 144.0 GB \(weights 17.6, gradients 35.2, optimizer 91.6\) before .* have 85.0; "
+        r"each of the 4 GPUs would need 144.0 GB \(weights 17.6, gradients 35.2, optimizer 91.6, predictors 0.2\) before .* have 85.0; "
     )
     with pytest.raises(UserError, match=message.replace("144.0", r"14\d.\d")) as refusal:
         check_fits(config, hf_config, 4, 85 * GB)

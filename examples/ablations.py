@@ -209,7 +209,7 @@ class Ablation:
     """Of the script; with dashes that of the results."""
     steps: int
     arms: Mapping[str, Settings]
-    """Label -> settings, which override `common`."""
+    """Label -> settings, which override `common`. RUNS in a text stands for the folder of the runs."""
     common: Settings
     figures: Callable[[Path], Figures]
     """Of the folder of one run; at least those of the columns."""
@@ -245,11 +245,13 @@ class Ablation:
         every = self.runs()
         check_names(parser, args, list(every))
         use_all_cores()
-        start = model((REPOSITORY / args.runs).resolve())
+        runs = (REPOSITORY / args.runs).resolve()
+        start = model(runs)
         plans: dict[str, Settings] = {}
         for name in args.only or every:
             arm, seed = every[name]
-            plans[name] = {"model.path": start, "seed": seed, "data.seed": seed} | self.common | self.arms[arm]
+            settings = {"model.path": start, "seed": seed, "data.seed": seed} | self.common | self.arms[arm]
+            plans[name] = {key: str(value).replace("RUNS", str(runs)) for key, value in settings.items()}
         run_all(args, plans, self.write_results, self.config)
 
     def write_results(self, root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:

@@ -20,16 +20,7 @@ upcycle=()
 python tools/upcycle.py "$run/model" "${upcycle[@]}"
 
 echo "== sums up to nine; four in ten pairs of numbers are held out, in both orders"
-python - "$run" <<'PY'
-import json, pathlib, random, sys
-
-pairs = [(a, b) for a in range(1, 9) for b in range(a, 10 - a)]
-random.Random(0).shuffle(pairs)
-for split, part in {"test": pairs[:8], "train": pairs[8:]}.items():
-    sums = sorted({(x, y) for a, b in part for x, y in ((a, b), (b, a))})
-    rows = [{"prompt": f"Answer with a single digit. What is {x} + {y}?", "answer": str(x + y)} for x, y in sums]
-    pathlib.Path(sys.argv[1], f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-PY
+python examples/digit_sums.py "$run"
 
 share=() # a single GPU is the trainer's and the server's in turn
 (($(nvidia-smi --list-gpus 2>/dev/null | wc -l) != 1)) || share=(--rollout.colocate true)

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# SmolLM2-135M with an engine in bf16 and FP8, dense and with experts, one run each: a table and curves.
+# Stopped, it goes on where it was when it is started again.  --help lists the options.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+tools/setup.sh
+exec .venv/bin/python examples/smollm2_ablation.py "$@"

@@ -98,7 +98,8 @@ def mean_and_spread(values: list[float], form: str, sign: str = "", *, error: bo
     """Mean and, of several values, standard deviation, or the mean's standard error; nothing of none."""
     divisor = math.sqrt(len(values)) if error else 1.0
     spread = f" ± {statistics.stdev(values) / divisor:{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}{form}}{spread}" if values else ""
+    shown = sign + form.lstrip("+") if sign else form
+    return f"{statistics.fmean(values):{shown}}{spread}" if values else ""
 
 
 def mean_of(name: str, lines: Sequence[Mapping]) -> float | None:

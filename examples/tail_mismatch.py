@@ -1,0 +1,195 @@
+"""Is there a noise floor that nobody planted? A trainer in fp32 against engines in fp32, bf16 and FP8, over all tokens.
+
+The engine samples responses; then it and the model in fp32 (transformers, of which the trainer's log-probs are 5e-7 away at most)
+say the log-probs of tokens drawn evenly from the vocabulary at every place. By the probability of a token: how far the two are
+apart, which way, and the largest ratio. A floor would show as a bias that grows as tokens get less likely (figure 2 of
+papers/000); proposition 4.2 bounds the difference of a token by twice the error of the logits, however unlikely it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import requests
+import torch
+from ablations import CLI, REPOSITORY, call, flags, use_all_cores
+from digit_sums import write
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_rl.config import ServerConfig
+from megatron_rl.models.fp8 import quantized
+from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
+
+ENGINES = ("fp32", "bf16", "fp8")
+TOKENS = 512
+"""Drawn from the vocabulary, the same at every place."""
+RESPONSES = 48
+LONGEST = 48
+BELOW = (1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1.0)
+"""Upper ends of the classes of a token's probability."""
+
+
+def in_fp8(source: Path, out: Path) -> Path:
+    """The folder with its matrices rounded to FP8 in blocks and back, as a push to an FP8 engine without a GPU rounds them."""
+    if not out.is_dir():
+        out.mkdir(parents=True)
+        for path in source.iterdir():
+            if path.suffix != ".safetensors":
+                (out / path.name).write_bytes(path.read_bytes())
+        for path in source.glob("*.safetensors"):
+            save_file(
+                dict(quantized(load_file(path).items(), simulate=True)), out / path.name, metadata={"format": "pt"}
+            )
+    return out
+
+
+def ask(server: RolloutServer, body: dict) -> dict:
+    """One request. Errors: requests.HTTPError."""
+    answer = requests.post(f"{server.address}/generate", json=body, timeout=300)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def serve(folder: Path, dtype: str) -> RolloutServer:
+    config = ServerConfig(max_total_tokens=16384)
+    options = {"pythonpath": [SERVER_PYTHONPATH], "log_path": folder.parent / f"{dtype}.log", "context_length": 512}
+    return RolloutServer(folder, config, dtype="fp32" if dtype == "fp32" else "bf16", **options)
+
+
+def sampled(server: RolloutServer, prompts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
+    """(tokens, length of the prompt) of one response each, at temperature 1."""
+    sampling = {"temperature": 1.0, "max_new_tokens": LONGEST, "min_p": 0.0, "top_k": -1, "top_p": 1.0}
+    found = [ask(server, {"input_ids": prompt, "sampling_params": sampling}) for prompt in prompts]
+    return [(prompt + answer["output_ids"], len(prompt)) for prompt, answer in zip(prompts, found, strict=True)]
+
+
+def engine_log_probs(server: RolloutServer, tokens: list[int], start: int, ids: list[int]) -> np.ndarray:
+    """[places, TOKENS + 1] of the ids at every place of the response, and of the token that is there."""
+    body = {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "token_ids_logprob": ids,
+    }
+    told = ask(server, body)["meta_info"]
+    of_ids = [[entry[0] for entry in place] for place in told["input_token_ids_logprobs"][start:]]
+    there = [entry[0] for entry in told["input_token_logprobs"][start:]]
+    return np.concatenate([np.array(of_ids), np.array(there)[:, None]], 1)
+
+
+@torch.no_grad()
+def exact_log_probs(model: torch.nn.Module, tokens: list[int], start: int, ids: list[int]) -> np.ndarray:
+    """The same from the model in fp32."""
+    logits = model(torch.tensor([tokens])).logits[0, start - 1 : -1].double().log_softmax(-1)
+    there = logits.gather(1, torch.tensor(tokens[start:])[:, None])
+    return torch.cat([logits[:, ids], there], 1).numpy()
+
+
+def by_class(engine: np.ndarray, exact: np.ndarray) -> dict[str, dict[str, float]]:
+    """Statistics of engine's - exact log-prob by the exact probability, of the tokens drawn; and of those that are there."""
+    classes = {}
+    d, p = (engine - exact)[:, :-1].ravel(), np.exp(exact[:, :-1]).ravel()
+    for low, high in zip((0.0, *BELOW), BELOW, strict=False):
+        of = d[(p >= low) & (p < high)]
+        if len(of):
+            classes[f"p<{high:g}"] = statistics_of(of)
+    return classes | {"sampled": statistics_of((engine - exact)[:, -1])}
+
+
+def statistics_of(d: np.ndarray) -> dict[str, float]:
+    names = {"mean": d.mean(), "error": d.std() / len(d) ** 0.5, "abs_median": np.median(np.abs(d))}
+    names |= {"abs_p99": np.quantile(np.abs(d), 0.99), "largest_ratio": np.exp(np.abs(d).max()), "tokens": len(d)}
+    return {name: float(value) for name, value in names.items()}
+
+
+def models(runs: Path) -> dict[str, tuple[Path, list[list[int]]]]:
+    """Name -> folder and prompts: SmolLM2, and the quickstart's model with Qwen3's number of tokens after some SFT."""
+    python = CLI[0]
+    smollm2 = runs / "smollm2"
+    if not smollm2.is_dir():
+        call([python, "tools/upcycle.py", str(smollm2)], runs / "smollm2.log")
+    write(runs)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    rows = [json.loads(line) for line in (runs / "train.jsonl").read_text().splitlines()]
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    large = runs / "sft" / "hf"
+    if not large.is_dir():
+        call(
+            [python, "tools/make_tiny_model.py", "--preset", "quickstart", "--vocab", "151936", str(runs / "model")],
+            runs / "model.log",
+        )
+        settings = {"name": "sft", "runs_dir": runs, "model.path": runs / "model", "steps": 80}
+        call([*CLI, "sft", "configs/quickstart_sft.yaml", *flags(settings)], runs / "sft.log")
+    numbers = AutoTokenizer.from_pretrained(large)
+    rng = np.random.default_rng(0)
+    lists = [f"<{' '.join(map(str, rng.integers(0, 20, 6)))}:" for _ in range(RESPONSES)]
+    return {
+        "SmolLM2-135M, 49,152 tokens": (smollm2, [prompts[i % len(prompts)] for i in range(RESPONSES)]),
+        "quickstart's, 151,936 tokens": (large, [numbers.encode(text) for text in lists]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="tail_mismatch.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=Path("runs/tail_mismatch"), help="folder of the models")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
+    args = parser.parse_args()
+    use_all_cores()
+    runs = (REPOSITORY / args.runs).resolve()
+    runs.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict] = {}
+    for name, (folder, prompts) in models(runs).items():
+        exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = np.random.default_rng(0).choice(exact.config.vocab_size, TOKENS, replace=False).tolist()
+        responses: list[tuple[list[int], int]] = []
+        for engine in ENGINES:
+            served = in_fp8(folder, folder.with_name(f"{folder.name}_fp8")) if engine == "fp8" else folder
+            with serve(served, engine) as server:
+                responses = responses or sampled(server, prompts)
+                pairs = [
+                    (engine_log_probs(server, tokens, start, ids), exact_log_probs(exact, tokens, start, ids))
+                    for tokens, start in responses
+                ]
+            results.setdefault(name, {})[engine] = by_class(
+                *(np.concatenate(side) for side in zip(*pairs, strict=True))
+            )
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "tail-mismatch.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results))
+    (args.out / "tail-mismatch.md").write_text(table(results) + "\n")
+
+
+def table(results: dict[str, dict]) -> str:
+    """Rows: model, engine and class of probability."""
+    lines = [
+        "| model | engine | tokens | number | mean of engine - trainer | median of the size | 99 % | largest ratio |",
+        "|---" * 8 + "|",
+    ]
+    for model, engines in results.items():
+        for engine, classes in engines.items():
+            for name, s in classes.items():
+                mean = f"{s['mean']:+.2g} ± {s['error']:.1g}"
+                cells = (
+                    model,
+                    engine,
+                    name,
+                    f"{s['tokens']:,.0f}",
+                    mean,
+                    f"{s['abs_median']:.2g}",
+                    f"{s['abs_p99']:.2g}",
+                    f"{s['largest_ratio']:.3g}",
+                )
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

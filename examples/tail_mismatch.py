@@ -1,6 +1,6 @@
 """Is there a noise floor that nobody planted? A trainer in fp32 against engines in fp32, bf16 and FP8, over all tokens.
 
-The engine samples responses; then it and the model in fp32 (transformers, of which the trainer's log-probs are 5e-7 away at most)
+The engine samples responses; then it and the model in fp32 (transformers, 5e-7 from the trainer at most)
 say the log-probs of tokens drawn evenly from the vocabulary at every place. By the probability of a token: how far the two are
 apart, which way, and the largest ratio. A floor would show as a bias that grows as tokens get less likely (figure 2 of
 papers/000); proposition 4.2 bounds the difference of a token by twice the error of the logits, however unlikely it is.

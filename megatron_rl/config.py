@@ -593,6 +593,7 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
 
 KNOWN_AS = {
     "freeze_router": "that is model.freeze: ['*.mlp.router.*']; leave it out where it is false",
+    "normalize": "that is correction.denominator: weights; leave it out where it is false",
     "min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0",
 }
 """Another name of a key (its last part) -> what the error says about it."""

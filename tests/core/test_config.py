@@ -90,6 +90,8 @@ def test_old_names_are_errors_that_name_the_new_one():
         assert new in key_paths() and old not in key_paths()
     with pytest.raises(UserError, match=r"'model\.freeze_router'; that is model\.freeze: \['\*\.mlp\.router\.\*'\]"):
         build_config({"model": {"freeze_router": True}})
+    with pytest.raises(UserError, match=r"'correction\.normalize'; that is correction\.denominator: weights"):
+        build_config({"correction": {"normalize": True}})
     for key, values in RENAMED_VALUES.items():
         section, _, name = key.rpartition(".")
         for old, new in values.items():

@@ -63,7 +63,7 @@ def finished(tmp_path_factory, tiny_model):
         # A random model earns nothing: without the entropy its weights would not move, and any would be the newest.
         "algorithm": {"kl": {"coefficient": 0.01}, "entropy_coefficient": 0.01},
         "pruning": {"enabled": True},
-        "correction": {"mode": "mask", "low": 0.5, "high": 2.0, "veto": 1e-4, "normalize": True},
+        "correction": {"mode": "mask", "low": 0.5, "high": 2.0, "veto": 1e-4, "denominator": "weights"},
         "optimizer": {"lr": 1e-3, "warmup_steps": 2},
         "parallel": {"expert": 2},
         "precision": {"train": "fp32", "rollout": "fp32"},

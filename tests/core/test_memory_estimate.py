@@ -222,7 +222,10 @@ def test_preflight_refuses_what_cannot_fit(caplog, monkeypatch):
     """By the bytes of the device, without one; what may fit is a warning."""
     monkeypatch.delenv("RANK", raising=False)
     config, hf_config = recipe("Qwen3-30B-A3B", parallel__expert=4), MODELS["Qwen3-30B-A3B"]
-    message = r"each of the 4 GPUs would need 144.0 GB \(weights 17.6, gradients 35.2, optimizer 91.6, predictors 0.2\) before .* have 85.0; "
+    message = (
+        r"each of the 4 GPUs would need 144.0 GB \(weights 17.6, gradients 35.2, optimizer 91.6, predictors 0.2\) before "
+        r".* have 85.0; "
+    )
     with pytest.raises(UserError, match=message.replace("144.0", r"14\d.\d")) as refusal:
         check_fits(config, hf_config, 4, 85 * GB)
     assert "\n" not in str(refusal.value)

@@ -49,6 +49,7 @@ COMMON: Settings = {
     "algorithm.advantage": "rloo",
     "algorithm.loss": "reinforce",
     "correction.veto": 1e-4,
+    "correction.denominator": "sampled",  # the default of the release that the results are of
     "precision.train": "fp8_tensorwise",
     "precision.rollout": "bf16",
     "rollout.agreement_floor": "null",  # a method that collapses is a result

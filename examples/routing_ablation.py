@@ -29,6 +29,12 @@ from curves import write_svg
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
+PREDICTORS: dict[str, object] = {
+    "routing.predictor_horizon": "constant",
+    "routing.predictor_lr_multiplier": 0.2,
+    "routing.predictor_decay": 0.2,
+}
+"""The defaults of the release that the results are of."""
 METHODS: dict[str, dict[str, object]] = {
     "GRPO": {},
     "GSPO": {
@@ -38,16 +44,16 @@ METHODS: dict[str, dict[str, object]] = {
         "algorithm.clip_high": 0.03,
     },
     "R2": {"routing.source": "r2"},
-    "Pr2": {"routing.source": "pr2"},
+    "Pr2": PREDICTORS | {"routing.source": "pr2"},
     "R3": {"routing.source": "r3"},
-    "Pr3": {"routing.source": "pr3"},
+    "Pr3": PREDICTORS | {"routing.source": "pr3"},
     "Pr2 published": {
         "routing.source": "pr2",
         "routing.predictor_horizon": "constant",
         "routing.predictor_lr_multiplier": 1.0,
         "routing.predictor_decay": 0.0,
     },
-    "Pr3 engine features": {"routing.source": "pr3", "routing.features": "engine"},
+    "Pr3 engine features": PREDICTORS | {"routing.source": "pr3", "routing.features": "engine"},
 }
 AT_OFF_4 = ("Pr2 published", "Pr3 engine features")
 """Variants that run at off-4 alone: predictors that forget nothing, and those that learn from what the engine saw."""

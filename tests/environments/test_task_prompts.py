@@ -92,6 +92,22 @@ def test_a_list_that_is_to_be_written_several_times():
         build_task(DataConfig(task="number_zigzag", options={"times": 3}))
 
 
+def test_numbers_that_add_up_have_answers_of_many_lengths():
+    """examples/number_partition.py: half of the demonstrations are right, one token a number, and short ones as likely."""
+    task = build_task(DataConfig(task="examples/number_partition.py:NumberPartition"))
+    rng = random.Random()
+    prompts = task.prompts("train")[:400]
+    texts = [task.demonstration(prompt, rng) for prompt in prompts]
+    assert all(1 <= int(number) <= 19 for text in texts for number in text.split())
+    right = [parts["correct"] for parts in task.score(prompts, texts)]
+    assert 0.35 < sum(right) / len(right) < 0.65  # of 400: six standard deviations
+    assert {len(text.split()) for text in texts} >= set(range(3, 9))
+    prompt = prompts[0]
+    assert sum(map(int, prompt.text[1:-1].split("+"))) == int(prompt.answer)
+    wrong = (f"{int(prompt.answer) + 1}", f"{prompt.answer} 0", "", "x")
+    assert [parts["correct"] for parts in task.score([prompt] * 5, [prompt.answer, *wrong])] == [1, 0, 0, 0, 0]
+
+
 def test_number_zigzag_has_prompts_with_several_right_answers():
     rng = random.Random(0)
     task = build_task(DataConfig(task="number_zigzag", options={"size": 300}))

@@ -61,9 +61,9 @@ def test_results_are_of_the_runs_that_are_done(of_script, tmp_path, capsys):
     assert len(found["runs"]) == 4 and found["minutes"] == 2.0
     rows = (tmp_path / "out" / f"{of_script.stem}.md").read_text().splitlines()
     [first] = [row for row in rows if row.startswith(f"| {two[0]} | 2 |")]
-    assert "0.62" in first and " ± 0.1" in first  # mean 0.625, standard deviation 0.177
+    assert "0.62" in first and " ± 0.177" in first  # mean 0.625, standard deviation 0.177
     [difference] = [row for row in rows if row.startswith(f"| {two[0]} - {two[1]} | 2 |")]
-    assert "+0.37" in difference and " ± 0.1" in difference  # of 0.25 and 0.5: 0.375, standard error 0.125
+    assert "+0.37" in difference and " ± 0.125" in difference  # of 0.25 and 0.5: 0.375, standard error 0.125
     assert not [row for row in rows if row.startswith(f"| {names[2]} |")]
     picture = (tmp_path / "out" / f"{of_script.stem}.svg").read_text()
     assert "NaN" not in picture and len(picture) > 5000

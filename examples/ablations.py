@@ -7,6 +7,7 @@ are written whenever a script ends, of all runs that are done. `Ablation` is a w
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -35,20 +36,35 @@ Figures = Mapping[str, float | None]
 """Of one run; None where one does not apply."""
 
 
-def call(command: list[str], log: Path) -> None:
-    """Run a command with its output in a file. Errors: SystemExit with the last line of it, or where it takes too long."""
+async def run_command(command: Sequence[str], log: Path, threads: int) -> None:
+    """Run a command with its output in a file. Errors: SystemExit with the last line of it, or where it takes too long.
+
+    A command whose task is canceled is ended before this returns.
+    """
     name = Path(sys.argv[0]).stem
     log.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with log.open("w") as file:
-            done = subprocess.run(
-                command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, timeout=LONGEST_S, check=False
-            )
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"{name}: {' '.join(command[2:6])} took over {LONGEST_S} s [{log}]") from None
-    if done.returncode:
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with log.open("w") as file:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            async with asyncio.timeout(LONGEST_S):
+                code = await process.wait()
+        except TimeoutError:
+            raise SystemExit(f"{name}: {' '.join(command[2:6])} took over {LONGEST_S} s [{log}]") from None
+        finally:
+            if process.returncode is None:
+                process.terminate()  # a run of training ends its servers and workers
+                await process.wait()
+    if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise SystemExit(f"{name}: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
+
+
+def call(command: Sequence[str], log: Path) -> None:
+    """`run_command` on all cores."""
+    asyncio.run(run_command(command, log, os.cpu_count() or 1))
 
 
 def flags(settings: Settings) -> list[str]:
@@ -81,7 +97,7 @@ def last_step(folder: Path) -> int:
     return max((line["step"] for line in read_json_lines(folder / METRICS_FILE)), default=-1)
 
 
-def train(name: str, root: Path, steps: int, settings: Settings, config: str = "configs/quickstart.yaml") -> float:
+async def train(name: str, root: Path, steps: int, settings: Settings, config: str, threads: int) -> float:
     """One run of a config. Seconds that it took; 0 where it was done before."""
     folder = root / name
     if last_step(folder) == steps:
@@ -89,7 +105,7 @@ def train(name: str, root: Path, steps: int, settings: Settings, config: str = "
     shutil.rmtree(folder, ignore_errors=True)
     own = {"name": name, "runs_dir": root, "steps": steps, "logging.tensorboard": "false"}
     start = time.monotonic()
-    call([*CLI, "train", config, *flags(own | settings)], root / f"{name}.log")
+    await run_command([*CLI, "train", config, *flags(own | settings)], root / f"{name}.log", threads)
     shutil.rmtree(folder / "checkpoints")
     return time.monotonic() - start
 
@@ -149,6 +165,7 @@ def make_parser(prog: str, description: str, *, steps: int) -> argparse.Argument
     parser.add_argument("--steps", type=int, default=steps, help="rollout batches of a run")
     parser.add_argument("--runs", type=Path, default=Path("runs") / prog, help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which share the cores")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of runs, e.g. those of one seed")
     return parser
 
@@ -167,20 +184,32 @@ def run_all(
 ) -> None:
     """Train what is missing of `plans` (name -> settings), then write_results(folder of the runs, out, steps, minutes).
 
-    Ends in order on SIGTERM: the run that goes on is ended, and starts anew next time.
+    Ends in order on SIGTERM: runs that go on are ended, and start anew next time.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, with which the run that goes on is ended
     root = (REPOSITORY / args.runs).resolve() / f"{args.steps}_steps"  # runs of another length are others
     root.mkdir(parents=True, exist_ok=True)
     taken = root / "minutes.json"
     minutes = json.loads(taken.read_text()) if taken.exists() else {}
-    try:
-        for number, (name, settings) in enumerate(plans.items(), 1):
-            seconds = train(name, root, args.steps, settings, config)
+    turns = iter(enumerate(plans.items(), 1))
+    threads = max((os.cpu_count() or 1) // args.jobs, 1)
+
+    async def work() -> None:
+        for number, (name, settings) in turns:
+            seconds = await train(name, root, args.steps, settings, config, threads)
             if seconds:
-                minutes[name] = seconds / 60
+                minutes[name] = seconds / 60 / args.jobs
                 taken.write_text(json.dumps(minutes))
             print(f"{number}/{len(plans)} {name}: {f'{seconds:.0f} s' if seconds else 'was done'}", flush=True)
+
+    async def all_jobs() -> None:
+        everything = asyncio.gather(*(work() for _ in range(args.jobs)))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, everything.cancel)
+        await everything
+
+    try:
+        asyncio.run(all_jobs())
+    except asyncio.CancelledError:
+        sys.exit(143)
     finally:
         write_results(root, args.out, args.steps, minutes)
 

@@ -43,10 +43,13 @@ from megatron_rl.routing.predictors import make_adam, set_lr
 
 UPDATES = 16
 TOPK = 8
-TASK: Settings = {"data.options": "{min_numbers: 12, max_numbers: 16}", "rollout.context_length": 40}
-TASK |= {"rollout.max_new_tokens": 17}
+TASK: Settings = {
+    "data.options": "{min_numbers: 5, max_numbers: 5, times: 13, corrupt: 0.5}",  # responses of 66 tokens
+    "rollout.max_new_tokens": 66,
+    "rollout.context_length": 80,
+}
 MODEL = ("--preset", "quickstart", "--experts", "64", "--topk", str(TOPK), "--expert-intermediate", "64")
-WARM_START: Settings = TASK | {"steps": 320}
+WARM_START: Settings = TASK | {"steps": 300}
 BETAS = (0.9, 0.99)
 RUN: Settings = TASK | {
     "batch.updates_per_step": UPDATES,
@@ -55,7 +58,8 @@ RUN: Settings = TASK | {
     "optimizer.warmup_steps": UPDATES,
     "optimizer.decay": "constant",
     "routing.source": "r2",
-    "routing.cached_tokens": 8,  # of 512 responses a rollout batch: with 4 layers 15 MB
+    "batch.prompts_per_step": 16,
+    "routing.cached_tokens": 32,  # of 128 responses a rollout batch: with 4 layers 15 MB
     "hooks": "examples/route_recorder.py:RouteRecorder",
     "eval.every": 0,
 }

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config import build_config, key_paths, parse_overrides
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCRIPTS = ("noise_floor", "routing_replay", "vp2o_stability", "vp2o_diversity", "smollm2_ablation")
+SCRIPTS = ("noise_floor", "routing_replay", "vp2o_stability", "vp2o_diversity", "smollm2_ablation", "all_cures")
 
 
 @pytest.fixture(params=SCRIPTS)

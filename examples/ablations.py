@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from curves import Panel, write_curves
+from curves import Groups, Panel, write_curves
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
@@ -36,8 +36,12 @@ Figures = Mapping[str, float | None]
 """Of one run; None where one does not apply."""
 
 
+class RunFailedError(Exception):
+    """A command failed, or took too long."""
+
+
 async def run_command(command: Sequence[str], log: Path, threads: int) -> None:
-    """Run a command with its output in a file. Errors: SystemExit with the last line of it, or where it takes too long.
+    """Run a command with its output in a file. Errors: RunFailedError, with the last line of it.
 
     A command whose task is canceled is ended before this returns.
     """
@@ -52,19 +56,22 @@ async def run_command(command: Sequence[str], log: Path, threads: int) -> None:
             async with asyncio.timeout(LONGEST_S):
                 code = await process.wait()
         except TimeoutError:
-            raise SystemExit(f"{name}: {' '.join(command[2:6])} took over {LONGEST_S} s [{log}]") from None
+            raise RunFailedError(f"{name}: {' '.join(command[2:6])} took over {LONGEST_S} s [{log}]") from None
         finally:
             if process.returncode is None:
                 process.terminate()  # a run of training ends its servers and workers
                 await process.wait()
     if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise SystemExit(f"{name}: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
+        raise RunFailedError(f"{name}: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
 
 
 def call(command: Sequence[str], log: Path) -> None:
-    """`run_command` on all cores."""
-    asyncio.run(run_command(command, log, os.cpu_count() or 1))
+    """`run_command` on all cores. Errors: SystemExit."""
+    try:
+        asyncio.run(run_command(command, log, os.cpu_count() or 1))
+    except RunFailedError as error:
+        raise SystemExit(str(error)) from None
 
 
 def flags(settings: Settings) -> list[str]:
@@ -210,12 +217,10 @@ def run_all(
         asyncio.run(all_jobs())
     except asyncio.CancelledError:
         sys.exit(143)
+    except RunFailedError as error:
+        raise SystemExit(str(error)) from None
     finally:
         write_results(root, args.out, args.steps, minutes)
-
-
-def use_all_cores() -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
 
 def metric_lines(folder: Path) -> tuple[list[dict], list[dict]]:
@@ -274,7 +279,6 @@ class Ablation:
         args = parser.parse_args()
         every = self.runs()
         check_names(parser, args, list(every))
-        use_all_cores()
         runs = (REPOSITORY / args.runs).resolve()
         start = model(runs)
         plans: dict[str, Settings] = {}
@@ -295,9 +299,12 @@ class Ablation:
         text = "\n\n".join(table for table in (self.table(results), self.difference_table(results)) if table)
         save(out, self.stem, steps, minutes, results, text)
         groups = {arm: [root / name for name, (of, _) in done.items() if of == arm] for arm in self.arms}
+        self.write_pictures({arm: folders for arm, folders in groups.items() if folders}, out)
+
+    def write_pictures(self, groups: Groups, out: Path) -> None:
+        """groups: folders of the runs that are done, by arm."""
         if self.panels:
-            shown = {arm: folders for arm, folders in groups.items() if folders}
-            write_curves(shown, self.panels, out / f"{self.stem}.svg", title=self.title)
+            write_curves(groups, self.panels, out / f"{self.stem}.svg", title=self.title)
 
     def table(self, results: Mapping[str, dict]) -> str:
         """Mean and, over several seeds, the standard deviation."""

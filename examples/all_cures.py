@@ -1,8 +1,8 @@
 """Every cure alone and all of them together, one run each, where everything goes wrong at once, and what each costs.
 
 The engine has the noise floor of noise_floor.py and computes in bf16, the trainer is in fp32; 64 experts of which 8 are chosen;
-eight updates a rollout batch at a learning rate that is not divided by their number. "No fault" is the same run with an engine in
-fp32 and without floor, which still has its routers' drift.
+eight updates a rollout batch at a learning rate that is not divided by their number. "No fault" is the same run with an engine
+in fp32 and without floor, which still has its routers' drift.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from pathlib import Path
 
 from ablations import Ablation, Figures, Settings, mean_of, metric_lines, quarters, warm_start
 from curves import Panel
-from noise_floor import DVP, FLOOR, MIS, NONE, TASK, UNPRUNED, VETO
-from noise_floor import WARM_START as NOISE_FLOOR_WARM_START
+from noise_floor import DVP, FLOOR, MIS, NONE, UNPRUNED, VETO
 
 UPDATES = 8
-MODEL = ("--preset", "quickstart", "--vocab", "8192", "--experts", "64", "--topk", "8", "--expert-intermediate", "64")
-WARM_START: Settings = NOISE_FLOOR_WARM_START | {"steps": 300}
+MODEL = ("--preset", "quickstart", "--vocab", "65536", "--experts", "64", "--topk", "8", "--expert-intermediate", "64")
 MASKED: Settings = VETO | MIS
 ARMS: dict[str, Settings] = {
     "no fault": UNPRUNED | {"rollout.sampling.tail_floor": "null", "precision.rollout": "fp32"},
@@ -30,25 +28,20 @@ ARMS: dict[str, Settings] = {
     "DVP + MIS": DVP | MASKED,
     "all": DVP | MASKED | {"routing.source": "pr3", "vp2o.enabled": "true"},
 }
-COMMON: Settings = (
-    TASK
-    | NONE
-    | {
-        "batch.prompts_per_step": 32,
-        "batch.updates_per_step": UPDATES,
-        "algorithm.advantage": "rloo",
-        "algorithm.loss": "ppo",
-        "optimizer.lr": 1e-4,
-        "optimizer.warmup_steps": UPDATES,
-        "optimizer.decay": "constant",
-        "precision.rollout": "bf16",
-        "rollout.sampling.tail_floor": FLOOR,
-        "rollout.agreement_floor": "null",
-        "rollout.routes": "true",
-        "eval.prompts": 100,
-        "eval.every": 10,
-    }
-)
+COMMON: Settings = NONE | {
+    "batch.updates_per_step": UPDATES,
+    "algorithm.advantage": "rloo",
+    "algorithm.loss": "ppo",
+    "optimizer.lr": 1e-4,
+    "optimizer.warmup_steps": UPDATES,
+    "optimizer.decay": "constant",
+    "precision.rollout": "bf16",
+    "rollout.sampling.tail_floor": FLOOR,
+    "rollout.agreement_floor": "null",
+    "rollout.routes": "true",
+    "eval.prompts": 100,
+    "eval.every": 10,
+}
 COLUMNS = {
     "before": ("score before", ".3f"),
     "score": ("score", ".3f"),
@@ -104,4 +97,4 @@ ABLATION = Ablation(
 
 
 if __name__ == "__main__":
-    ABLATION.main(__doc__, lambda runs: warm_start(runs, MODEL, WARM_START))
+    ABLATION.main(__doc__, lambda runs: warm_start(runs, MODEL))

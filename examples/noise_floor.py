@@ -7,7 +7,7 @@ tokens one token in ten comes from the floor, and it spoils the answer. Naive RL
 next to impossible already, and never in the engine.
 
 The paper's own rho = e^-13 prunes the floor; rho = e^-14 lies below it and is the control that has to fail. The rest
-is the paper's but for size: on-policy RLOO without a clip, thresholds of 0.2. The veto is an arm of its own, since it cures too.
+is the paper's but for size: on-policy RLOO without a clip, thresholds of 0.2. The veto, which cures too, is an arm of its own.
 """
 
 from __future__ import annotations
@@ -62,13 +62,18 @@ COLUMNS = {
     "first/mismatch/kl_capped": ("KL, first quarter", ".4f"),
     "last/mismatch/kl_capped": ("KL, last quarter", ".4f"),
     "last/mismatch/kl_safe": ("KL of the safe set", ".5f"),
+    "first/gap": ("floor tokens, engine - trainer, first step", ".2f"),
+    "last/gap": ("last quarter", ".2f"),
+    "floored": ("floor tokens of a step", ".0f"),
     "corrected/vetoed": ("vetoed", ".3f"),
     "loss/counted": ("counted", ".3f"),
     "update/grad_norm": ("gradient norm, median", ".3f"),
     "entropy": ("entropy, last quarter", ".3f"),
 }
+GAP = "mismatch/p<1e-06/abs"
+"""Nats between a floor token's two log-probs: the trainer gives it less than 1e-6, the engine 1.67e-6 of the likeliest's."""
 PANELS = (
-    Panel("Reward of the samples", "reward/mean", smooth=3),
+    Panel("Floor tokens: log-prob of the engine - of the trainer", GAP),
     Panel("KL(engine || trainer), nats per token", "mismatch/kl_capped", log=True, smooth=3),
     Panel("Score", "eval/score"),
     Panel("Entropy, nats per token", "entropy", smooth=3),
@@ -92,6 +97,9 @@ def figures(folder: Path) -> Figures:
         "first/mismatch/kl_capped": mean_of("mismatch/kl_capped", first),
         "last/mismatch/kl_capped": mean_of("mismatch/kl_capped", last),
         "last/mismatch/kl_safe": mean_of("mismatch/kl_safe", last),
+        "first/gap": mean_of(GAP, steps[:1]),
+        "last/gap": mean_of(GAP, last),
+        "floored": mean_of(GAP.replace("abs", "tokens"), steps),
         "corrected/vetoed": mean_of("corrected/vetoed", steps),
         "loss/counted": mean_of("loss/counted", steps),
         "update/grad_norm": statistics.median(norms),

@@ -6,8 +6,8 @@ least-squares fits of the drift: of the other half of the same rollout batch (no
 can be expected to do better), and of the batch before (how far drift persists); and the routers' own change over the batch
 before.
 
-The setting is one in which there is something to be gained: many experts, many updates, a learning rate that is not divided by
-their number. All of it is in `MODEL`, `WARM_START` and `RUN`.
+The setting is one in which there is something to be gained: many experts, many updates, long responses, and the largest
+learning rate that the policy bears, not divided by the number of updates. All of it is in `MODEL`, `WARM_START` and `RUN`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ablations import (
     mean_of,
     run_all,
     save,
-    use_all_cores,
     warm_start,
 )
 from route_recorder import Seen
@@ -53,7 +52,7 @@ WARM_START: Settings = TASK | {"steps": 300}
 BETAS = (0.9, 0.99)
 RUN: Settings = TASK | {
     "batch.updates_per_step": UPDATES,
-    "optimizer.lr": 1e-4,
+    "optimizer.lr": 1.2e-4,
     "optimizer.betas": list(BETAS),
     "optimizer.warmup_steps": UPDATES,
     "optimizer.decay": "constant",
@@ -337,7 +336,6 @@ def main() -> None:
     args = parser.parse_args()
     names = [f"seed{seed}" for seed in range(3)]
     check_names(parser, args, names)
-    use_all_cores()
     torch.set_num_threads(1)  # of this process alone, whose matrices are small
     model = warm_start((REPOSITORY / args.runs).resolve(), MODEL, WARM_START)
     plans = {name: settings_of(seed, model) for seed, name in enumerate(names) if name in (args.only or names)}

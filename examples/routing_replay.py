@@ -1,7 +1,7 @@
 """Routing replay where routers move: GRPO, R2, Pr2 and R3, Pr3 at 16 updates a rollout batch, three seeds.
 
-The setting is that of route_shadow.py: 64 experts of which 8 are chosen, responses of 60 tokens and more, a learning rate that
-is not divided by the number of updates. In the first update of a rollout batch nothing has moved, and a recorded route is the
+The setting is that of route_shadow.py: 64 experts of which 8 are chosen, responses of 66 tokens, a learning rate that is not
+divided by the number of updates. In the first update of a rollout batch nothing has moved, and a recorded route is the
 router's own: agreement and route KL are those of the later updates. "Without prediction" is what the same run would have had on
 the same tokens had its predictors been zero.
 """
@@ -9,9 +9,10 @@ the same tokens had its predictors been zero.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import override
 
 from ablations import Ablation, Figures, Settings, mean_of, metric_lines, quarters, warm_start
-from curves import Panel
+from curves import Groups, Panel, write_svg
 from route_shadow import MODEL, RUN, UPDATES, WARM_START
 
 PUBLISHED: Settings = {
@@ -78,7 +79,14 @@ def figures(folder: Path) -> Figures:
     }
 
 
-ABLATION = Ablation(
+class RoutingReplay(Ablation):
+    @override
+    def write_pictures(self, groups: Groups, out: Path) -> None:
+        super().write_pictures(groups, out)
+        write_svg(groups, out, self.stem)
+
+
+ABLATION = RoutingReplay(
     name="routing_replay",
     steps=16,
     arms=ARMS,
@@ -93,6 +101,7 @@ ABLATION = Ablation(
         ("R3", "GRPO"),
         ("Pr3", "R3"),
     ],
+    of_one_seed=("Pr2 as published, x0.02", "Pr2 as published, x0.5"),
 )
 
 

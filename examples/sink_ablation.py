@@ -25,7 +25,6 @@ from ablations import (
     mean_of,
     run_all,
     save,
-    use_all_cores,
     warm_start,
 )
 from curves import Panel, write_curves
@@ -185,7 +184,6 @@ def main() -> None:
     args = parser.parse_args()
     every = {plan.name: plan for plan in make_plan()}
     check_names(parser, args, list(every))
-    use_all_cores()
     runs = (REPOSITORY / args.runs).resolve()
     plans = [every[name] for name in args.only] if args.only else list(every.values())
     flags = ("--preset", "gptoss_quickstart", "--tokenizer", "numbers", "--window", "8")

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import requests
 import torch
-from ablations import CLI, REPOSITORY, call, flags, use_all_cores
+from ablations import CLI, REPOSITORY, call, flags
 from digit_sums import write
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/tail_mismatch"), help="folder of the models")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
     args = parser.parse_args()
-    use_all_cores()
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # of the servers
     runs = (REPOSITORY / args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict] = {}

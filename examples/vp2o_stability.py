@@ -35,6 +35,7 @@ COMMON: Settings = TASK | {
     # Beyond any limit: it measures KL and ESS after each step, and refreshes as without.
     "sync.refresh.when": "drift",
     "sync.refresh.kl": 1e-9,
+    "correction.bypass": "true",
     "eval.every": 4,
     "eval.prompts": 100,
     "eval.greedy": "false",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron_rl.data.packing import Batch
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics
 from megatron_rl.routing.metrics import layer_name
-from megatron_rl.trainer.hooks import UpdateHook
+from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
 from megatron_rl.trainer.objective import CLOSE
 from megatron_rl.trainer.trainer import Trainer
 
@@ -17,19 +18,30 @@ FEWEST = 32
 
 
 class AgreementFloor(UpdateHook):
-    """Stops the run where less than a share `floor` agrees in an update, of its tokens or of a layer's experts."""
+    """Stops the run where less than a share `floor` agrees in an update, of its tokens or of a layer's experts.
+
+    With `correction.bypass` the trainer's side is the policy as it is, which later updates of a rollout batch find moved on
+    purpose: of them nothing is said.
+    """
 
     def __init__(self, floor: float) -> None:
         self.floor = floor
         self._layers: tuple[int, ...] = ()
+        self._bypass = self._moved = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Learn which layers have routes."""
+        """Learn which layers have routes, and whose log-probs the engine's are compared with."""
         self._layers = trainer.layout.routes.moe_layers if trainer.layout.routes else ()
+        self._bypass = trainer.config.correction.bypass
+
+    def before_forward(self, batches: Sequence[Batch], stage: Stage, place: Place) -> None:
+        """Note whether the policy has been updated since it sampled."""
+        self._moved = self._bypass and place.update > 0
 
     def check(self, metrics: Metrics) -> None:
         """Raise a UserError where too little agrees."""
-        check_agreement(metrics, self._layers, self.floor)
+        if not self._moved:
+            check_agreement(metrics, self._layers, self.floor)
 
 
 def check_agreement(metrics: Metrics, moe_layers: Iterable[int], floor: float) -> None:

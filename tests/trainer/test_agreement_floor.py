@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megatron_rl.metrics.reduce import Metrics, derived, figures, mean
 from megatron_rl.routing.compare import share_of_experts
 from megatron_rl.routing.metrics import layer_name
 from megatron_rl.trainer.agreement import AgreementFloor, check_agreement
+from megatron_rl.trainer.hooks import Place
 from megatron_rl.trainer.objective import CLOSE
 
 
@@ -135,3 +137,18 @@ def test_the_floor(metrics, message):
             check_agreement(metrics, range(4), 0.5)
     else:
         check_agreement(metrics, range(4), 0.5)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_updates_that_find_the_policy_moved_are_not_judged(bypass):
+    """With bypass, whose log-probs are those of the policy as it is; others are of before the first update."""
+    layout, correction = SimpleNamespace(routes=None), SimpleNamespace(bypass=bypass)
+    floor = AgreementFloor(0.5)
+    floor.attach(SimpleNamespace(layout=layout, config=SimpleNamespace(correction=correction)))
+    for update in (0, 1, 2, 0):
+        floor.before_forward([], "update", Place(update))
+        if update and bypass:
+            floor.check(measured(0.31, {}))
+        else:
+            with pytest.raises(UserError, match="only 31% of the tokens"):
+                floor.check(measured(0.31, {}))

@@ -104,8 +104,10 @@ def last_step(folder: Path) -> int:
     return max((line["step"] for line in read_json_lines(folder / METRICS_FILE)), default=-1)
 
 
-async def train(name: str, root: Path, steps: int, settings: Settings, config: str, threads: int) -> float:
-    """One run of a config. Seconds that it took; 0 where it was done before."""
+async def train(
+    name: str, root: Path, steps: int, settings: Settings, config: str, threads: int, *, keep: bool = False
+) -> float:
+    """One run of a config; keep: its checkpoints. Seconds that it took; 0 where it was done before."""
     folder = root / name
     if last_step(folder) == steps:
         return 0.0
@@ -113,7 +115,8 @@ async def train(name: str, root: Path, steps: int, settings: Settings, config: s
     own = {"name": name, "runs_dir": root, "steps": steps, "logging.tensorboard": "false"}
     start = time.monotonic()
     await run_command([*CLI, "train", config, *flags(own | settings)], root / f"{name}.log", threads)
-    shutil.rmtree(folder / "checkpoints")
+    if not keep:
+        shutil.rmtree(folder / "checkpoints")
     return time.monotonic() - start
 
 
@@ -173,6 +176,7 @@ def make_parser(prog: str, description: str, *, steps: int) -> argparse.Argument
     parser.add_argument("--runs", type=Path, default=Path("runs") / prog, help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which share the cores")
+    parser.add_argument("--keep", action="store_true", help="the runs' checkpoints")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of runs, e.g. those of one seed")
     return parser
 
@@ -202,7 +206,7 @@ def run_all(
 
     async def work() -> None:
         for number, (name, settings) in turns:
-            seconds = await train(name, root, args.steps, settings, config, threads)
+            seconds = await train(name, root, args.steps, settings, config, threads, keep=args.keep)
             if seconds:
                 minutes[name] = seconds / 60 / args.jobs
                 taken.write_text(json.dumps(minutes))

@@ -27,6 +27,7 @@ ARMS: dict[str, Settings] = {
     "Pr2, horizon-scaled": {"routing.source": "pr2"},
     "R3": {"routing.source": "r3"},
     "Pr3": {"routing.source": "pr3"},
+    "Pr3, the engine's features": {"routing.source": "pr3", "routing.features": "engine"},
 }
 COMMON: Settings = RUN | {
     "hooks": "[]",
@@ -101,7 +102,7 @@ ABLATION = RoutingReplay(
         ("R3", "GRPO"),
         ("Pr3", "R3"),
     ],
-    of_one_seed=("Pr2 as published, x0.02", "Pr2 as published, x0.5"),
+    of_one_seed=("Pr2 as published, x0.02", "Pr2 as published, x0.5", "Pr3, the engine's features"),
 )
 
 

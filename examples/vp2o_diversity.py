@@ -3,6 +3,9 @@
 Six different numbers are to go up and down in turn. The warm start has seen many of the 61 orders, half of them wrong. Whatever
 learns more slowly has more answers left, so the arms are compared at one score, read between two evaluations; and beside GRPO
 stand what costs nothing: an entropy bonus, and a lower learning rate.
+
+The paper also reports shorter answers. In the second task a sum is to be taken apart, into few numbers or many, all of them
+right: what is read there is the length of the answers.
 """
 
 from __future__ import annotations
@@ -27,6 +30,15 @@ ARMS: dict[str, Settings] = {
     "VP2O": {},
     "VP2O without attraction": {"vp2o.neighbors": 1},
 }
+SUMS: Settings = {
+    "data.task": "examples/number_partition.py:NumberPartition",
+    "data.options": "{}",
+    "rollout.max_new_tokens": 14,  # 11 in the demonstrations
+}
+ARMS |= {
+    f"sums, {arm}": ARMS[arm] | SUMS | {"model.path": "RUNS/sums/sft/hf"}
+    for arm in ("GRPO", "GRPO, half the lr", "VP2O")
+}
 COMMON: Settings = TASK | {
     "batch.prompts_per_step": 32,
     "vp2o.enabled": "true",
@@ -42,6 +54,7 @@ OF_ONE_SCORE = {
     f"eval/pass@{SAMPLES}": (f"pass@{SAMPLES}", ".3f"),
     "eval/collision": ("two right answers are the same", ".3f"),
     f"eval/distinct@{SAMPLES}": (f"different right answers of {SAMPLES}", ".2f"),
+    "eval/response_length": ("tokens of an answer", ".2f"),
 }
 COLUMNS = {
     "eval/score": ("score at the end", ".3f"),
@@ -49,6 +62,7 @@ COLUMNS = {
     **{f"eval/pass@{k}": (f"pass@{k}", ".3f") for k in (2, 4, 8, 16, SAMPLES)},
     "eval/collision": ("two right answers are the same", ".3f"),
     f"eval/distinct@{SAMPLES}": (f"different right answers of {SAMPLES}", ".2f"),
+    "eval/response_length": ("tokens of an answer", ".2f"),
     "entropy": ("entropy, last quarter", ".3f"),
     "vp2o/overlap": ("prototype overlap, last quarter", ".3f"),
     "step": (f"step of score {SCORE:g}", ".0f"),
@@ -93,9 +107,16 @@ ABLATION = Ablation(
     columns=COLUMNS,
     panels=PANELS,
     title="Score and diversity over 150 steps",
-    differences=[(arm, "GRPO") for arm in ARMS if arm != "GRPO"] + [("VP2O", "GRPO + entropy bonus")],
+    differences=[(arm, "GRPO") for arm in ARMS if arm != "GRPO" and not arm.startswith("sums")]
+    + [("VP2O", "GRPO + entropy bonus"), ("sums, VP2O", "sums, GRPO"), ("sums, VP2O", "sums, GRPO, half the lr")],
 )
 
 
+def models(runs: Path) -> Path:
+    """The warm starts of both tasks."""
+    warm_start(runs / "sums", settings=SUMS)
+    return warm_start(runs, settings=TASK)
+
+
 if __name__ == "__main__":
-    ABLATION.main(__doc__, lambda runs: warm_start(runs, settings=TASK))
+    ABLATION.main(__doc__, models)

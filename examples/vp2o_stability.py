@@ -26,7 +26,7 @@ ARMS: dict[str, Settings] = {
     "VP2O": UNCLIPPED,
     "VP2O + region": UNCLIPPED | REGION,
 }
-RATES = {"edge": 2e-4, "beyond": 6e-4}
+RATES = {"edge": 1e-4, "beyond": 2.5e-4}
 COMMON: Settings = TASK | {
     "batch.updates_per_step": UPDATES,
     "vp2o.enabled": "true",

@@ -30,6 +30,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CLI = [sys.executable, "-m", "megatron_rl.cli"]
 LONGEST_S = 3600
 """Of one run."""
+ENDING_S = 60
+"""Within which a run that is stopped has to end."""
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 """glibc keeps what is freed: logits over 65,536 tokens that are mapped anew each time took half of all time in the kernel."""
 Settings = dict[str, object]
@@ -61,11 +63,21 @@ async def run_command(command: Sequence[str], log: Path, threads: int) -> None:
             raise RunFailedError(f"{name}: {' '.join(command[2:6])} took over {LONGEST_S} s [{log}]") from None
         finally:
             if process.returncode is None:
-                process.terminate()  # a run of training ends its servers and workers
-                await process.wait()
+                await end(process)
     if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise RunFailedError(f"{name}: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Ask a process to end, and make it: a run of training saves first, and ends its servers and workers."""
+    process.terminate()
+    try:
+        async with asyncio.timeout(ENDING_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def call(command: Sequence[str], log: Path) -> None:

@@ -99,12 +99,19 @@ def test_a_run_that_fails_ends_the_others_and_says_so(command, tmp_path, monkeyp
     assert "Traceback" not in failed.stderr
 
 
-def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch, deaf):
+    """One that does not listen to SIGTERM is killed."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     ablations = importlib.import_module("ablations")
-    monkeypatch.setattr(ablations, "LONGEST_S", 0.5)
-    with pytest.raises(SystemExit, match="took over 0.5 s"):
-        ablations.call([sys.executable, "-c", "import time; time.sleep(1000)"], tmp_path / "log")
+    monkeypatch.setattr(ablations, "LONGEST_S", 2)
+    monkeypatch.setattr(ablations, "ENDING_S", 2)
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if deaf else ""
+    program = f"import os, signal, time; {ignore} print(os.getpid(), flush=True); time.sleep(1000)"
+    with pytest.raises(SystemExit, match="took over 2 s"):
+        ablations.call([sys.executable, "-c", program], tmp_path / "log")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "log").read_text()), 0)
 
 
 def wait_for(condition):

@@ -42,23 +42,18 @@ from megatron_rl.routing.predictors import make_adam, set_lr
 
 UPDATES = 16
 TOPK = 8
-TASK: Settings = {
-    "data.options": "{min_numbers: 5, max_numbers: 5, times: 13, corrupt: 0.5}",  # responses of 66 tokens
-    "rollout.max_new_tokens": 66,
-    "rollout.context_length": 80,
-}
 MODEL = ("--preset", "quickstart", "--experts", "64", "--topk", str(TOPK), "--expert-intermediate", "64")
-WARM_START: Settings = TASK | {"steps": 300}
+WARM_START: Settings = {"steps": 160}
 BETAS = (0.9, 0.99)
-RUN: Settings = TASK | {
+RUN: Settings = {
     "batch.updates_per_step": UPDATES,
-    "optimizer.lr": 1.2e-4,
+    "optimizer.lr": 2e-4,
     "optimizer.betas": list(BETAS),
     "optimizer.warmup_steps": UPDATES,
     "optimizer.decay": "constant",
     "routing.source": "r2",
-    "batch.prompts_per_step": 16,
-    "routing.cached_tokens": 32,  # of 128 responses a rollout batch: with 4 layers 15 MB
+    "batch.prompts_per_step": 128,
+    "routing.cached_tokens": 4,  # of 1,024 responses a rollout batch: with 4 layers 15 MB
     "hooks": "examples/route_recorder.py:RouteRecorder",
     "eval.every": 0,
 }
@@ -332,7 +327,7 @@ def write_results(root: Path, out: Path, steps: int, minutes: dict[str, float]) 
 
 
 def main() -> None:
-    parser = make_parser("route_shadow", __doc__.splitlines()[0], steps=24)
+    parser = make_parser("route_shadow", __doc__.splitlines()[0], steps=16)
     args = parser.parse_args()
     names = [f"seed{seed}" for seed in range(3)]
     check_names(parser, args, names)

@@ -89,7 +89,7 @@ class RoutingReplay(Ablation):
 
 ABLATION = RoutingReplay(
     name="routing_replay",
-    steps=16,
+    steps=12,
     arms=ARMS,
     common=COMMON,
     figures=figures,

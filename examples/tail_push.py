@@ -37,7 +37,7 @@ def hidden_states(folder: Path) -> tuple[Tensor, Tensor]:
         answer = tokenizer.encode(" ".join(map(str, sorted(numbers))))
         states = model(torch.tensor([prompt + answer]), output_hidden_states=True).hidden_states[-1][0]
         found.append(states[len(prompt) - 1 :])
-    return torch.cat(found), model.lm_head.weight
+    return torch.cat(found), model.lm_head.weight.detach()
 
 
 def gap(hidden: Tensor, head: Tensor) -> float:

@@ -13,12 +13,12 @@ from ablations import Ablation, Figures, Settings, mean_of, metric_lines, quarte
 from curves import Panel
 
 UPDATES = 8
-SEEDS = 3
+SEEDS = 2
 TASK: Settings = {"data.task": "number_zigzag"}
 UNCLIPPED: Settings = {"algorithm.clip_low": 1e9, "algorithm.clip_high": 1e9}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
 """Measures what VP2O measures, and leaves gradients as they are."""
-REGION: Settings = {"vp2o.trust_region": 0.1, "vp2o.on_violation": "backtrack"}
+REGION: Settings = {"vp2o.trust_region": 0.01, "vp2o.on_violation": "backtrack"}
 ARMS: dict[str, Settings] = {
     "GRPO, clipped": ALONE,
     "GRPO": ALONE | UNCLIPPED,

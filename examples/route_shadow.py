@@ -6,8 +6,9 @@ least-squares fits of the drift: of the other half of the same rollout batch (no
 can be expected to do better), and of the batch before (how far drift persists); and the routers' own change over the batch
 before.
 
-The setting is one in which there is something to be gained: many experts, many updates, long responses, and the largest
-learning rate that the policy bears, not divided by the number of updates. All of it is in `MODEL`, `WARM_START` and `RUN`.
+The setting is one in which there is something to be gained: many experts, many updates, and a learning rate that is not divided
+by their number. The policy bears it because an update has 64 responses, which therefore are short. All of it is in `MODEL`,
+`WARM_START` and `RUN`.
 """
 
 from __future__ import annotations

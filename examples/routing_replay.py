@@ -1,6 +1,6 @@
 """Routing replay where routers move: GRPO, R2, Pr2 and R3, Pr3 at 16 updates a rollout batch, three seeds.
 
-The setting is that of route_shadow.py: 64 experts of which 8 are chosen, responses of 66 tokens, a learning rate that is not
+The setting is that of route_shadow.py: 64 experts of which 8 are chosen, 64 responses an update, a learning rate that is not
 divided by the number of updates. In the first update of a rollout batch nothing has moved, and a recorded route is the
 router's own: agreement and route KL are those of the later updates. "Without prediction" is what the same run would have had on
 the same tokens had its predictors been zero.
@@ -89,7 +89,7 @@ class RoutingReplay(Ablation):
 
 ABLATION = RoutingReplay(
     name="routing_replay",
-    steps=12,
+    steps=10,
     arms=ARMS,
     common=COMMON,
     figures=figures,

@@ -14,7 +14,7 @@ from ablations import REPOSITORY, Ablation, Figures, Settings, call, mean_of, me
 from curves import Panel
 from digit_sums import write
 
-DVP: Settings = {"pruning.enabled": "true"}
+DVP: Settings = {"pruning.enabled": "true", "pruning.measure": "false"}
 MIS: Settings = {"correction.mode": "mask", "correction.low": 0.8, "correction.high": 1.2}
 EXPERTS: Settings = {
     "model.path": "RUNS/experts",

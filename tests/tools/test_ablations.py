@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import build_config, key_paths, parse_overrides
+from megatron_rl.config import load_config
+from megatron_rl.launch.preflight import preflight
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = ("noise_floor", "routing_replay", "vp2o_stability", "vp2o_diversity", "smollm2_ablation", "all_cures")
@@ -28,17 +29,22 @@ def of_script(request, monkeypatch):
             del sys.modules[name]
 
 
-def test_every_run_has_a_config_of_its_own(of_script, monkeypatch):
-    """Names and settings are valid, arms differ from each other, seeds are outermost, and pairs are of arms that exist."""
+def test_every_run_has_a_config_of_its_own(of_script, tiny_model):
+    """Names and settings are valid, arms differ from each other, seeds are outermost, and pairs are of arms that exist.
+
+    "Valid" is what a run checks before it starts, with a model of another size.
+    """
     runs = of_script.runs()
     assert [arm for arm, seed in runs.values() if seed == 0] == list(of_script.arms)
     assert list(runs.values()) == sorted(runs.values(), key=lambda run: run[1])
     flags = importlib.import_module("ablations").flags
+    model = tiny_model("qwen3_moe", "--layers", "2", "--experts", "16", "--tokenizer", "numbers")
     configs = []
     for arm in of_script.arms.values():
         settings = of_script.common | arm
-        assert settings.keys() <= key_paths().keys()
-        configs.append(build_config(parse_overrides(flags(settings))))
+        config = load_config(EXAMPLES.parent / of_script.config, flags(settings | {"model.path": model}))
+        preflight(config, "train")
+        configs.append((config, settings.get("model.path")))
     assert all(a != b for i, a in enumerate(configs) for b in configs[:i])
     assert {name for pair in of_script.differences for name in pair} <= of_script.arms.keys()
     assert (EXAMPLES / f"{of_script.name}.sh").read_text().endswith(f'examples/{of_script.name}.py "$@"\n')

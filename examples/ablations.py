@@ -271,6 +271,8 @@ class Ablation:
     panels: Sequence[Panel] = ()
     title: str = ""
     """Of the picture of the panels."""
+    pictured: Collection[str] = ()
+    """Arms in it, at most eight, of which each has a color of its own; none: all."""
     differences: Sequence[tuple[str, str]] = ()
     """Pairs of arms whose figures are subtracted seed by seed: the first's minus the second's."""
     seeds: int = 3
@@ -316,8 +318,11 @@ class Ablation:
         }
         text = "\n\n".join(table for table in (self.table(results), self.difference_table(results)) if table)
         save(out, self.stem, steps, minutes, results, text)
-        groups = {arm: [root / name for name, (of, _) in done.items() if of == arm] for arm in self.arms}
-        self.write_pictures({arm: folders for arm, folders in groups.items() if folders}, out)
+        groups = {
+            arm: [root / name for name, (of, _) in done.items() if of == arm] for arm in self.pictured or self.arms
+        }
+        if found := {arm: folders for arm, folders in groups.items() if folders}:
+            self.write_pictures(found, out)
 
     def write_pictures(self, groups: Groups, out: Path) -> None:
         """groups: folders of the runs that are done, by arm."""

@@ -93,6 +93,7 @@ ABLATION = Ablation(
     panels=PANELS,
     title="Every cure alone, and all of them",
     seeds=1,
+    pictured=[arm for arm in ARMS if arm not in ("veto + MIS", "R2")],
 )
 
 

@@ -118,6 +118,7 @@ ABLATION = Ablation(
     title="A noise floor under the engine's tail, over steps",
     differences=[(arm, "no floor") for arm in ARMS if arm != "no floor"],
     of_one_seed=[arm for arm in ARMS if arm not in MAIN],
+    pictured=[arm for arm in ARMS if not arm.startswith("DVP + veto")],  # which look like DVP
 )
 
 

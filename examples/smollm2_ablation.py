@@ -116,6 +116,7 @@ ABLATION = Ablation(
     title="SmolLM2-135M with an engine in bf16 or FP8",
     differences=[],
     seeds=1,
+    pictured=[arm for arm in ARMS if ARMS[arm].get("optimizer.lr") is None and arm not in ("FP8, DVP", "experts, DVP")],
     config="configs/smollm2.yaml",
 )
 

@@ -100,6 +100,11 @@ ABLATION = Ablation(
         for a, b in (("GRPO + region", "GRPO"), ("VP2O", "GRPO"), ("VP2O + region", "GRPO"), ("GRPO, clipped", "GRPO"))
     ],
     seeds=SEEDS,
+    pictured=[
+        f"{arm}, lr {rate:g}"
+        for arm in ("GRPO, clipped", "GRPO", "GRPO + region", "VP2O + region")
+        for rate in RATES.values()
+    ],
 )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from megatron_rl.launch.preflight import preflight
+from megatron_rl.metrics.vega import SERIES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = ("noise_floor", "routing_replay", "vp2o_stability", "vp2o_diversity", "smollm2_ablation", "all_cures")
@@ -47,6 +48,9 @@ def test_every_run_has_a_config_of_its_own(of_script, tiny_model):
         configs.append((config, settings.get("model.path")))
     assert all(a != b for i, a in enumerate(configs) for b in configs[:i])
     assert {name for pair in of_script.differences for name in pair} <= of_script.arms.keys()
+    pictured = of_script.pictured or of_script.arms
+    assert set(pictured) <= of_script.arms.keys()
+    assert not of_script.panels or len(pictured) <= len(SERIES)
     assert (EXAMPLES / f"{of_script.name}.sh").read_text().endswith(f'examples/{of_script.name}.py "$@"\n')
 
 
@@ -55,7 +59,12 @@ def test_results_are_of_the_runs_that_are_done(of_script, tmp_path, capsys):
     names = list(of_script.arms)
     two = names[0], names[1]
     of_script = replace(
-        of_script, seeds=3, differences=[two], of_one_seed=(), figures=lambda folder: figures_of(of_script, folder)
+        of_script,
+        seeds=3,
+        differences=[two],
+        of_one_seed=(),
+        pictured=(),
+        figures=lambda folder: figures_of(of_script, folder),
     )
     runs = {of: name for name, of in of_script.runs().items()}
     for (arm, seed), value in {(two[0], 0): 0.5, (two[0], 1): 0.75, (two[1], 0): 0.25, (two[1], 1): 0.25}.items():

@@ -13,7 +13,7 @@ from ablations import Ablation, Figures, Settings, mean_of, metric_lines, quarte
 from curves import Panel
 
 UPDATES = 8
-SEEDS = 2
+SEEDS = 3
 TASK: Settings = {"data.task": "number_zigzag"}
 UNCLIPPED: Settings = {"algorithm.clip_low": 1e9, "algorithm.clip_high": 1e9}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}

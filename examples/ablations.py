@@ -184,13 +184,20 @@ def save(
     print(text)
 
 
+def positive(text: str) -> int:
+    """A number of the command line. Errors: ArgumentTypeError where it is below 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
+
+
 def make_parser(prog: str, description: str, *, steps: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{prog}.sh", description=description)
-    parser.add_argument("--steps", type=int, default=steps, help="rollout batches of a run")
+    parser.add_argument("--steps", type=positive, default=steps, help="rollout batches of a run")
     parser.add_argument("--runs", type=Path, default=Path("runs") / prog, help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, which share the cores")
-    parser.add_argument("--keep", action="store_true", help="the runs' checkpoints")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs side by side, which share the cores")
+    parser.add_argument("--keep", action="store_true", help="keep the runs' checkpoints")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of runs, e.g. those of one seed")
     return parser
 

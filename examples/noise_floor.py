@@ -3,7 +3,7 @@
 Section 5.5 of "Taming the Tail" (papers/000) lays collapse to tokens so unlikely that the engine's error is larger than their
 probability. Here the error is planted in its plainest form: the engine gives no token less than e^-13.3 = 1.67e-6 of the
 likeliest one's probability (`rollout.sampling.tail_floor`), the trainer knows nothing of it, and both are in fp32. With 65,536
-tokens one token in ten comes from the floor, and it spoils the answer. Naive RLOO pushes it down in the trainer, where it is
+tokens about one in fifteen comes from the floor, and spoils the answer. Naive RLOO pushes it down in the trainer, where it is
 next to impossible already, and never in the engine.
 
 The paper's own rho = e^-13 prunes the floor; rho = e^-14 lies below it and is the control that has to fail. The rest

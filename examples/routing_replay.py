@@ -29,7 +29,7 @@ ARMS: dict[str, Settings] = {
     "Pr3": {"routing.source": "pr3"},
     "Pr3, the engine's features": {"routing.source": "pr3", "routing.features": "engine"},
 }
-SWEPT = ("Pr2 as published, x0.02", "Pr2 as published, x0.5", "Pr3, the engine's features")
+OF_ONE_SEED = ("Pr2 as published, x0.02", "Pr2 as published, x0.5", "Pr3, the engine's features")
 COMMON: Settings = RUN | {
     "hooks": "[]",
     "rollout.routes": "true",
@@ -103,8 +103,8 @@ ABLATION = RoutingReplay(
         ("R3", "GRPO"),
         ("Pr3", "R3"),
     ],
-    pictured=[arm for arm in ARMS if arm not in SWEPT],
-    of_one_seed=SWEPT,
+    pictured=[arm for arm in ARMS if arm not in OF_ONE_SEED],
+    of_one_seed=OF_ONE_SEED,
 )
 
 

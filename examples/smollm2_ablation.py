@@ -13,9 +13,9 @@ from pathlib import Path
 from ablations import REPOSITORY, Ablation, Figures, Settings, call, mean_of, metric_lines, quarters
 from curves import Panel
 from digit_sums import write
+from noise_floor import MIS
 
 DVP: Settings = {"pruning.enabled": "true", "pruning.measure": "false"}
-MIS: Settings = {"correction.mode": "mask", "correction.low": 0.8, "correction.high": 1.2}
 EXPERTS: Settings = {
     "model.path": "RUNS/experts",
     "algorithm.loss": "ppo",

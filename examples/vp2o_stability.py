@@ -51,7 +51,8 @@ COLUMNS = {
     "loss/ratio_tail": ("ratio outside [1/2, 2]", ".4f"),
     "entropy": ("entropy, last quarter", ".3f"),
     "vp2o/shift": ("shift of the barycenter", ".3f"),
-    "backtracks": ("halvings", ".1f"),
+    "rejected": ("updates left out", ".1f"),
+    "update/lr": ("learning rate, mean x 1e6", ".1f"),
 }
 PANELS = (
     Panel("Score", "eval/score"),
@@ -77,7 +78,8 @@ def figures(folder: Path) -> Figures:
         "loss/ratio_tail": mean_of("loss/ratio_tail", steps),
         "entropy": mean_of("entropy", last),
         "vp2o/shift": mean_of("vp2o/shift", steps),
-        "backtracks": sum(line.get("update/backtracks") or 0.0 for line in steps),
+        "rejected": sum(line.get("update/rejected") or 0.0 for line in steps),
+        "update/lr": None if (lr := mean_of("update/lr", steps)) is None else lr * 1e6,
     }
 
 

@@ -49,7 +49,7 @@ ablations.run_all(args, plans, lambda root, out, steps, minutes: print("results"
 def command(tmp_path):
     """Of a script with three runs, of which the first two wait for each other; and the third for what a test says."""
 
-    def make(waits_for: str, jobs: int = 2) -> list[str]:
+    def make(waits_for: str, jobs: int | str = 2) -> list[str]:
         (tmp_path / "run.py").write_text(RUN)
         script = tmp_path / "script.py"
         script.write_text(SCRIPT.replace("WAITS_FOR", repr(waits_for)))
@@ -87,16 +87,24 @@ def test_the_script_ends_what_it_has_started(command, tmp_path):
         os.kill(int((root / "c" / "pid").read_text()), 0)
 
 
-def test_a_run_that_fails_ends_the_others_and_says_so(command, tmp_path, monkeypatch):
-    """One line with the last line of its output and the file; the run beside it is ended."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    made = command("nobody", jobs=3)
-    run = tmp_path / "run.py"
-    run.write_text(RUN.replace("deadline =", 'deadline = 0 if folder.name == "c" else'))
-    failed = subprocess.run(made, capture_output=True, text=True, timeout=120)
+def test_a_run_that_fails_ends_the_others_and_says_so(command, tmp_path):
+    """One line with the last line of its output and the file; a run that would wait on beside it is ended."""
+    made = command("a", jobs=3)
+    wrong = 'sys.exit("out of order") if folder.name == "c" else time.sleep(100)\n(folder / "metrics'
+    (tmp_path / "run.py").write_text(RUN.replace('(folder / "metrics', wrong))
+    failed = subprocess.run(made, capture_output=True, text=True, timeout=90)
     assert failed.returncode == 1
-    assert "failed: the other one is not there [" in failed.stderr and "c.log]" in failed.stderr
-    assert "Traceback" not in failed.stderr
+    assert "failed: out of order [" in failed.stderr and "c.log]" in failed.stderr
+    assert "Traceback" not in failed.stderr and failed.stdout.splitlines() == ["results []"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "runs" / "2_steps" / "a" / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
+def test_a_number_of_jobs_that_is_none_is_refused(command, jobs):
+    """In one line that names the flag."""
+    failed = subprocess.run(command("", jobs), capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 2 and f"argument --jobs: {jobs} is no number from 1 on" in failed.stderr
 
 
 @pytest.mark.parametrize("deaf", [False, True])

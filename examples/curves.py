@@ -1,4 +1,4 @@
-"""Curves and routing pictures of several groups of runs side by side, as SVG files for documents."""
+"""Pictures of several groups of runs side by side, as SVG files for documents: curves, routing, the mismatch by probability."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ def write_svg(groups: Groups, folder: Path | str, stem: str = "routing") -> list
     for name, path in paths.items():
         _write(specs[name], path, f"{stem} {name}")
     return list(paths.values())
+
+
+def write_probability(groups: Mapping[str, Mapping[float, Mapping[str, float]]], path: Path, *, title: str) -> None:
+    """By the probability of a token, a panel for each label: upper end of a class -> tokens, abs, abs_max, bias."""
+    charts = {label: vega.probability(classes, dict.fromkeys(classes)) for label, classes in groups.items()}
+    _write([chart | {"title": label, "width": 380, "height": 240} for label, chart in charts.items()], path, title)
 
 
 def _write(specs: Sequence[vega.Spec], path: Path, title: str) -> None:

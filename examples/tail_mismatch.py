@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import requests
 import torch
 from ablations import CLI, REPOSITORY, call, flags
+from curves import write_probability
 from digit_sums import write
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,8 +107,10 @@ def by_class(engine: np.ndarray, exact: np.ndarray) -> dict[str, dict[str, float
 
 
 def statistics_of(d: np.ndarray) -> dict[str, float]:
-    names = {"mean": d.mean(), "error": d.std() / len(d) ** 0.5, "abs_median": np.median(np.abs(d))}
-    names |= {"abs_p99": np.quantile(np.abs(d), 0.99), "largest_ratio": np.exp(np.abs(d).max()), "tokens": len(d)}
+    """d: of log-probs, in nats."""
+    size = np.abs(d)
+    names = {"bias": d.mean(), "error": d.std() / len(d) ** 0.5, "abs": size.mean(), "abs_median": np.median(size)}
+    names |= {"abs_p99": np.quantile(size, 0.99), "abs_max": size.max(), "tokens": len(d)}
     return {name: float(value) for name, value in names.items()}
 
 
@@ -166,6 +170,17 @@ def main() -> None:
     (args.out / "tail-mismatch.json").write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     (args.out / "tail-mismatch.md").write_text(table(results) + "\n")
+    title = "Difference of log-probs by probability"
+    write_probability(panels(results), args.out / "tail-mismatch.svg", title=title)
+
+
+def panels(results: Mapping[str, Mapping[str, Mapping]]) -> dict[str, dict[float, Mapping]]:
+    """Model and engine -> upper end of a class -> statistics; without the tokens that were sampled."""
+    return {
+        f"{model}, {engine}": {float(name.removeprefix("p<")): of for name, of in classes.items() if name != "sampled"}
+        for model, engines in results.items()
+        for engine, classes in engines.items()
+    }
 
 
 def table(results: dict[str, dict]) -> str:
@@ -177,7 +192,7 @@ def table(results: dict[str, dict]) -> str:
     for model, engines in results.items():
         for engine, classes in engines.items():
             for name, s in classes.items():
-                mean = f"{s['mean']:+.2g} ± {s['error']:.1g}"
+                mean = f"{s['bias']:+.2g} ± {s['error']:.1g}"
                 cells = (
                     model,
                     engine,
@@ -186,7 +201,7 @@ def table(results: dict[str, dict]) -> str:
                     mean,
                     f"{s['abs_median']:.2g}",
                     f"{s['abs_p99']:.2g}",
-                    f"{s['largest_ratio']:.3g}",
+                    f"{math.exp(s['abs_max']):.3g}",
                 )
                 lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -23,16 +23,20 @@ def test_a_floor_shows_in_the_classes_that_lie_below_it(ablation, rng):
     assert list(found) == ["p<1e-12", "p<1e-09", "p<1e-06", "p<0.001", "p<1", "sampled"]
     assert sum(one["tokens"] for name, one in found.items() if name != "sampled") == 4000
     below, above = found["p<1e-12"], found["p<0.001"]
-    assert below["mean"] > np.log(1e-8 / 1e-12) - 0.01 and below["largest_ratio"] > 1e4 * 0.99
-    assert abs(above["mean"]) <= 0.01 and above["abs_p99"] <= 0.01 and above["largest_ratio"] <= np.exp(0.0101)
-    assert found["sampled"] == pytest.approx(
-        {"mean": 0.25, "error": 0, "abs_median": 0.25, "abs_p99": 0.25, "largest_ratio": np.exp(0.25), "tokens": 40}
-    )
+    assert below["bias"] > np.log(1e-8 / 1e-12) - 0.01 and below["abs_max"] >= below["abs"] >= below["bias"]
+    assert abs(above["bias"]) <= 0.0101 and above["abs_p99"] <= above["abs_max"] <= 0.0101
+    sizes = dict.fromkeys(("bias", "abs", "abs_median", "abs_p99", "abs_max"), 0.25)
+    assert found["sampled"] == pytest.approx(sizes | {"error": 0, "tokens": 40})
 
 
-def test_the_table_has_a_row_for_each_class(ablation, rng):
+def test_table_and_picture_have_each_class(ablation, rng, tmp_path):
     one = ablation.statistics_of(rng.normal(0, 1, 1000))
-    text = ablation.table({"a model": {"bf16": {"p<1": one, "sampled": one}, "fp8": {"sampled": one}}})
+    found = {"a model": {"bf16": {"p<1e-06": one, "p<1": one, "sampled": one}, "fp8": {"p<1": one, "sampled": one}}}
+    text = ablation.table(found)
     rows = text.splitlines()
-    assert len(rows) == 5 and all(row.count("|") == rows[0].count("|") for row in rows)
-    assert rows[2].startswith("| a model | bf16 | p<1 | 1,000 | ")
+    assert len(rows) == 7 and all(row.count("|") == rows[0].count("|") for row in rows)
+    assert rows[2].startswith("| a model | bf16 | p<1e-06 | 1,000 | ")
+    path = tmp_path / "a.svg"
+    ablation.write_probability(ablation.panels(found), path, title="A title")
+    picture = path.read_text()
+    assert all(text in picture for text in ("a model, bf16", "a model, fp8", "&lt; 1e-06"))

@@ -13,7 +13,6 @@ by their number. The policy bears it because an update has 64 responses, which t
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from ablations import (
     check_names,
     last_step,
     make_parser,
+    mean_and_spread,
     mean_of,
     run_all,
     save,
@@ -276,12 +276,6 @@ def cosines(layer: Layer) -> dict[str, list[float]]:
     }
 
 
-def with_error(values: Sequence[float], form: str) -> str:
-    """Mean and standard error."""
-    error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{form}}{error}"
-
-
 def table(units: Sequence[dict]) -> str:
     """Mean and standard error over the layers of all seeds, those that leave least KL first."""
     rows = {name: {key: [u["figures"][name][key] for u in units] for key in COLUMNS} for name in units[0]["figures"]}
@@ -290,11 +284,12 @@ def table(units: Sequence[dict]) -> str:
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
     for name, found in sorted(rows.items(), key=lambda row: statistics.fmean(row[1]["all"])):
-        cells = [with_error(found[key], form) for key, (_, form) in COLUMNS.items()]
+        cells = [mean_and_spread(found[key], form, error=True) for key, (_, form) in COLUMNS.items()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "| cosine of | weights | biases of the same tokens |", "|---|---|---|"]
     for name, title in COSINES.items():
-        weights, biases = (with_error([u["cosines"][name][i] for u in units], ".3f") for i in range(2))
+        of = [[u["cosines"][name][i] for u in units] for i in range(2)]
+        weights, biases = (mean_and_spread(values, ".3f", error=True) for values in of)
         lines.append(f"| {title} | {weights} | {biases} |")
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """A task whose right answers differ in length, `data.task: examples/number_partition.py:NumberPartition`.
 
-`=5+12:` wants numbers from 1 to 19 that add up to 17, few or many: `17` is right, and so is `4 1 3 9`.
+`=5+8:` wants numbers from 1 to 18 that add up to 13, few or many: `13` is right, and so is `4 1 3 5`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megatron_rl.environments.task import Parts, Prompt, Split, Task
 from megatron_rl.environments.verifiers import read_numbers
 
 TRAINING_PROMPTS = 20_000
-LARGEST = 19
-"""Number that is one token of the tokenizer "numbers"."""
+LARGEST = 9
+"""Of two terms, whose sum is one token of the tokenizer "numbers", and so is one more."""
 MOST = 8
-"""Parts of a demonstration, before those above the largest number are split."""
+"""Parts of a demonstration."""
 
 
 class NumberPartition(Task):
@@ -32,7 +32,7 @@ class NumberPartition(Task):
 
     def _generate(self, block: int, index: int) -> Prompt:
         rng = random.Random(f"{self.data.seed}/{block}/{index}")
-        terms = [rng.randint(1, LARGEST) for _ in range(3)]
+        terms = [rng.randint(1, LARGEST) for _ in range(2)]
         text = f"={'+'.join(map(str, terms))}:"
         return Prompt(f"{self.name}:{self.data.seed}:{block}:{index}", text, str(sum(terms)))
 
@@ -52,10 +52,7 @@ class NumberPartition(Task):
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str:
         total = int(prompt.answer)
         if rng.random() < 0.5:
-            total = max(1, total + rng.choice((-2, -1, 1, 2)))
+            total = min(max(1, total + rng.choice((-2, -1, 1, 2))), 2 * LARGEST + 1)
         cuts = sorted(rng.sample(range(1, total), rng.randint(1, min(MOST, total)) - 1))
         parts = [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
-        while max(parts) > LARGEST:
-            place = parts.index(max(parts))
-            parts[place : place + 1] = [LARGEST, parts[place] - LARGEST]
         return " ".join(map(str, parts))

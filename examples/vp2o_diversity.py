@@ -18,7 +18,7 @@ from curves import Panel
 
 SAMPLES = 32
 """Of an evaluation, to each prompt."""
-SCORE = 0.4
+SCORE = 0.7
 """At which arms are compared."""
 TASK: Settings = {"data.task": "number_zigzag", "data.options": "{min_numbers: 6}"}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
@@ -33,7 +33,7 @@ ARMS: dict[str, Settings] = {
 SUMS: Settings = {
     "data.task": "examples/number_partition.py:NumberPartition",
     "data.options": "{}",
-    "rollout.max_new_tokens": 14,  # 11 in the demonstrations
+    "rollout.max_new_tokens": 12,  # 9 in the demonstrations
 }
 ARMS |= {
     f"sums, {arm}": ARMS[arm] | SUMS | {"model.path": "RUNS/sums/sft/hf"}

@@ -18,7 +18,7 @@ from curves import Panel
 
 SAMPLES = 32
 """Of an evaluation, to each prompt."""
-SCORE = 0.7
+SCORE, SCORE_OF_SUMS = 0.7, 0.5
 """At which arms are compared."""
 TASK: Settings = {"data.task": "number_zigzag", "data.options": "{min_numbers: 6}"}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
@@ -65,8 +65,8 @@ COLUMNS = {
     "eval/response_length": ("tokens of an answer", ".2f"),
     "entropy": ("entropy, last quarter", ".3f"),
     "vp2o/overlap": ("prototype overlap, last quarter", ".3f"),
-    "step": (f"step of score {SCORE:g}", ".0f"),
-    **{f"at/{name}": (f"{title} at {SCORE:g}", form) for name, (title, form) in OF_ONE_SCORE.items()},
+    "step": ("step of that score", ".0f"),
+    **{f"at/{name}": (f"{title} there", form) for name, (title, form) in OF_ONE_SCORE.items()},
 }
 PANELS = (
     Panel("Score", "eval/score"),
@@ -75,27 +75,27 @@ PANELS = (
     Panel("Entropy of the policy, nats per token", "entropy", smooth=5),
 )
 
+OTHERS = (("", "GRPO + entropy bonus"), ("", "GRPO, half the lr"), ("sums, ", "GRPO"), ("sums, ", "GRPO, half the lr"))
+"""Task and arm that VP2O is compared with, beside GRPO."""
 
-def at_score(evaluated: list[dict], name: str) -> float | None:
-    """A metric where the score passes SCORE for the first time, between two evaluations; None where it does not."""
+
+def at_score(evaluated: list[dict], name: str, score: float) -> float | None:
+    """A metric where the score passes `score` for the first time, between two evaluations; None where it does not."""
     for before, after in pairwise(evaluated):
         low, high = before["eval/score"], after["eval/score"]
-        if low < SCORE <= high:
-            return before[name] + (after[name] - before[name]) * (SCORE - low) / (high - low)
+        if low < score <= high:
+            return before[name] + (after[name] - before[name]) * (score - low) / (high - low)
     return None
 
 
 def figures(folder: Path) -> Figures:
     """A run's figures; None where one does not apply."""
     steps, evaluated = metric_lines(folder)
-    last = quarters(steps)[1]
+    last, score = quarters(steps)[1], SCORE_OF_SUMS if folder.name.startswith("sums") else SCORE
     found = {name: evaluated[-1].get(name) for name in COLUMNS if name.startswith("eval/")}
     found |= {name: mean_of(name, last) for name in ("entropy", "vp2o/overlap")}
-    return (
-        found
-        | {"step": at_score(evaluated, "step")}
-        | {f"at/{name}": at_score(evaluated, name) for name in OF_ONE_SCORE}
-    )
+    found |= {f"at/{name}": at_score(evaluated, name, score) for name in OF_ONE_SCORE}
+    return found | {"step": at_score(evaluated, "step", score)}
 
 
 ABLATION = Ablation(
@@ -107,8 +107,9 @@ ABLATION = Ablation(
     columns=COLUMNS,
     panels=PANELS,
     title="Score and diversity over 150 steps",
+    pictured=[arm for arm in ARMS if not arm.startswith("sums")],
     differences=[(arm, "GRPO") for arm in ARMS if arm != "GRPO" and not arm.startswith("sums")]
-    + [("VP2O", "GRPO + entropy bonus"), ("sums, VP2O", "sums, GRPO"), ("sums, VP2O", "sums, GRPO, half the lr")],
+    + [(f"{of}VP2O", f"{of}{arm}") for of, arm in OTHERS],
 )
 
 

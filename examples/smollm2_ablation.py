@@ -42,7 +42,7 @@ COMMON: Settings = {
     "algorithm.loss": "reinforce",
     "precision.rollout": "bf16",
     "pruning.measure": "true",
-    "optimizer.lr": 3e-5,
+    "optimizer.lr": 1e-4,
     "eval.every": 0,
     "eval.samples": 16,
 }

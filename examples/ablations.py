@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from curves import Groups, Panel, write_curves
@@ -44,17 +44,19 @@ class RunFailedError(Exception):
     """A command failed, or took too long."""
 
 
-async def run_command(command: Sequence[str], log: Path, threads: int) -> None:
+async def run_command(
+    command: Sequence[str], log: Path, threads: int, environment: Mapping[str, str] = KEEPS_MEMORY
+) -> None:
     """Run a command with its output in a file. Errors: RunFailedError, with the last line of it.
 
     A command whose task is canceled is ended before this returns.
     """
     name = Path(sys.argv[0]).stem
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | KEEPS_MEMORY
+    whole = os.environ | {"OMP_NUM_THREADS": str(threads)} | environment
     with log.open("w") as file:
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, env=environment
+            *command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, env=whole
         )
         try:
             async with asyncio.timeout(LONGEST_S):
@@ -64,6 +66,8 @@ async def run_command(command: Sequence[str], log: Path, threads: int) -> None:
         finally:
             if process.returncode is None:
                 await end(process)
+    if code == -signal.SIGKILL:
+        raise RunFailedError(f"{name}: {' '.join(command[2:6])} was killed; had the machine no memory left? [{log}]")
     if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise RunFailedError(f"{name}: {' '.join(command[2:6])} failed: {(lines or ['no output'])[-1]} [{log}]")
@@ -119,7 +123,15 @@ def last_step(folder: Path) -> int:
 
 
 async def train(
-    name: str, root: Path, steps: int, settings: Settings, config: str, threads: int, *, keep: bool = False
+    name: str,
+    root: Path,
+    steps: int,
+    settings: Settings,
+    config: str,
+    threads: int,
+    *,
+    keep: bool = False,
+    environment: Mapping[str, str] = KEEPS_MEMORY,
 ) -> float:
     """One run of a config; keep: its checkpoints. Seconds that it took; 0 where it was done before."""
     folder = root / name
@@ -128,7 +140,7 @@ async def train(
     shutil.rmtree(folder, ignore_errors=True)
     own = {"name": name, "runs_dir": root, "steps": steps, "logging.tensorboard": "false"}
     start = time.monotonic()
-    await run_command([*CLI, "train", config, *flags(own | settings)], root / f"{name}.log", threads)
+    await run_command([*CLI, "train", config, *flags(own | settings)], root / f"{name}.log", threads, environment)
     if not keep:
         shutil.rmtree(folder / "checkpoints")
     return time.monotonic() - start
@@ -213,6 +225,7 @@ def run_all(
     plans: Mapping[str, Settings],
     write_results: Callable[[Path, Path, int, dict[str, float]], None],
     config: str = "configs/quickstart.yaml",
+    environment: Mapping[str, str] = KEEPS_MEMORY,
 ) -> None:
     """Train what is missing of `plans` (name -> settings), then write_results(folder of the runs, out, steps, minutes).
 
@@ -227,7 +240,9 @@ def run_all(
 
     async def work() -> None:
         for number, (name, settings) in turns:
-            seconds = await train(name, root, args.steps, settings, config, threads, keep=args.keep)
+            seconds = await train(
+                name, root, args.steps, settings, config, threads, keep=args.keep, environment=environment
+            )
             if seconds:
                 minutes[name] = seconds / 60 / args.jobs
                 taken.write_text(json.dumps(minutes))
@@ -286,6 +301,8 @@ class Ablation:
     of_one_seed: Collection[str] = ()
     """Arms of seed 0 alone."""
     config: str = "configs/quickstart.yaml"
+    environment: Mapping[str, str] = field(default_factory=lambda: KEEPS_MEMORY)
+    """Variables of the runs, beside the script's own."""
 
     @property
     def stem(self) -> str:
@@ -313,7 +330,7 @@ class Ablation:
             arm, seed = every[name]
             settings = {"model.path": start, "seed": seed, "data.seed": seed} | self.common | self.arms[arm]
             plans[name] = {key: str(value).replace("RUNS", str(runs)) for key, value in settings.items()}
-        run_all(args, plans, self.write_results, self.config)
+        run_all(args, plans, self.write_results, self.config, self.environment)
 
     def write_results(self, root: Path, out: Path, steps: int, minutes: dict[str, float]) -> None:
         """out/{stem}.json, .md and .svg of the runs that are done."""

@@ -22,7 +22,7 @@ args = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 folder = Path(args["--runs_dir"]) / args["--name"]
 (folder / "checkpoints").mkdir(parents=True)
 (folder / "pid").write_text(str(os.getpid()))
-(folder / "threads").write_text(os.environ["OMP_NUM_THREADS"])
+(folder / "threads").write_text(os.environ["OMP_NUM_THREADS"] + os.environ["OF_RUNS"])
 others = [folder.parent / name / "pid" for name in args["--note"].split() if name]
 deadline = time.monotonic() + 60
 while not all(other.exists() for other in others):
@@ -41,7 +41,8 @@ ablations.CLI = [sys.executable, sys.argv.pop(1)]
 parser = ablations.make_parser("made_up", "", steps=2)
 args = parser.parse_args()
 plans = {"a": {"note": "b"}, "b": {"note": "a"}, "c": {"note": WAITS_FOR}}
-ablations.run_all(args, plans, lambda root, out, steps, minutes: print("results", sorted(minutes), flush=True))
+results = lambda root, out, steps, minutes: print("results", sorted(minutes), flush=True)
+ablations.run_all(args, plans, results, environment={"OF_RUNS": " own"})
 """
 
 
@@ -64,7 +65,7 @@ def test_runs_go_side_by_side_and_share_the_cores(command, tmp_path):
     done = subprocess.run(command(""), capture_output=True, text=True, timeout=120, check=True)
     root = tmp_path / "runs" / "2_steps"
     assert {folder.name for folder in root.iterdir() if folder.is_dir()} == {"a", "b", "c"}
-    assert {(root / name / "threads").read_text() for name in "abc"} == {str(max((os.cpu_count() or 1) // 2, 1))}
+    assert {(root / name / "threads").read_text() for name in "abc"} == {f"{max((os.cpu_count() or 1) // 2, 1)} own"}
     assert not list(root.glob("*/checkpoints"))
     assert done.stdout.splitlines()[-1] == "results ['a', 'b', 'c']"
     before = json.loads((root / "minutes.json").read_text())
@@ -87,14 +88,21 @@ def test_the_script_ends_what_it_has_started(command, tmp_path):
         os.kill(int((root / "c" / "pid").read_text()), 0)
 
 
-def test_a_run_that_fails_ends_the_others_and_says_so(command, tmp_path):
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ('sys.exit("out of order")', "failed: out of order ["),
+        ("os.kill(os.getpid(), 9)", "was killed; had the machine no memory left? ["),
+    ],
+)
+def test_a_run_that_fails_ends_the_others_and_says_so(command, tmp_path, fails, reason):
     """One line with the last line of its output and the file; a run that would wait on beside it is ended."""
     made = command("a", jobs=3)
-    wrong = 'sys.exit("out of order") if folder.name == "c" else time.sleep(100)\n(folder / "metrics'
+    wrong = f'{fails} if folder.name == "c" else time.sleep(100)\n(folder / "metrics'
     (tmp_path / "run.py").write_text(RUN.replace('(folder / "metrics', wrong))
     failed = subprocess.run(made, capture_output=True, text=True, timeout=90)
     assert failed.returncode == 1
-    assert "failed: out of order [" in failed.stderr and "c.log]" in failed.stderr
+    assert reason in failed.stderr and "c.log]" in failed.stderr
     assert "Traceback" not in failed.stderr and failed.stdout.splitlines() == ["results []"]
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "runs" / "2_steps" / "a" / "pid").read_text()), 0)

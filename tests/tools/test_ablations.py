@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -112,3 +113,14 @@ def write_log(folder, value, ablation):
     panels = {panel.metric: value for panel in ablation.panels}
     lines = [{"step": step, "value": value, **panels} for step in range(9)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_arms_are_compared_where_a_score_is_passed_first(monkeypatch):
+    """vp2o_diversity.py: read between the two evaluations around it; nothing of a run that does not come so far."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    at_score = importlib.import_module("vp2o_diversity").at_score
+    score = random.uniform(0.01, 1)
+    evaluated = [{"step": 25 * i, "eval/score": x, "other": 3 - 2 * x} for i, x in enumerate((0.0, 1.0, 0.0, 1.0))]
+    assert at_score(evaluated, "step", score) == pytest.approx(25 * score)
+    assert at_score(evaluated, "other", score) == pytest.approx(3 - 2 * score)
+    assert at_score(evaluated[:1], "step", score) is None and at_score(evaluated, "step", 1.1) is None

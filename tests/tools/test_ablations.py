@@ -120,7 +120,8 @@ def test_arms_are_compared_where_a_score_is_passed_first(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     at_score = importlib.import_module("vp2o_diversity").at_score
     score = random.uniform(0.01, 1)
-    evaluated = [{"step": 25 * i, "eval/score": x, "other": 3 - 2 * x} for i, x in enumerate((0.0, 1.0, 0.0, 1.0))]
-    assert at_score(evaluated, "step", score) == pytest.approx(25 * score)
+    scores = (1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
+    evaluated = [{"step": 25 * i, "eval/score": x, "other": 3 - 2 * x} for i, x in enumerate(scores)]
+    assert at_score(evaluated, "step", score) == pytest.approx(50 + 25 * score)
     assert at_score(evaluated, "other", score) == pytest.approx(3 - 2 * score)
     assert at_score(evaluated[:1], "step", score) is None and at_score(evaluated, "step", 1.1) is None

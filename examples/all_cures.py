@@ -25,6 +25,7 @@ ARMS: dict[str, Settings] = {
     "R3": UNPRUNED | {"routing.source": "r3"},
     "Pr3": UNPRUNED | {"routing.source": "pr3"},
     "VP2O": UNPRUNED | {"vp2o.enabled": "true"},
+    "VP2O, orthogonality as printed": UNPRUNED | {"vp2o.enabled": "true", "vp2o.orthogonality_form": "projection"},
     "DVP + MIS": DVP | MASKED,
     "all": DVP | MASKED | {"routing.source": "pr3", "vp2o.enabled": "true"},
 }
@@ -53,6 +54,7 @@ COLUMNS = {
     "loss/clip_fraction": ("clipped", ".4f"),
     "loss/ratio_tail": ("ratio outside [1/2, 2]", ".5f"),
     "routing/later/agreement": ("agreement, updates 2 on", ".4f"),
+    "update/grad_norm": ("gradient norm", ".2f"),
     "entropy": ("entropy, last quarter", ".3f"),
     "step_s": ("seconds a step", ".1f"),
     "train_s": ("of them updates", ".1f"),
@@ -93,7 +95,7 @@ ABLATION = Ablation(
     panels=PANELS,
     title="Every cure alone, and all of them",
     seeds=1,
-    pictured=[arm for arm in ARMS if arm not in ("veto + MIS", "R2")],
+    pictured=[arm for arm in ARMS if arm not in ("veto + MIS", "R2", "DVP + MIS")],
 )
 
 

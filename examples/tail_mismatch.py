@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +30,13 @@ from megatron_rl.models.fp8 import quantized
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
-ENGINES = ("fp32", "bf16", "fp8")
+ENGINES = {
+    "fp32": (None, "fp32"),
+    "weights in bf16": ("bf16", "fp32"),
+    "bf16": (None, "bf16"),
+    "fp8": ("fp8", "bf16"),
+}
+"""Name -> what the weights are rounded to beforehand, and what the server computes in."""
 TOKENS = 512
 """Drawn from the vocabulary, the same at every place."""
 RESPONSES = 48
@@ -38,17 +45,20 @@ BELOW = (1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1.0)
 """Upper ends of the classes of a token's probability."""
 
 
-def in_fp8(source: Path, out: Path) -> Path:
-    """The folder with its matrices rounded to FP8 in blocks and back, as a push to an FP8 engine without a GPU rounds them."""
-    if not out.is_dir():
-        out.mkdir(parents=True)
-        for path in source.iterdir():
-            if path.suffix != ".safetensors":
-                (out / path.name).write_bytes(path.read_bytes())
-        for path in source.glob("*.safetensors"):
-            save_file(
-                dict(quantized(load_file(path).items(), simulate=True)), out / path.name, metadata={"format": "pt"}
-            )
+def rounded(source: Path, to: str) -> Path:
+    """The folder, beside it, with weights rounded to bf16; where `to` is fp8, the matrices before that to FP8 in blocks.
+
+    That is what a push to such an engine does where there is no GPU.
+    """
+    out = source.with_name(f"{source.name}_{to}")
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    for path in source.glob("*.safetensors"):
+        weights = load_file(path)
+        if to == "fp8":
+            weights = dict(quantized(weights.items(), simulate=True))
+        halved = {name: weight.bfloat16() for name, weight in weights.items()}
+        save_file(halved, out / path.name, metadata={"format": "pt"})
     return out
 
 
@@ -62,7 +72,7 @@ def ask(server: RolloutServer, body: dict) -> dict:
 def serve(folder: Path, dtype: str) -> RolloutServer:
     config = ServerConfig(max_total_tokens=16384)
     options = {"pythonpath": [SERVER_PYTHONPATH], "log_path": folder.parent / f"{dtype}.log", "context_length": 512}
-    return RolloutServer(folder, config, dtype="fp32" if dtype == "fp32" else "bf16", **options)
+    return RolloutServer(folder, config, dtype=dtype, **options)
 
 
 def sampled(server: RolloutServer, prompts: Sequence[list[int]]) -> list[tuple[list[int], int]]:
@@ -114,8 +124,11 @@ def statistics_of(d: np.ndarray) -> dict[str, float]:
     return {name: float(value) for name, value in names.items()}
 
 
-def models(runs: Path) -> dict[str, tuple[Path, list[list[int]]]]:
-    """Name -> folder and prompts: SmolLM2, and the quickstart's model with Qwen3's number of tokens after some SFT."""
+def models(runs: Path, trained: Path | None = None) -> dict[str, tuple[Path, list[list[int]]]]:
+    """Name -> folder and prompts: SmolLM2, and the quickstart's model with Qwen3's number of tokens after some SFT.
+
+    trained: a folder of SmolLM2 after RL, which comes last.
+    """
     python = CLI[0]
     smollm2 = runs / "smollm2"
     if not smollm2.is_dir():
@@ -136,28 +149,33 @@ def models(runs: Path) -> dict[str, tuple[Path, list[list[int]]]]:
     numbers = AutoTokenizer.from_pretrained(large)
     rng = np.random.default_rng(0)
     lists = [f"<{' '.join(map(str, rng.integers(0, 20, 6)))}:" for _ in range(RESPONSES)]
+    sums = [prompts[i % len(prompts)] for i in range(RESPONSES)]
     return {
-        "SmolLM2-135M, 49,152 tokens": (smollm2, [prompts[i % len(prompts)] for i in range(RESPONSES)]),
+        "SmolLM2-135M, 49,152 tokens": (smollm2, sums),
         "quickstart's, 151,936 tokens": (large, [numbers.encode(text) for text in lists]),
-    }
+    } | ({"SmolLM2-135M after RL": (trained, sums)} if trained else {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tail_mismatch.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/tail_mismatch"), help="folder of the models")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
+    parser.add_argument("--trained", type=Path, help="Hugging Face folder of SmolLM2 after RL, measured too")
     args = parser.parse_args()
+    if args.trained and not (args.trained / "config.json").is_file():
+        parser.error(
+            f"--trained {args.trained} is no Hugging Face folder; megatron-rl convert makes one of a checkpoint"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # of the servers
     runs = (REPOSITORY / args.runs).resolve()
     runs.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict] = {}
-    for name, (folder, prompts) in models(runs).items():
+    for name, (folder, prompts) in models(runs, args.trained and args.trained.resolve()).items():
         exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         ids = np.random.default_rng(0).choice(exact.config.vocab_size, TOKENS, replace=False).tolist()
         responses: list[tuple[list[int], int]] = []
-        for engine in ENGINES:
-            served = in_fp8(folder, folder.with_name(f"{folder.name}_fp8")) if engine == "fp8" else folder
-            with serve(served, engine) as server:
+        for engine, (weights, dtype) in ENGINES.items():
+            with serve(rounded(folder, weights) if weights else folder, dtype) as server:
                 responses = responses or sampled(server, prompts)
                 pairs = [
                     (engine_log_probs(server, tokens, start, ids), exact_log_probs(exact, tokens, start, ids))

@@ -23,12 +23,14 @@ SCORE, SCORE_OF_SUMS = 0.7, 0.5
 TASK: Settings = {"data.task": "number_zigzag", "data.options": "{min_numbers: 6}"}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
 """Measures what VP2O measures, and leaves gradients as they are."""
+PAPER: Settings = {"vp2o.orthogonality_form": "projection"}
 ARMS: dict[str, Settings] = {
     "GRPO": ALONE,
     "GRPO + entropy bonus": ALONE | {"algorithm.entropy_coefficient": 0.01},
     "GRPO, half the lr": ALONE | {"optimizer.lr": 1e-4},
-    "VP2O": {},
-    "VP2O without attraction": {"vp2o.neighbors": 1},
+    "VP2O": PAPER,
+    "VP2O without attraction": PAPER | {"vp2o.neighbors": 1},
+    "VP2O by cosines": {"vp2o.orthogonality_form": "cosine"},
 }
 SUMS: Settings = {
     "data.task": "examples/number_partition.py:NumberPartition",

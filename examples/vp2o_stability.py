@@ -18,13 +18,16 @@ TASK: Settings = {"data.task": "number_zigzag"}
 UNCLIPPED: Settings = {"algorithm.clip_low": 1e9, "algorithm.clip_high": 1e9}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
 """Measures what VP2O measures, and leaves gradients as they are."""
+PAPER: Settings = {"vp2o.orthogonality_form": "projection"}
+COSINE: Settings = {"vp2o.orthogonality_form": "cosine"}
 REGION: Settings = {"vp2o.trust_region": 0.01, "vp2o.on_violation": "backtrack"}
 ARMS: dict[str, Settings] = {
     "GRPO, clipped": ALONE,
     "GRPO": ALONE | UNCLIPPED,
     "GRPO + region": ALONE | UNCLIPPED | REGION,
-    "VP2O": UNCLIPPED,
-    "VP2O + region": UNCLIPPED | REGION,
+    "VP2O": UNCLIPPED | PAPER,
+    "VP2O + region": UNCLIPPED | PAPER | REGION,
+    "VP2O by cosines": UNCLIPPED | COSINE,
 }
 RATES = {"edge": 1e-4, "beyond": 2.5e-4}
 COMMON: Settings = TASK | {
@@ -99,7 +102,7 @@ ABLATION = Ablation(
     differences=[
         (f"{a}, lr {rate:g}", f"{b}, lr {rate:g}")
         for rate in RATES.values()
-        for a, b in (("GRPO + region", "GRPO"), ("VP2O", "GRPO"), ("VP2O + region", "GRPO"), ("GRPO, clipped", "GRPO"))
+        for a, b in (*((arm, "GRPO") for arm in ARMS if arm != "GRPO"), ("VP2O by cosines", "VP2O"))
     ],
     seeds=SEEDS,
     pictured=[

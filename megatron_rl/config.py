@@ -251,7 +251,10 @@ class VP2OConfig:
     power_iterations: Positive = 32
     """Power iterations that find a prototype."""
     orthogonality: NonNegativeFloat = 0.01
-    """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens; 0: none."""
+    """Weight of the loss that keeps apart what the experts of one token put out, mean over tokens, sum over layers; 0: none."""
+    orthogonality_form: Literal["cosine", "projection"] = "cosine"
+    """cosine: mean over the pairs of a token's experts of cos^2, at most 1. projection: as in the paper, a sum over pairs;
+    it has no bound, and can outweigh the policy's loss many times where many experts are active."""
     orthogonality_tokens: Positive = 128
     """Tokens of one micro-batch, evenly spaced, that stand for all in it: each layer keeps the outputs of their experts."""
     trust_region: PositiveFloat | None = None

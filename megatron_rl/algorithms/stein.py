@@ -27,6 +27,8 @@ AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold the other slices of D_in."""
 Attraction = Literal["kernel", "mean"]
 """How gradients are combined: by alpha K as Eq. 10 has it, or by a weighted mean (`mixing`)."""
+OrthogonalityForm = Literal["cosine", "projection"]
+"""What `orthogonality_loss` adds up."""
 MOST_NEIGHBORS = 4
 """Most neighbors, and inactive neighbors, that an expert has by default."""
 TOLERANCE = 1e-10
@@ -286,20 +288,27 @@ def transform(
 # -- beside the update ------------------------------------------------------------------------------------------------
 
 
-def orthogonality_loss(expert_outputs: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """L_o of Section 3.2: the sum over tokens and ordered pairs j != k of (<x_j, x_k> / (<x_k, x_k> + eps))^2, a scalar.
+def orthogonality_loss(expert_outputs: Tensor, form: OrthogonalityForm = "projection") -> Tensor:
+    """How little the outputs of a token's experts are orthogonal, summed over tokens: a scalar, fp32 at least.
 
-    expert_outputs `[T, k, D]`: what the k experts of a token put out, without their router weights. fp32 at least.
+    expert_outputs `[T, k, D]`: what the k experts of a token put out, without their router weights.
+
+    projection: L_o of Section 3.2, the sum over ordered pairs j != k of (<x_j, x_k> / (<x_k, x_k> + eps))^2. It has no bound: a
+    pair counts by the square of the ratio of its lengths, and there are k (k - 1) of them. cosine, ours: the mean over pairs
+    of cos^2(x_j, x_k), with the same eps = 1e-6 beside both squared lengths: from 0 to 1 whatever k and the lengths are.
     """
     x = expert_outputs.to(torch.promote_types(expert_outputs.dtype, torch.float32))
-    return orthogonality_of_products(x @ x.transpose(-1, -2), eps=eps)
+    return orthogonality_of_products(x @ x.transpose(-1, -2), form)
 
 
-def orthogonality_of_products(inner: Tensor, *, eps: float = 1e-6) -> Tensor:
+def orthogonality_of_products(inner: Tensor, form: OrthogonalityForm = "projection") -> Tensor:
     """orthogonality_loss from the inner products <x_j, x_k>, `[T, k, k]`."""
-    onto = inner / (inner.diagonal(dim1=-2, dim2=-1) + eps).unsqueeze(-2)
+    squares = inner.diagonal(dim1=-2, dim2=-1) + 1e-6
     apart = ~torch.eye(inner.shape[-1], dtype=torch.bool, device=inner.device)
-    return torch.where(apart, onto.square(), 0.0).sum()
+    if form == "projection":
+        return torch.where(apart, (inner / squares.unsqueeze(-2)).square(), 0.0).sum()
+    cosines = inner.square() / (squares.unsqueeze(-1) * squares.unsqueeze(-2))
+    return torch.where(apart, cosines, 0.0).sum() / apart.sum().clamp(min=1)
 
 
 def barycenter_shift(gates: Tensor, prototypes: Tensor, anchor_gates: Tensor, anchor_prototypes: Tensor) -> Tensor:

@@ -196,6 +196,7 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
         ("on_violation", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
         ("probe_tokens", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
         ("orthogonality_tokens", not vp2o.orthogonality, "with vp2o.orthogonality: 0", "set vp2o.orthogonality: 0.01"),
+        ("orthogonality_form", not vp2o.orthogonality, "with vp2o.orthogonality: 0", "set vp2o.orthogonality: 0.01"),
         ("repulsion_scale", not vp2o.repulsion, "with vp2o.repulsion: 0", "set vp2o.repulsion: 0.1"),
         (
             "temperature",

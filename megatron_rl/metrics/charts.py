@@ -117,6 +117,8 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         _layers("Attraction", "norm of the experts' mixed gradients, before clipping", "vp2o/attraction", log=True),
         _layers("Repulsion", "norm of what is added to the experts' gradients, before clipping", "vp2o/repulsion", log=True),
         _layers("Orthogonality loss", "of the outputs of a token's experts, mean over tokens", "routing/orthogonality"),
+        _layers("Gradient of the orthogonality loss", "at the experts' outputs: its norm over that of all else",
+                "routing/orthogonality_gradient", log=True),
         _layers("Barycenter shift",
                 "from the engine's prototypes, as the update proposed it; the trust region looks at the largest layer",
                 "vp2o/shift"),

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.stein import orthogonality_of_products
-from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.algorithms.stein import OrthogonalityForm, orthogonality_of_products
+from megatron_rl.config import VP2OConfig
+from megatron_rl.metrics.reduce import Metrics, derived
 from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.metrics import of_layers, per_token
 from megatron_rl.routing.passes import RouteObserver
+
+GRADIENT = "orthogonality_gradient"
 
 
 class Orthogonality(RouteObserver):
@@ -23,10 +26,14 @@ class Orthogonality(RouteObserver):
 
     reads_outputs = True
 
-    def __init__(self, table: RouteTable, weight: float, tokens: int, update: int) -> None:
-        """tokens: at most so many of the micro-batch are looked at."""
-        self.table, self.weight, self.tokens, self.update = table, weight, tokens, update
+    def __init__(self, table: RouteTable, config: VP2OConfig, update: int) -> None:
+        """At most config.orthogonality_tokens of the micro-batch are looked at."""
+        self.table, self.update = table, update
+        self.form: OrthogonalityForm = config.orthogonality_form
+        self.weight, self.tokens = config.orthogonality, config.orthogonality_tokens
         self._sums: dict[int, Tensor] = {}
+        self._squares: dict[int, Tensor] = {}
+        """[2] by layer: of the gradient of the loss at the outputs that are looked at, and of all else's there."""
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Add the gradient of the loss to those of outputs and weights."""
@@ -38,17 +45,22 @@ class Orthogonality(RouteObserver):
         weight = weights.detach()[tokens].float().requires_grad_()
         with torch.enable_grad():
             pairs = weight.unsqueeze(1) * weight.unsqueeze(2)
-            loss = orthogonality_of_products(torch.where(pairs > 0, products / torch.where(pairs > 0, pairs, 1.0), 0.0))
+            unweighted = torch.where(pairs > 0, products / torch.where(pairs > 0, pairs, 1.0), 0.0)
+            loss = orthogonality_of_products(unweighted, self.form)
         of_products, of_weight = torch.autograd.grad(loss, (products, weight))
         self._sums[layer] = loss.detach() * share
         scale = self.weight * share
         of_outputs = ((of_products + of_products.transpose(1, 2)) @ seen * scale).to(outputs.dtype)
-        return _WithGradients.apply(outputs, weights, some, tokens, of_outputs, (of_weight * scale).to(weights.dtype))
+        squares = self._squares[layer] = torch.zeros(2, device=outputs.device)
+        more = (of_weight * scale).to(weights.dtype)
+        return _WithGradients.apply(outputs, weights, some, tokens, of_outputs, more, squares, share)
 
     def metrics(self) -> Metrics:
-        """Return the loss by layer."""
+        """Return the loss by layer, and the norm of its gradient as a share of all else's at the same outputs."""
         tokens = len(self.table.counted_rows)
-        return of_layers("orthogonality", {n: per_token(s, tokens) for n, s in self._sums.items()}, self.update)
+        losses = {layer: per_token(loss, tokens) for layer, loss in self._sums.items()}
+        shares = {layer: derived(_root_of_ratio, *squares) for layer, squares in self._squares.items()}
+        return of_layers("orthogonality", losses, self.update) | of_layers(GRADIENT, shares, self.update)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -56,15 +68,32 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, outputs: Tensor, weights: Tensor, rows: Tensor, tokens: Tensor, of_outputs: Tensor, of_weights: Tensor
+        ctx: Any,
+        outputs: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        tokens: Tensor,
+        of_outputs: Tensor,
+        of_weights: Tensor,
+        squares: Tensor,
+        share: Tensor,
     ) -> Tensor:
-        """Rows [C, k] of the outputs have gradients [C, k, D], tokens [C] of the weights [C, k]."""
-        ctx.save_for_backward(rows, tokens, of_outputs, of_weights)
-        ctx.shape = weights.shape
+        """Rows [C, k] of the outputs have gradients [C, k, D], tokens [C] of the weights [C, k], each for `share` tokens.
+
+        squares [2]: filled in the backward, with the squared norms of a token's own gradient and of what comes from above.
+        """
+        ctx.save_for_backward(rows, tokens, of_outputs, of_weights, share)
+        ctx.shape, ctx.squares = weights.shape, squares
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, tokens, of_outputs, of_weights = ctx.saved_tensors
+        rows, tokens, of_outputs, of_weights, share = ctx.saved_tensors
+        own, other = of_outputs.float() / share.clamp(min=1), grad[rows].float()
+        ctx.squares.copy_(torch.stack([own.square().sum(), other.square().sum()]))
         grad = grad.index_add(0, rows.flatten(), of_outputs.flatten(0, 1))
-        return grad, of_weights.new_zeros(ctx.shape).index_copy(0, tokens, of_weights), None, None, None, None
+        return grad, of_weights.new_zeros(ctx.shape).index_copy(0, tokens, of_weights), *[None] * 6
+
+
+def _root_of_ratio(own: float, other: float) -> float | None:
+    return (own / other) ** 0.5 if other else None

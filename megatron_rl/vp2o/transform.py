@@ -30,13 +30,14 @@ from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metric, Metrics, derived, mean
 from megatron_rl.models.moe import OUTPUT, ExpertSlice
 from megatron_rl.routing.memory import RouteTable
+from megatron_rl.routing.metrics import layer_name
 from megatron_rl.routing.passes import RouteObserver
 from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.preview import StepPreview, owned_ranges
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.vp2o.coactivation import Active, Coactivation, CountActive, CountCoactivation
 from megatron_rl.vp2o.experts import Exchange, Experts
-from megatron_rl.vp2o.orthogonality import Orthogonality
+from megatron_rl.vp2o.orthogonality import GRADIENT, Orthogonality
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Stein(UpdateHook):
         self._still: list[tuple[Tensor, Tensor]] = []
         """What is not to change in the step, and copies of it."""
         self._warned = False
+        self._warned_orthogonality = False
 
     def attach(self, trainer: Trainer) -> None:
         """Find the experts and the gradients of this process."""
@@ -117,8 +119,7 @@ class Stein(UpdateHook):
         if stage == "update":
             found.append(CountActive(table))
         if stage == "update" and self.config.orthogonality:
-            options = (self.config.orthogonality, self.config.orthogonality_tokens, place.update + 1)
-            found.append(Orthogonality(table, *options))
+            found.append(Orthogonality(table, self.config, place.update + 1))
         return found
 
     @torch.no_grad()
@@ -164,6 +165,23 @@ class Stein(UpdateHook):
                 "repulsion": derived(_root, strength**2 * squares[number]),
                 "repulsion_dominates": mean(float(dominates), 1),
             }
+
+    def check(self, metrics: Metrics) -> None:
+        """Say once where the orthogonality loss outweighs all else."""
+        if self._warned_orthogonality or not self.config.orthogonality:
+            return
+        for layer in self.experts.layers:
+            metric = metrics.get(layer_name(layer, GRADIENT))
+            share = metric.finish(*metric.parts) if metric else None
+            if isinstance(share, float) and share > 1:
+                self._warned_orthogonality = True
+                if self.experts.token_group.rank() == 0:
+                    log.warning(
+                        f"vp2o: at the outputs of layer {layer}'s experts the orthogonality loss has a gradient of"
+                        f" {share:.3g} times that of all else: it decides what they learn; lower vp2o.orthogonality, or set"
+                        " vp2o.orthogonality_form: cosine (said once; routing/orthogonality_gradient tells)"
+                    )
+                return
 
     def before_step(self, preview: StepPreview) -> float:
         """Copy what is to stand still: of an idle expert's parameters, fp32 weights and moments what this process has."""

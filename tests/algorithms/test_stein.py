@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -319,11 +320,28 @@ def test_orthogonality_loss():
     torch.autograd.gradcheck(stein.orthogonality_loss, outputs.requires_grad_())
 
 
-def test_descending_the_orthogonality_loss_turns_outputs_apart():
+def test_orthogonality_loss_by_cosines():
+    outputs = torch.randn(5, 3, 8, dtype=torch.float64)
+    unit = torch.nn.functional.normalize(outputs, dim=-1)
+    expected = sum(float((x[j] @ x[k]) ** 2) for x in unit for j in range(3) for k in range(3) if j != k) / 6
+    loss = partial(stein.orthogonality_loss, form="cosine")
+    assert float(loss(outputs)) == pytest.approx(expected, rel=1e-4)
+    lengths = torch.rand(5, 3, 1, dtype=torch.float64) * 1e3 + 1
+    assert float(loss(outputs * lengths)) == pytest.approx(expected, rel=1e-4)
+    assert float(loss(outputs[:, :1].expand(5, 8, 8))) == pytest.approx(
+        5, rel=1e-4
+    )  # all alike: 1 a token, however many
+    assert float(loss(outputs[:, :1])) == 0
+    assert float(loss(torch.zeros(2, 3, 4))) == 0
+    torch.autograd.gradcheck(loss, outputs.requires_grad_())
+
+
+@pytest.mark.parametrize("form", ["cosine", "projection"])
+def test_descending_the_orthogonality_loss_turns_outputs_apart(form):
     outputs = (torch.randn(1, 1, 8) + 0.5 * torch.randn(4, 3, 8)).requires_grad_()
-    before = stein.orthogonality_loss(outputs)
+    before = stein.orthogonality_loss(outputs, form)
     (gradient,) = torch.autograd.grad(before, outputs)
-    assert stein.orthogonality_loss(outputs - 1e-2 * gradient) < before
+    assert stein.orthogonality_loss(outputs - 1e-2 * gradient, form) < before
 
 
 def test_barycenter_shift():

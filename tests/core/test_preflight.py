@@ -191,6 +191,10 @@ REFUSED |= {
         {"vp2o": {"enabled": True, "orthogonality": 0.0, "orthogonality_tokens": 64}},
         "orthogonality_tokens with vp2o.orthogonality: 0 does nothing",
     ),
+    "vp2o's form of nothing": (
+        {"vp2o": {"enabled": True, "orthogonality": 0.0, "orthogonality_form": "projection"}},
+        "orthogonality_form with vp2o.orthogonality: 0 does nothing",
+    ),
     "vp2o's scale of nothing": (
         {"vp2o": {"enabled": True, "repulsion": 0.0, "repulsion_scale": "absolute"}},
         "repulsion_scale with vp2o.repulsion: 0 does nothing",

@@ -70,6 +70,7 @@ def found(model, biased_model, samples, stored):
         "never_active": (biased_model, samples, VP2O | {"repulsion": 0.1}),
         "counted": (model, samples, VP2O),
         "orthogonality": (model, samples, VP2O),
+        "outweighed": (model, samples, VP2O),
         "storage": stored,
         "shard": stored,
         "stand_still": (biased_model, samples, STILL, ONE_RANK),
@@ -197,14 +198,25 @@ def test_soft_coactivation_is_of_the_routers_distributions(found):
         assert float(expected.sum()) == pytest.approx(1.0), "shares of a token sum to 1"
 
 
-def test_orthogonality_is_of_the_outputs_of_each_tokens_experts(found):
+@pytest.mark.parametrize("form", ["cosine", "projection"])
+def test_orthogonality_is_of_the_outputs_of_each_tokens_experts(found, form):
     """Before their router weights: a router learns nothing from it, though Megatron's experts put out weighted tokens."""
-    found = found["orthogonality"]
+    found = found["orthogonality"][form]
     assert found["logged"] == pytest.approx(found["expected"], rel=1e-4)
     for added, expected in zip(found["added"], found["expected_added"], strict=True):
         torch.testing.assert_close(added, expected, atol=1e-3 * float(expected.abs().max()), rtol=1e-3)
     assert max(float(expected.abs().max()) for expected in found["expected_added"]) > 1e-4
     torch.testing.assert_close(*found["router"], atol=1e-6, rtol=1e-4)
+    one, two = found["shares"]
+    assert one > 0 and two == pytest.approx(2 * one, rel=1e-4)
+
+
+def test_an_orthogonality_loss_that_outweighs_the_rest_is_told_once(found):
+    share, (said,) = found["outweighed"]["1000"]
+    assert share > 1
+    assert "the orthogonality loss has a gradient of" in said and "vp2o.orthogonality_form: cosine" in said
+    share, said = found["outweighed"]["1e-06"]
+    assert share < 1 and not said
 
 
 def test_the_norms_of_a_shard_are_of_what_the_process_has_reduced(found):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -386,23 +389,50 @@ def _gates_by_hand(logits: torch.Tensor, routes: torch.Tensor | None, topk: int)
 
 def overwhelmed(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, tuple[float, int]]:
     """By case: the share of layers in which repulsion is more than attraction or the clip, and warnings of two updates."""
-    found, log = {}, logging.getLogger("megatron_rl.vp2o.transform")
+    found = {}
     for name, settings, clip in (
         ("absolute", {"repulsion": 10.0, "repulsion_scale": "absolute"}, 0.0),
         ("relative", {"repulsion": 0.1}, 0.0),
         ("the clip", {"repulsion": 0.5}, 1e-7),
     ):
         changes = {"vp2o": {**vp2o, **settings}, "optimizer": {"clip_grad": clip}}
-        trainer, said = make_trainer(make_config(model, changes)), []
-        handler = logging.Handler()
-        handler.emit = lambda record, said=said: said.append(record.getMessage())
-        log.addHandler(handler)
+        trainer = make_trainer(make_config(model, changes))
         batches = trainer.pack(samples[:4])
-        shares = [learn(trainer, batches)["vp2o/repulsion_dominates"] for _ in range(2)]
-        log.removeHandler(handler)
+        with _warnings() as said:
+            shares = [learn(trainer, batches)["vp2o/repulsion_dominates"] for _ in range(2)]
         found[name] = (shares, said)
         parallel_state.destroy_model_parallel()
     return found
+
+
+def outweighed(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, tuple[float, list[str]]]:
+    """By the weight of the orthogonality loss: the largest layer's share of its gradient, and warnings of two updates."""
+    found = {}
+    for weight in ("1000", "1e-06"):
+        trainer = make_trainer(make_config(model, {"vp2o": vp2o | {"orthogonality": float(weight)}}))
+        batches = trainer.pack(samples[:4])
+        with _warnings() as said:
+            for _ in range(2):
+                metrics = learn(trainer, batches)
+        shares = [
+            value for name, value in metrics.items() if re.fullmatch(r"routing/layer_\d+/orthogonality_gradient", name)
+        ]
+        found[weight] = (max(shares), said)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the transform says."""
+    said: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("megatron_rl.vp2o.transform")
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
 
 
 def counted(model: str, samples: list[Sequence], vp2o: dict) -> dict:
@@ -422,9 +452,18 @@ def counted(model: str, samples: list[Sequence], vp2o: dict) -> dict:
     return result
 
 
-def orthogonality(model: str, samples: list[Sequence], vp2o: dict) -> dict:
-    """Of the last MoE layer, the loss and what it adds to gradients, and both by hand from what each expert puts out."""
-    with_it, without = ({**vp2o, "neighbors": 1, "repulsion": 0.0, "orthogonality": weight} for weight in (0.5, 0.0))
+def orthogonality(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, dict]:
+    """By its form."""
+    return {form: _orthogonality(model, samples, vp2o, form) for form in ("cosine", "projection")}
+
+
+def _orthogonality(model: str, samples: list[Sequence], vp2o: dict, form: stein.OrthogonalityForm) -> dict:
+    """Of the last MoE layer, the loss and what it adds to gradients, and both by hand from what each expert puts out.
+
+    The gradient at the outputs as a share of all else's, for two weights: the loss of the policy does not depend on them.
+    """
+    vp2o = vp2o | {"neighbors": 1, "repulsion": 0.0, "orthogonality_form": form}
+    with_it, twice, without = (vp2o | {"orthogonality": weight} for weight in (0.5, 1.0, 0.0))
     plain = _of_last_layer(model, samples, without)
     found = _of_last_layer(model, samples, with_it)
     x = found.inputs.reshape(-1, found.inputs.shape[-1])
@@ -436,7 +475,7 @@ def orthogonality(model: str, samples: list[Sequence], vp2o: dict) -> dict:
             fc1, fc2 = (found.experts[e][f"linear_fc{i}.weight"] for i in (1, 2))
             gate, up = (fc1 @ x[token]).chunk(2)
             outputs.append(fc2 @ (torch.nn.functional.silu(gate) * up))
-        loss = loss + stein.orthogonality_loss(torch.stack(outputs)[None])
+        loss = loss + stein.orthogonality_loss(torch.stack(outputs)[None], form)
     parameters = [p for expert in found.experts for p in expert.values()]
     # An expert may have no token of the two sequences.
     expected = torch.autograd.grad(0.5 * loss / len(tokens), parameters, allow_unused=True, materialize_grads=True)
@@ -446,6 +485,10 @@ def orthogonality(model: str, samples: list[Sequence], vp2o: dict) -> dict:
         "added": [a - b for a, b in zip(found.of_experts, plain.of_experts, strict=True)],
         "expected_added": list(expected),
         "router": (found.of_router, plain.of_router),
+        "shares": [
+            of.metrics[f"routing/layer_{found.number:02}/orthogonality_gradient"]
+            for of in (found, _of_last_layer(model, samples, twice))
+        ],
     }
 
 

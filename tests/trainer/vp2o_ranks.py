@@ -395,7 +395,7 @@ def overwhelmed(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, tu
         ("relative", {"repulsion": 0.1}, 0.0),
         ("the clip", {"repulsion": 0.5}, 1e-7),
     ):
-        changes = {"vp2o": {**vp2o, **settings}, "optimizer": {"clip_grad": clip}}
+        changes = {"vp2o": vp2o | {"orthogonality": 0.0} | settings, "optimizer": {"clip_grad": clip}}
         trainer = make_trainer(make_config(model, changes))
         batches = trainer.pack(samples[:4])
         with _warnings() as said:

@@ -2,7 +2,7 @@
 
 A weight that the model was released with lies on bf16's grid, and a change of less than half a step rounds back to it. The
 engine does not see it, and stays somewhere on the way from the old policy to the new one. How far back, is the slope of
-(rounded - after) over (before - after): of the weights, and of the log-probs of sampled tokens, all computed in fp32. Rounding up
+(rounded - after) over (before - after): of the weights, and of the log-probs of sampled tokens, both in fp32. Rounding up
 or down at random, by the distance to either neighbor, is right on average; it stands beside, to tell lag from noise.
 """
 

@@ -7,6 +7,8 @@ in fp32 and without floor, which still has its routers' drift.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ablations import Ablation, Figures, Settings, mean_of, metric_lines, quarters, warm_start
@@ -67,12 +69,19 @@ PANELS = (
 )
 
 
+def median_of(name: str, lines: Sequence[Mapping]) -> float | None:
+    """Of a metric over the lines of a log that have it."""
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return statistics.median(values) if values else None
+
+
 def figures(folder: Path) -> Figures:
-    """A run's figures: means over all steps; None where one does not apply."""
+    """A run's figures: means over all steps, seconds medians of steps without an evaluation; None where one does not apply."""
     steps, evaluated = metric_lines(folder)
     found = {name: mean_of(name, steps) for name in COLUMNS if "/" in name}
     safe = found["mismatch/kl_safe"]
     unpruned = evaluated[-1].get("eval/score_unpruned")
+    plain = [line for line in steps if line.get("eval/score") is None]
     return found | {
         "mismatch/kl_safe": None if safe is None else safe * 1e3,
         "before": evaluated[0].get("eval/score"),
@@ -80,8 +89,8 @@ def figures(folder: Path) -> Figures:
         "greedy": evaluated[-1].get("eval/greedy"),
         "unpruned": evaluated[-1].get("eval/score") if unpruned is None else unpruned,
         "entropy": mean_of("entropy", quarters(steps)[1]),
-        "step_s": mean_of("time/step_s", steps),
-        "train_s": mean_of("time/train_s", steps),
+        "step_s": median_of("time/step_s", plain),
+        "train_s": median_of("time/train_s", plain),
     }
 
 

@@ -85,6 +85,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a prompt each, asked as a chat")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
+    for folder in (args.before, args.after):
+        if not (folder / "config.json").is_file():
+            parser.error(f"{folder} is no Hugging Face folder; megatron-rl convert makes one of a checkpoint")
+    if not args.prompts.is_file():
+        parser.error(f"--prompts {args.prompts} is no file; it has JSON lines with a prompt each")
     tokenizer = AutoTokenizer.from_pretrained(args.before)
     before, after, seen = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -175,11 +175,13 @@ class Stein(UpdateHook):
             share = metric.finish(*metric.parts) if metric else None
             if isinstance(share, float) and share > 1:
                 self._warned_orthogonality = True
+                bounded = self.config.orthogonality_form == "cosine"
+                remedy = "" if bounded else ", or set vp2o.orthogonality_form: cosine"
                 if self.experts.token_group.rank() == 0:
                     log.warning(
                         f"vp2o: at the outputs of layer {layer}'s experts the orthogonality loss has a gradient of"
-                        f" {share:.3g} times that of all else: it decides what they learn; lower vp2o.orthogonality, or set"
-                        " vp2o.orthogonality_form: cosine (said once; routing/orthogonality_gradient tells)"
+                        f" {share:.3g} times that of all else: it decides what they learn; lower vp2o.orthogonality{remedy}"
+                        " (said once; routing/orthogonality_gradient tells)"
                     )
                 return
 

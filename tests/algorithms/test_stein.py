@@ -328,9 +328,8 @@ def test_orthogonality_loss_by_cosines():
     assert float(loss(outputs)) == pytest.approx(expected, rel=1e-4)
     lengths = torch.rand(5, 3, 1, dtype=torch.float64) * 1e3 + 1
     assert float(loss(outputs * lengths)) == pytest.approx(expected, rel=1e-4)
-    assert float(loss(outputs[:, :1].expand(5, 8, 8))) == pytest.approx(
-        5, rel=1e-4
-    )  # all alike: 1 a token, however many
+    alike = outputs[:, :1].expand(5, 8, 8)
+    assert float(loss(alike)) == pytest.approx(5, rel=1e-4)  # 1 a token, however many experts
     assert float(loss(outputs[:, :1])) == 0
     assert float(loss(torch.zeros(2, 3, 4))) == 0
     torch.autograd.gradcheck(loss, outputs.requires_grad_())

@@ -212,11 +212,29 @@ def test_orthogonality_is_of_the_outputs_of_each_tokens_experts(found, form):
 
 
 def test_an_orthogonality_loss_that_outweighs_the_rest_is_told_once(found):
-    share, (said,) = found["outweighed"]["1000"]
-    assert share > 1
-    assert "the orthogonality loss has a gradient of" in said and "vp2o.orthogonality_form: cosine" in said
-    share, said = found["outweighed"]["1e-06"]
+    for form in ("cosine", "projection"):
+        share, (said,) = found["outweighed"][form, 1e3]
+        assert share > 1 and "the orthogonality loss has a gradient of" in said
+        assert ("vp2o.orthogonality_form: cosine" in said) == (form == "projection")
+    share, said = found["outweighed"]["cosine", 1e-6]
     assert share < 1 and not said
+
+
+def test_the_gradients_at_the_outputs_are_compared_token_by_token():
+    """What is added stands for all tokens, of which some are looked at: its own part is that of one."""
+    from megatron_rl.vp2o.orthogonality import _WithGradients
+
+    outputs = torch.randn(12, 5, requires_grad=True)
+    weights = torch.rand(6, 2, requires_grad=True)
+    rows, tokens = torch.tensor([[0, 1], [4, 7]]), torch.tensor([1, 3])
+    of_outputs, of_weights, above = torch.randn(2, 2, 5), torch.randn(2, 2), torch.randn(12, 5)
+    squares, share = torch.zeros(2), torch.tensor(3.0)
+    _WithGradients.apply(outputs, weights, rows, tokens, of_outputs, of_weights, squares, share).backward(above)
+    expected = [float(of_outputs.square().sum()) / 9, float(above[rows].square().sum())]
+    assert squares.tolist() == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(outputs.grad[rows], above[rows] + of_outputs)
+    torch.testing.assert_close(outputs.grad[[2, 3, 5, 6, 8, 9, 10, 11]], above[[2, 3, 5, 6, 8, 9, 10, 11]])
+    torch.testing.assert_close(weights.grad[tokens], of_weights)
 
 
 def test_the_norms_of_a_shard_are_of_what_the_process_has_reduced(found):

@@ -405,11 +405,12 @@ def overwhelmed(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, tu
     return found
 
 
-def outweighed(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, tuple[float, list[str]]]:
-    """By the weight of the orthogonality loss: the largest layer's share of its gradient, and warnings of two updates."""
+def outweighed(model: str, samples: list[Sequence], vp2o: dict) -> dict[tuple[str, float], tuple[float, list[str]]]:
+    """By form and weight of the orthogonality loss: the largest layer's share of its gradient, and warnings of two updates."""
     found = {}
-    for weight in ("1000", "1e-06"):
-        trainer = make_trainer(make_config(model, {"vp2o": vp2o | {"orthogonality": float(weight)}}))
+    for form, weight in (("cosine", 1e3), ("projection", 1e3), ("cosine", 1e-6)):
+        settings = {"repulsion": 0.0, "orthogonality": weight, "orthogonality_form": form}
+        trainer = make_trainer(make_config(model, {"vp2o": vp2o | settings}))
         batches = trainer.pack(samples[:4])
         with _warnings() as said:
             for _ in range(2):
@@ -417,7 +418,7 @@ def outweighed(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, tup
         shares = [
             value for name, value in metrics.items() if re.fullmatch(r"routing/layer_\d+/orthogonality_gradient", name)
         ]
-        found[weight] = (max(shares), said)
+        found[form, weight] = (max(shares), said)
         parallel_state.destroy_model_parallel()
     return found
 

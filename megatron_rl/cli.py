@@ -1,4 +1,4 @@
-"""The command line: megatron-rl train | sft | eval | rollout | serve-agent | plan | convert | report | doctor."""
+"""The command line: megatron-rl COMMAND, of those in `make_parser`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from megatron_rl.errors import UserError
 CONFIG_COMMANDS = {
     "train": "reinforcement learning from a config; goes on from the run's newest checkpoint",
     "sft": "supervised fine-tuning on the task's demonstrations, with the same trainer",
+    "reward": "a reward model, or a process reward model, learned from preferences",
+    "dpo": "a policy learned from preferences, without a reward model: DPO, IPO, KTO",
     "eval": "score the model on held-out prompts, sampled and greedy",
     "rollout": "sample the training prompts once and write the trajectories, without training",
     "serve-agent": "serve the model to agents that speak the OpenAI API, and record what they say, until interrupted",
@@ -182,12 +184,12 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         return plan_command(config, args.gpus, args.memory, as_json=args.json)
     # Told before torch and its neighbors are imported, which takes long.
     from megatron_rl.environments.build import check_data
-    from megatron_rl.launch.plan import check_group
+    from megatron_rl.launch.plan import FROM_DATA, check_group
 
     check_data(config.data)
     if args.command == "train":
         check_group(config.batch)
-    if args.command in ("train", "sft"):
+    if args.command in ("train", *FROM_DATA):
         from megatron_rl.sync.allocator import allocator_settings
 
         os.environ.update(allocator_settings(config, os.environ))
@@ -197,6 +199,10 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.train import train as command
     elif args.command == "sft":
         from megatron_rl.sft import sft as command
+    elif args.command == "reward":
+        from megatron_rl.reward import reward as command
+    elif args.command == "dpo":
+        from megatron_rl.dpo import dpo as command
     elif args.command == "eval":
         from megatron_rl.evaluate import evaluate_command as command
     elif args.command == "serve-agent":

@@ -80,7 +80,26 @@ class DataConfig:
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     response_key: str = "response"
-    """Column of demonstrations, for `megatron-rl sft`."""
+    """Column of demonstrations, for `megatron-rl sft`, and of responses with a score or a label."""
+    chosen_key: str = "chosen"
+    """Preferences: column of the better response, beside rejected_key."""
+    rejected_key: str = "rejected"
+    margin_key: str = "margin"
+    """Preferences: column with by how much the chosen one is better; it may be missing."""
+    responses_key: str = "responses"
+    """Preferences: column of several responses to one prompt; without scores_key they stand in order, the best first."""
+    scores_key: str = "scores"
+    """Preferences: column of a number for each of the responses."""
+    score_key: str = "score"
+    """Preferences: column of the number that response_key has."""
+    label_key: str = "label"
+    """Preferences: column of whether response_key is good: true or false, or 1 or 0."""
+    steps_key: str = "steps"
+    """Preferences: column of a response as a list of its steps, beside labels_key."""
+    labels_key: str = "labels"
+    """Preferences: column of a number, or true or false, for each of the steps."""
+    step_separator: str = "\n"
+    """Preferences: what each step ends with; it is added where it is missing."""
     template: str = "{prompt}"
     """Text around a prompt; {prompt} is replaced."""
     chat: bool = False
@@ -145,6 +164,53 @@ class AlgorithmConfig:
     """Claim that each update is of the very policy that sampled. The run stops before an update where a response, a server or
     the trainer has other weights than those that were pushed last, or where the loss's ratio is not exactly 1."""
     kl: KLConfig = KLConfig()
+
+
+@section
+class RewardConfig:
+    """Reward models (`megatron-rl reward`): what is learned from the preferences of data.path."""
+
+    loss: Literal["bradley_terry", "hinge", "squared_gap", "plackett_luce", "squared_error", "cross_entropy"] = (
+        "bradley_terry"
+    )
+    """Of pairs and lists: bradley_terry: -log sigmoid of the difference; hinge: what the difference lacks of a margin;
+    squared_gap: the squared error of the difference to a margin; plackett_luce: minus the log-likelihood of a list's order. Of
+    single responses, and of steps (process rewards): squared_error to the score; cross_entropy to a label from 0 to 1, of
+    which the model's number is the logit."""
+    pooling: Literal["last", "mean"] = "last"
+    """The response's score. last: the value behind its last token, as Hugging Face's classifiers have it; mean: the mean of
+    the values behind each of its tokens."""
+    margin: NonNegativeFloat | None = None
+    """What the difference should be (hinge, squared_gap; by default 1), or what Bradley-Terry subtracts from it (by default 0).
+    A pair's own column, data.margin_key, comes first."""
+    center: NonNegativeFloat = 0.0
+    """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0."""
+    top: Positive | None = None
+    """plackett_luce: only the first so many places of a list count; 1: which response is the best."""
+
+
+@section
+class DPOConfig:
+    """Direct preference optimization (`megatron-rl dpo`): what is learned from the preferences of data.path."""
+
+    loss: Literal["sigmoid", "ipo", "hinge", "robust", "kto"] = "sigmoid"
+    """sigmoid: DPO's own; ipo: the squared error of the difference to 1 / (2 beta); hinge: SLiC's; robust: sigmoid, unbiased
+    where a share label_smoothing of the labels is wrong; kto: of single responses with a label, or of the two of a pair."""
+    beta: PositiveFloat = 0.1
+    """Weight of the KL to the reference that the loss stands for: a larger one keeps the policy nearer."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are taken to be labeled the wrong way round: with sigmoid conservative DPO."""
+    length_normalized: bool = False
+    """Mean log-ratio of a response's tokens instead of their sum."""
+    sft_coefficient: NonNegativeFloat = 0.0
+    """Weight of the chosen responses' negative log-likelihood, mean over their tokens, beside the loss."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """kto: weight of the responses labeled as good."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    reference: str | None = None
+    """Hugging Face folder of the reference; by default model.path."""
+    precompute_reference: bool = False
+    """Score all responses by the reference before the first step, and keep it in memory no longer."""
 
 
 @section
@@ -544,6 +610,8 @@ class Config:
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    dpo: DPOConfig = DPOConfig()
     pruning: PruningConfig = PruningConfig()
     correction: CorrectionConfig = CorrectionConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -565,6 +633,12 @@ class Config:
     def run_dir(self) -> Path:
         """The run's folder."""
         return Path(self.runs_dir) / self.name
+
+    @property
+    def policy_reference(self) -> str | None:
+        """Folder of the reference of reinforcement learning; None where nothing asks for one."""
+        kl = self.algorithm.kl
+        return (kl.reference or self.model.path) if kl.coefficient > 0 else None
 
 
 def _fields(tree: Any) -> dict[str, Any]:

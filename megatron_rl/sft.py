@@ -8,9 +8,9 @@ from megatron_rl.config import Config
 from megatron_rl.data.balance import plan_updates
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments.stream import held_out_demonstrations
+from megatron_rl.launch.from_data import Learned, learn_from_data
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import figures, mean, over_ranks
-from megatron_rl.metrics.step import log_line
 from megatron_rl.trainer.objective import SFT
 
 
@@ -19,25 +19,15 @@ def sft(config: Config) -> None:
     with Run(config, kind="sft") as run:
         trainer = run.build()
         held_out = held_out_demonstrations(run.held_out, run.program, config.rollout.context_length)
-        if run.step == 0:
-            run.logger.log_eval(0, evaluate(run, held_out))
-        clock = run.clock()
-        while run.step < config.steps and not run.stop_requested():
-            with clock("train"):
-                rng = random.Random(f"{config.seed}/{run.step}")
-                samples = run.stream.next_demonstrations(config.batch.prompts_per_step, rng)
-                [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
-                mine = [samples[i] for i in shares[run.ranks.data_rank]]
-                update = trainer.update(trainer.pack(mine), SFT())
-            run.step += 1
-            with clock("eval"):
-                if run.due(config.eval.every):
-                    run.logger.log_eval(run.step, evaluate(run, held_out))
-            log_line(run, {}, [update], mine, clock.times())
-            clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
-            with clock("checkpoint"):
-                run.checkpoint()
-        run.save_hf()
+
+        def learn() -> Learned:
+            rng = random.Random(f"{config.seed}/{run.step}")
+            samples = run.stream.next_demonstrations(config.batch.prompts_per_step, rng)
+            [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
+            mine = [samples[i] for i in shares[run.ranks.data_rank]]
+            return Learned(trainer.update(trainer.pack(mine), SFT()), mine)
+
+        learn_from_data(run, learn, lambda: evaluate(run, held_out))
 
 
 def evaluate(run: Run, demonstrations: list[Sequence]) -> dict[str, float]:
@@ -53,5 +43,4 @@ def evaluate(run: Run, demonstrations: list[Sequence]) -> dict[str, float]:
         if values is not None and run.trainer.reports
     ]
     scores = figures(over_ranks(run.ranks, measured))
-    run.scores[run.step] = -scores["eval/loss"]  # the best checkpoint is the one with the lowest
     return scores | {"eval/prompts": float(len(demonstrations))}

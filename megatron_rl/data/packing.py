@@ -87,6 +87,8 @@ class Batch:
     """[S] float32: counted labels of each whole sequence"""
     samples: list[int]
     """Index of each of the S sequences in the list that was packed"""
+    inputs: int
+    """Tokens of the sequences on this rank, without padding"""
     kept: KeptTokens | None = None
     """Kept sets of the T tokens, where the sampler truncates its vocabulary."""
     routes: RouteTable | None = None
@@ -185,6 +187,7 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         max_seqlen=int(np.diff(borders).max()),
         sequence_lengths=torch.tensor([float(samples[i]["loss_mask"].sum()) for i in indices]),
         samples=list(indices),
+        inputs=int((ids[local] >= 0).sum()),
         kept=_kept_tokens([samples[i] for i in indices], borders, local),
         routes=None
         if routes is None or layout.routes is None

@@ -29,6 +29,9 @@ FIELDS = {
     "advantages": Field(np.float32),
     "old_log_probs": Field(np.float32),  # of the policy before the updates of its rollout batch
     "reference_log_probs": Field(np.float32),  # of the frozen reference
+    "values": Field(np.float32),  # of the state before the label, by the critic or reward model
+    "unit": Field(np.int32, -1),  # what the label is a part of the score of (trainer.units); -1: of nothing
+    "loss_gradients": Field(np.float32),  # of a loss, at the label's log-prob or value
 }
 """The fields of a label."""
 

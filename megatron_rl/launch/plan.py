@@ -9,8 +9,10 @@ from typing import Literal
 from megatron_rl.config import BatchConfig, ParallelConfig
 from megatron_rl.errors import UserError
 
-Kind = Literal["train", "sft", "ask"]
-"""train and sft build the trainer; ask (eval, rollout) only asks the engine."""
+Kind = Literal["train", "sft", "reward", "dpo", "ask"]
+"""All but ask (eval, rollout), which only asks the engine, build the trainer."""
+FROM_DATA = ("sft", "reward", "dpo")
+"""Kinds that learn from data alone, without an engine."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,9 @@ class Plan:
         """The table printed at the start of a run of this kind."""
         processes = f"{self.world_size} = {self.data_parallel} data-parallel x {self.model_parallel} per model"
         if kind != "train":
-            demonstrations = [f"demonstrations       {self.trajectories_per_step} per step, in one update"]
-            return [f"processes            {processes}", *(demonstrations if kind == "sft" else [])]
+            what = {"sft": "demonstrations", "reward": "comparisons", "dpo": "comparisons"}.get(kind)
+            rows = [f"{what:<20} {self.trajectories_per_step} per step, in one update"] if what else []
+            return [f"processes            {processes}", *rows]
         trajectories = f"{self.trajectories_per_step} per step ({self.trajectories_per_leader} per leader)"
         return [
             f"processes            {processes}",

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.stein import neighborhood
 from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
-from megatron_rl.launch.plan import Kind, Plan, check_group, make_plan
+from megatron_rl.launch.plan import FROM_DATA, Kind, Plan, check_group, make_plan
 from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
@@ -46,10 +46,11 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     hf_config = read_hf_config(config.model.path)
     machine = this_machine()
-    check_precision(config.precision, machine, trains=kind != "ask", rolls_out=kind != "sft")
+    check_precision(config.precision, machine, trains=kind != "ask", rolls_out=kind not in FROM_DATA)
     check_parallel(hf_config, config.parallel, world_size)
-    # A demonstration is one sequence of one update.
-    batch = replace(config.batch, samples_per_prompt=1, updates_per_step=1) if kind == "sft" else config.batch
+    # A demonstration, or a comparison, is one thing of one update.
+    from_data = kind in FROM_DATA
+    batch = replace(config.batch, samples_per_prompt=1, updates_per_step=1) if from_data else config.batch
     plan = make_plan(batch, config.parallel, world_size)
     if kind == "train":
         check_group(config.batch)
@@ -75,9 +76,9 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f"config: rollout.server.expert = {server.expert} does not divide rollout.server.tensor = {server.tensor};"
             f" take {math.gcd(server.tensor, server.expert)}"
         )
-    if kind != "sft":
+    if not from_data:
         rollout_program(config.rollout.program)
-    if kind != "sft" and not config.rollout.addresses:
+    if not from_data and not config.rollout.addresses:
         _check_extra_args(config, hf_config)
     _check_servers(config, kind, world_size)
     if kind == "train" and config.rollout.load and config.eval.prompts:
@@ -171,8 +172,8 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
         if changed := [field for field in vars(vp2o) if getattr(vp2o, field) != getattr(VP2OConfig(), field)]:
             raise UserError(f"config: vp2o.{changed[0]} without vp2o.enabled does nothing; set vp2o.enabled: true")
         return
-    if kind == "sft":
-        raise UserError("config: vp2o is of reinforcement learning; set vp2o.enabled: false for sft")
+    if kind in FROM_DATA:
+        raise UserError(f"config: vp2o is of reinforcement learning; set vp2o.enabled: false for {kind}")
     experts = expert_count(hf_config)
     if experts < 2:
         found = f"{name} has one expert a layer" if experts else f"{name} is dense"
@@ -325,7 +326,7 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
             "config: rollout.colocate with rollout.addresses: only servers that the trainer starts take turns with it; set"
             " addresses: [], or colocate: false"
         )
-    if kind == "sft" or rollout.addresses or rollout.load:
+    if kind in FROM_DATA or rollout.addresses or rollout.load:
         return
     places = place_here(config, trains=kind == "train")
     if kind == "ask" or config.sync.transport == "disk":

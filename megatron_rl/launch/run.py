@@ -1,4 +1,4 @@
-"""One run on this process: everything that `train` and `sft` share, built in an order in which errors come early."""
+"""One run on this process: everything that the loops share, built in an order in which errors come early."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -19,7 +20,7 @@ from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.launch.plan import Kind
+from megatron_rl.launch.plan import FROM_DATA, Kind
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock
 from megatron_rl.metrics.logger import RunLogger
@@ -88,14 +89,16 @@ class Run:
         self.ranks = parallel.initialize(config.parallel, config.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         program = rollout_program(config.rollout.program)
-        self.task = build_task(config.data, demonstrations=kind == "sft", more_parts=program.parts)
+        self.task = build_task(
+            config.data, demonstrations=kind == "sft", preferences=kind in ("reward", "dpo"), more_parts=program.parts
+        )
         self.program = program(config, self.tokenizer, self.task, self.ranks)
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
         self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
-        if kind != "sft":
+        if kind not in FROM_DATA:
             self.stream.check_room()
         self.held_out = self.task.prompts("eval")[: config.eval.prompts]
-        self.eval_prompts = [] if kind == "sft" else fitting(self.held_out, self.program, *lengths)
+        self.eval_prompts = [] if kind in FROM_DATA else fitting(self.held_out, self.program, *lengths)
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"
         self._lock: TextIO | None = None
@@ -105,7 +108,7 @@ class Run:
         self._found = found[-1] if found else None
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
-        """eval/score by step, as far as the run was evaluated; of SFT -eval/loss."""
+        """eval/score by step, as far as the run was evaluated; without an engine -eval/loss."""
         self.current_clock = Clock()
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
@@ -126,6 +129,8 @@ class Run:
             total_updates=config.steps * (config.batch.updates_per_step if training else 1),
             support=self.support if training else SamplingSupport(),
             hooks=update_hooks(config) if training else [],
+            value_head=self.kind == "reward",
+            reference=self._reference(),
         )
         if self._found:
             state = checkpoint.load(self._found, self.trainer, self.ranks)
@@ -135,6 +140,19 @@ class Run:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
         return self.trainer
 
+    def scorer(self, folder: str, *, value_head: bool = False) -> Trainer:
+        """A frozen model of another folder on the same layout, for passes alone (all ranks)."""
+        config = replace(self.config, model=replace(self.config.model, path=folder, freeze=[]))
+        support = SamplingSupport()
+        return build_trainer(config, self.ranks, total_updates=None, support=support, value_head=value_head)
+
+    def _reference(self) -> str | None:
+        """Folder of the reference that the trainer has beside its model; None: it has none."""
+        dpo = self.config.dpo
+        if self.kind == "dpo" and not dpo.precompute_reference:
+            return dpo.reference or self.config.model.path
+        return self.config.policy_reference if self.kind == "train" else None
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
@@ -143,7 +161,7 @@ class Run:
                 self.logger.say(line)
             sides = {
                 "trains": self.kind != "ask",
-                "rolls_out": self.kind != "sft" and not self.config.rollout.addresses,
+                "rolls_out": self.kind not in FROM_DATA and not self.config.rollout.addresses,
             }
             if hint := slow_bf16(self.config.precision, this_machine(), **sides):
                 self.logger.say(hint)
@@ -247,7 +265,7 @@ class Run:
             return []
         if self.step in self.scores:
             score = self.scores[best[-1]]
-            of = f"eval/loss {-score:.4g}" if self.kind == "sft" else f"eval/score {score:.4g}"
+            of = f"eval/loss {-score:.4g}" if self.kind in FROM_DATA else f"eval/score {score:.4g}"
             self.logger.say(f"best checkpoint: step {best[-1]}, {of}")
         return best
 

@@ -62,6 +62,20 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Where a step's time goes", "seconds",
               {f"time/{part}_s": part for part in TIMES if part != "step"}, kind="areas", unit="s"),
     ),
+    "Preferences": (
+        Chart("Preference loss", "as it is minimized, and on held-out comparisons",
+              {"preference/loss": "loss", "eval/loss": "held out"}),
+        Chart("Accuracy", "share of the pairs in which the better response has the higher score",
+              {"preference/accuracy": "trained on", "eval/accuracy": "held out"}, reach=(0, 1)),
+        Chart("Scores", "of chosen and rejected responses; of a policy beta x log-ratio to the reference",
+              {"preference/chosen": "chosen", "preference/rejected": "rejected"}),
+        Chart("Margin", "score of the chosen response minus that of the rejected one",
+              {"preference/margin": "trained on", "eval/margin": "held out"}),
+        Chart("Calibration error", "of sigmoid(margin) as the chance to be right",
+              {"preference/calibration_error": "trained on", "eval/calibration_error": "held out"}),
+        Chart("Log-probs", "of whole responses, nats", {
+            "preference/chosen_log_probs": "chosen", "preference/rejected_log_probs": "rejected"}),
+    ),
     "Conversations": (
         Chart("Turns and calls", "of a conversation, mean", {"agent/turns": "replies", "agent/calls": "well-formed calls"}),
         Chart("Malformed calls", "share of all that were tried", {"agent/malformed": "share"}, reach=(0, 0.01)),

@@ -300,6 +300,8 @@ def _summary(values: Mapping[str, float | None]) -> list[str]:
         ("eval/score", "eval {:.3f}"),
         ("eval/loss", "eval loss {:.4f}"),
         ("loss/policy", "loss {:.4f}"),
+        ("preference/loss", "loss {:.4f}"),
+        ("preference/accuracy", "accuracy {:.3f}"),
         ("mismatch/kl", "mismatch KL {:.1e}"),
         ("entropy", "entropy {:.2f}"),
         ("throughput/tokens_per_s", "{:,.0f} tok/s"),

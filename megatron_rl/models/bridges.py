@@ -35,6 +35,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
+from megatron_rl.models.freeze import HEAD
 from megatron_rl.models.mixtral import MixtralBridge
 from megatron_rl.models.parallel_check import architecture
 
@@ -47,10 +48,15 @@ class OurSpec(MegatronModelBridge):
         "decoder.layers.*.pre_mlp_layernorm.weight": "model.layers.*.post_attention_layernorm.weight",
     }
 
+    value_head = False
+    """Whether the model's head is a `ValueHead`."""
+
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The original's names, those of our norms that it lacks, and those of route predictors."""
         # The bridges below name a family's bridge behind this class.
         mappings = super().mapping_registry().get_all_mappings()  # pyright: ignore[reportAbstractUsage]
+        if self.value_head:
+            mappings = [AutoMapping(HEAD, SCORE) if m.megatron_param == HEAD else m for m in mappings]
         known = {mapping.megatron_param for mapping in mappings}
         extra = [AutoMapping(ours, theirs) for ours, theirs in self.EXTRA.items() if ours not in known]
         predictors = [
@@ -71,10 +77,13 @@ class OurSpec(MegatronModelBridge):
         Collective. Errors: IncompleteWeights, on all ranks alike, before anything is copied. It stands in for
         `load_weights_hf_to_megatron`, which only warns about what is missing and keeps every expert tensor it has read.
         """
+        keys = set(source.state.source.get_all_keys())
         tasks = [task for task in self.build_conversion_tasks(source, chunks) if task is not None]
+        if self.value_head and SCORE not in keys:  # a language model's folder: the head stays as it is
+            tasks = [task for task in tasks if task.mapping.hf_param != SCORE]
 
         def check() -> None:
-            if problem := self._incomplete(tasks, chunks, set(source.state.source.get_all_keys())):
+            if problem := self._incomplete(tasks, chunks, keys):
                 raise IncompleteWeights(problem)
 
         together(check)
@@ -104,8 +113,11 @@ class OurSpec(MegatronModelBridge):
     def _incomplete(self, tasks: list[WeightConversionTask], chunks: list, keys: set[str]) -> str | None:
         """What is wrong when the tensors of the files and the parameters of the model do not match one to one."""
         tied = self._share_embeddings_and_output_weights(chunks[0].config)
+        fresh = self.value_head and SCORE not in keys
         names = {
-            n for n in self._megatron_global_param_names_all_pp_ranks(chunks) if not (tied and "output_layer" in n)
+            n
+            for n in self._megatron_global_param_names_all_pp_ranks(chunks)
+            if not ((tied or fresh) and "output_layer" in n)
         }
         unmapped = sorted(names - {task.global_param_name for task in tasks})
         if unmapped:
@@ -126,7 +138,7 @@ class OurSpec(MegatronModelBridge):
             ignored = (
                 name.endswith("rotary_emb.inv_freq")
                 or (name.endswith(fp8.SCALE) and name.removesuffix(fp8.SCALE) in keys)
-                or (tied and name == "lm_head.weight")
+                or ((tied or self.value_head) and name == "lm_head.weight")
                 or (layer is not None and int(layer[1]) >= layers)  # draft layers for multi-token prediction
             )
             if not ignored and _EXPERT.sub(".experts.*.", name) not in used:
@@ -143,6 +155,8 @@ class IncompleteWeights(UserError):
 
 
 ROUTER = "decoder.layers.*.mlp.router.weight"
+SCORE = "score.weight"
+"""Hugging Face's name of the head of a classifier with one label."""
 
 
 def _predictor_of(router: str) -> str:
@@ -156,7 +170,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 AutoMapping.register_module_type("CoreAttention", "column")  # its sinks, one a head
-for _name in ("ReplayRouter", "RoutePredictor"):
+for _name in ("ReplayRouter", "RoutePredictor", "ValueHead"):
     AutoMapping.register_module_type(_name, "replicated")
 
 
@@ -243,7 +257,9 @@ class OurGptOss(OurSpec, GPTOSSBridge):
         return provider
 
 
-def make_bridge(hf_config: transformers.PreTrainedConfig) -> OurSpec:
+def make_bridge(hf_config: transformers.PreTrainedConfig, *, value_head: bool = False) -> OurSpec:
     """The bridge of a supported architecture (parallel_check.SUPPORTED)."""
-    bridge = get_model_bridge(getattr(transformers, architecture(hf_config)), hf_config=hf_config)
-    return cast("OurSpec", bridge)  # those registered above
+    found = get_model_bridge(getattr(transformers, architecture(hf_config)), hf_config=hf_config)
+    bridge = cast("OurSpec", found)  # those registered above
+    bridge.value_head = value_head
+    return bridge

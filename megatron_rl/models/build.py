@@ -28,10 +28,19 @@ from megatron_rl.errors import UserError, together
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, make_bridge
 from megatron_rl.models.freeze import EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
-from megatron_rl.models.parallel_check import expert_count, expert_tensor_size, one_line, read_hf_config
+from megatron_rl.models.parallel_check import (
+    CLASSIFIER,
+    architecture,
+    expert_count,
+    expert_tensor_size,
+    is_classifier,
+    one_line,
+    read_hf_config,
+)
 from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision, this_machine
 from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.models.spec import layer_spec
+from megatron_rl.models.value_head import give_value_head
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Model:
     recipe: PrecisionRecipe
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that are not trained (`models.freeze`)."""
+    value_head: bool = False
+    """Whether its head gives one number for each token, and not logits."""
 
     def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
         """This rank's model chunks, one per virtual pipeline stage, without DDP; parallel_state must be initialized.
@@ -64,6 +75,8 @@ class Model:
                 post_process=last(ignore_virtual=not virtual, **ends),
                 vp_stage=stage,
             )
+            if self.value_head:
+                give_value_head(chunk)
             chunk.model_type = cast("Any", ModelType.encoder_or_decoder)  # Megatron has two enums of this name
             if virtual:
                 chunk.vp_stage = stage
@@ -116,7 +129,7 @@ class Model:
     def iter_load(self, chunks: list[GPTModel], path: str | Path | None = None) -> Iterator[str]:
         """Do as load_hf_weights, and yield each Megatron parameter's name when it is loaded."""
         folder = self.path if path is None else Path(path)
-        if path is not None and read_hf_config(folder).architectures != self.hf_config.architectures:
+        if path is not None and architecture(read_hf_config(folder)) != architecture(self.hf_config):
             raise UserError(f"model folder {folder}: not of the architecture of {self.path}")
         check_weight_files(folder)
         source = PreTrainedCausalLM.from_pretrained(folder)
@@ -159,7 +172,15 @@ class Model:
 
     def save_hf_metadata(self, out_dir: str | Path) -> None:
         """Write config.json (for the trained dtype), generation config and tokenizer files. Not collective."""
-        copy_metadata(self.path, Path(out_dir), self.config.params_dtype)
+        copy_metadata(
+            self.path, Path(out_dir), self.config.params_dtype, self._classifier() if self.value_head else None
+        )
+
+    def _classifier(self) -> dict[str, Any]:
+        """What config.json says of a model with a value head."""
+        name = architecture(self.hf_config).replace("ForCausalLM", CLASSIFIER)
+        label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers counts them
+        return {"architectures": [name], "tie_word_embeddings": False, **label}
 
     def save_hf(
         self,
@@ -208,18 +229,25 @@ def load(
     moe_aux_loss: float = 0.0,
     freeze: Sequence[str] = (),
     attention_sinks: Literal["exact", "ignored"] = "exact",
+    value_head: bool = False,
 ) -> Model:
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
     precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
     experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
-    freeze: patterns of parameters that are not trained. attention_sinks: as in ModelConfig.
+    freeze: patterns of parameters that are not trained. attention_sinks: as in ModelConfig. value_head: one number a token
+    instead of logits, by the folder's own head (a classifier's) or, of a language model, by one that starts at zero.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
     check_precision(asked, this_machine(), rolls_out=False)
     hf_config = read_hf_config(hf_path)
-    bridge = make_bridge(hf_config)
+    if is_classifier(hf_config) and not value_head:
+        raise UserError(
+            f"model folder {hf_path}: has a head of one number, as reward models and critics do, and none over the"
+            " vocabulary; give the folder of a language model"
+        )
+    bridge = make_bridge(hf_config, value_head=value_head)
     config = bridge.provider_bridge(SimpleNamespace(config=hf_config))
     _set_parallel(config, parallel)
     _set_kernels(config, TRAIN[precision], recompute)
@@ -230,6 +258,8 @@ def load(
         freeze = [*freeze, SINKS]
     else:
         config.transformer_layer_spec = layer_spec
+    if value_head:
+        config.share_embeddings_and_output_weights = False
     config.should_pad_vocab = hf_config.vocab_size % parallel.tensor > 0
     config.make_vocab_size_divisible_by = 1  # times the tensor-parallel size
     config.calculate_per_token_loss = True
@@ -241,7 +271,7 @@ def load(
         raise UserError(f"model folder {hf_path}: Megatron refuses these settings: {one_line(error)}") from None
     # After finalize, which refuses it together with the allgather dispatcher: packed micro-batches differ in length.
     config.variable_seq_lengths = parallel.pipeline > 1
-    return Model(Path(hf_path), hf_config, config, bridge, TRAIN[precision], tuple(freeze))
+    return Model(Path(hf_path), hf_config, config, bridge, TRAIN[precision], tuple(freeze), value_head)
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,14 @@ from megatron_rl.models import fp8
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.dist_write import read, write
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
-from megatron_rl.models.parallel_check import architecture, check_parallel, expert_tensor_size, one_line, read_hf_config
+from megatron_rl.models.parallel_check import (
+    architecture,
+    check_parallel,
+    expert_tensor_size,
+    is_classifier,
+    one_line,
+    read_hf_config,
+)
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Megatron's options for sharded weights, the same as in the trainer's checkpoints."""
@@ -152,7 +159,7 @@ def _model(hf_dir: Path, parallel: ParallelConfig) -> Model:
     precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype or torch.float32)
     if precision is None:
         raise UserError(f"model folder {hf_dir}: dtype {hf_config.dtype} cannot be converted; use bfloat16 or float32")
-    return load(hf_dir, parallel=parallel, precision=precision)
+    return load(hf_dir, parallel=parallel, precision=precision, value_head=is_classifier(hf_config))
 
 
 def _named(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, MegatronModule]]:

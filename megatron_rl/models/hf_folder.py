@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -54,8 +55,8 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def copy_metadata(source: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy config.json (for weights of `dtype`), generation_config.json and the tokenizer's files."""
+def copy_metadata(source: Path, out: Path, dtype: torch.dtype, changes: dict[str, Any] | None = None) -> None:
+    """Copy config.json (for weights of `dtype`, and with `changes`), generation_config.json and the tokenizer's files."""
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken") and not file.name.endswith(".index.json"):
@@ -64,6 +65,7 @@ def copy_metadata(source: Path, out: Path, dtype: torch.dtype) -> None:
     config.pop("quantization_config", None)  # weights are written as they are trained
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
+    config |= changes or {}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

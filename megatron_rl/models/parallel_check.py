@@ -18,6 +18,8 @@ SUPPORTED = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+CLASSIFIER = "ForSequenceClassification"
+"""How Hugging Face's names of models with a head of labels end."""
 
 
 def read_hf_config(path: str | Path) -> PreTrainedConfig:
@@ -41,7 +43,16 @@ def read_hf_config(path: str | Path) -> PreTrainedConfig:
 
 
 def architecture(config: PreTrainedConfig) -> str:
-    """The one entry of `architectures`, e.g. Qwen3MoeForCausalLM."""
+    """The one entry of `architectures`, e.g. Qwen3MoeForCausalLM; of a classifier, the language model that it is built on."""
+    return _named(config).replace(CLASSIFIER, "ForCausalLM")
+
+
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """Whether the folder has a head of one number (`score.weight`): a reward model or a critic."""
+    return _named(config).endswith(CLASSIFIER)
+
+
+def _named(config: PreTrainedConfig) -> str:
     return (config.architectures or ["none"])[0]
 
 
@@ -126,6 +137,8 @@ def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
     def refuse(key: str, why: str) -> None:
         raise UserError(f"model folder {folder}: config.json has {key} = {getattr(config, key)!r}: {why}")
 
+    if is_classifier(config) and config.num_labels != 1:
+        refuse("num_labels", "a reward model or critic has one; classifiers of several classes are not supported")
     if config.hidden_act != "silu":
         refuse("hidden_act", "only silu is supported")
     if getattr(config, "use_sliding_window", False):

@@ -15,7 +15,13 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.models.freeze import EMBEDDING, HEAD
-from megatron_rl.models.parallel_check import architecture, expert_count, expert_intermediate, expert_tensor_size
+from megatron_rl.models.parallel_check import (
+    architecture,
+    expert_count,
+    expert_intermediate,
+    expert_tensor_size,
+    is_classifier,
+)
 from megatron_rl.rollout.routes import EngineRoutes
 
 Part = Literal["attention", "mlp", "router", "experts", "norm", "embedding", "head"]
@@ -109,10 +115,13 @@ class Shape:
     """Whether the other linear layers have a bias."""
     sinks: bool
     router_bias: bool
+    value_head: bool = False
+    """Whether the head gives one number instead of logits; then it is not tied."""
 
     @classmethod
-    def from_config(cls, config: PreTrainedConfig) -> Shape:
-        """The sizes of a supported architecture (parallel_check.SUPPORTED)."""
+    def from_config(cls, config: PreTrainedConfig, *, value_head: bool | None = None) -> Shape:
+        """The sizes of a supported architecture (parallel_check.SUPPORTED). value_head: by default that of the folder."""
+        value_head = is_classifier(config) if value_head is None else value_head
         name, experts = architecture(config), expert_count(config)
         routes = EngineRoutes.from_config(config.to_dict()) if experts else None
         heads = config.num_attention_heads
@@ -129,7 +138,7 @@ class Shape:
             moe_layers=routes.moe_layers if routes else (),
             hidden=config.hidden_size,
             vocab=config.vocab_size,
-            tied=config.tie_word_embeddings,
+            tied=config.tie_word_embeddings and not value_head,
             heads=heads,
             kv_heads=heads if kv_lora else getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
@@ -147,6 +156,7 @@ class Shape:
             bias=gpt_oss or bool(getattr(config, "mlp_bias", False)),
             sinks=gpt_oss,
             router_bias=gpt_oss,
+            value_head=value_head,
         )
 
     def padded_vocab(self, tensor: int) -> int:
@@ -230,7 +240,9 @@ def end_weights(shape: Shape, *, first: bool, last: bool, tensor: int = 1) -> li
     weights = [Weight("embedding", table, EMBEDDING, cut=True)] if first else []
     if last:
         weights.append(Weight("norm", (shape.hidden,), "decoder.final_layernorm.weight"))
-        if not (shape.tied and first):
+        if shape.value_head:
+            weights.append(Weight("head", (1, shape.hidden), HEAD))
+        elif not (shape.tied and first):
             weights.append(Weight("head", table, EMBEDDING if shape.tied else HEAD, cut=True))
     return weights
 

@@ -38,6 +38,13 @@ class HeadOutputs(NamedTuple):
     """Logarithm of the label's probability over that of the likeliest token; None: nobody has asked."""
 
 
+class Values(NamedTuple):
+    """What the head of a reward model or critic says."""
+
+    values: Tensor
+    """[T] fp32, of every position: of the state before the token that it predicts."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What an objective makes of one micro-batch."""
@@ -58,9 +65,11 @@ class Totals:
 
     tokens: int
     sequences: int
+    inputs: int = 1
+    """All tokens of the sequences, prompts included."""
 
 
-class Objective:
+class Objective[Outputs: (HeadOutputs, Values)]:
     """What a pass minimizes. Subclasses override `__call__`, and of the rest what differs."""
 
     needs: frozenset[str] = frozenset()
@@ -74,12 +83,12 @@ class Objective:
         """The objective of one update."""
         return self
 
-    def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
+    def __call__(self, batch: Batch, outputs: Outputs) -> Result:
         """Return the loss and metrics of one micro-batch."""
         raise NotImplementedError
 
 
-class LogProbs(Objective):
+class LogProbs(Objective[HeadOutputs]):
     """No loss: the log-probs themselves."""
 
     with_entropy = False
@@ -89,7 +98,15 @@ class LogProbs(Objective):
         return Result(outputs.log_probs.new_zeros(()), tokens={"log_probs": outputs.log_probs})
 
 
-class SFT(Objective):
+class ComputeValues(Objective[Values]):
+    """No loss: the values themselves."""
+
+    def __call__(self, batch: Batch, outputs: Values) -> Result:
+        """Return the values."""
+        return Result(outputs.values.new_zeros(()), tokens={"values": outputs.values})
+
+
+class SFT(Objective[HeadOutputs]):
     """Negative log-likelihood of the counted labels."""
 
     per_token = True
@@ -99,6 +116,36 @@ class SFT(Objective):
         nll = -torch.where(batch.mask, outputs.log_probs, torch.zeros_like(outputs.log_probs)).sum()
         entropy = torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()
         return Result(nll, _token_means(batch, {"loss/policy": nll.detach(), "entropy": entropy}))
+
+
+@dataclass(frozen=True)
+class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
+    """A loss over whole sequences, or over several of them, whose gradient at each label's output is known already.
+
+    d loss / d weights = sum over labels of (d loss / d output) x (d output / d weights). The first factor, the field
+    `loss_gradients`, comes from a pass of the same weights; the second one from this one. So what a loss compares may lie in
+    any micro-batch of any rank. The output is a log-prob, or a value.
+    """
+
+    totals: Totals = Totals(1, 1)
+    """Those of the update; `for_update` sets them."""
+    per_token = True
+
+    def for_update(self, totals: Totals) -> Self:
+        """Return the objective with the totals."""
+        return replace(self, totals=totals)
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Result:
+        """Return a loss of that gradient; its own value says nothing."""
+        output = outputs.values if isinstance(outputs, Values) else outputs.log_probs
+        terms = torch.where(batch.mask, batch["loss_gradients"] * output, torch.zeros_like(output))
+        metrics = {}
+        if isinstance(outputs, HeadOutputs):
+            metrics = _token_means(batch, {"entropy": torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()})
+        # The trainer divides by what is counted. Here that is all tokens, as those that count may be few (one a response), and
+        # the divisor is also that of other losses, such as load balancing.
+        inputs = (batch.segments.ids >= 0).sum()
+        return Result(terms.sum() * self.totals.inputs, metrics, counted=inputs)
 
 
 def policy_loss(config: AlgorithmConfig) -> losses.PolicyLoss:
@@ -113,7 +160,7 @@ def correction_of(config: Config) -> Correction:
 
 
 @dataclass(frozen=True)
-class Policy(Objective):
+class Policy(Objective[HeadOutputs]):
     """A policy loss with rollout correction, KL to the reference and entropy bonus, as the config says.
 
     The loss is sum(a x) / sum(a c) over the update, with x a token's term times its weight, c what it counts

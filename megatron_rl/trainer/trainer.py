@@ -26,6 +26,7 @@ from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, tot
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
+from megatron_rl.models.value_head import value_head
 from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -34,7 +35,7 @@ from megatron_rl.routing.table import RouteShape
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
 from megatron_rl.trainer.head import HeadRequest, log_prob_head
 from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
-from megatron_rl.trainer.objective import HeadOutputs, LogProbs, Objective, Result, Totals
+from megatron_rl.trainer.objective import ComputeValues, HeadOutputs, LogProbs, Objective, Result, Totals, Values
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
 from megatron_rl.trainer.parallel import Ranks, process_group
@@ -65,8 +66,12 @@ class Trainer:
         total_updates: int | None,
         support: SamplingSupport,
         hooks: Iterable[UpdateHook] = (),
+        reference: str | None = None,
     ) -> None:
-        """Build the chunks, and unless total_updates is None (scoring alone) the optimizer; hooks are called in their order."""
+        """Build the chunks, and unless total_updates is None (scoring alone) the optimizer.
+
+        hooks: called in their order. reference: folder of the frozen reference; None: there is none.
+        """
         self.config = config
         self.model = model
         self.ranks = ranks
@@ -83,7 +88,7 @@ class Trainer:
             all_reduce=self.context_sum if config.parallel.context > 1 else None,
         )
         self.chunks = model.make_chunks()
-        self.reference = self._make_reference() if config.algorithm.kl.coefficient > 0 else None
+        self.reference = self.make_frozen(reference) if reference else None
         self._export_plan: list[WeightConversionTask] | None = None
         self.ddp: list[DistributedDataParallel] = []
         self._optimizer: ChainedOptimizer | None = None
@@ -125,8 +130,9 @@ class Trainer:
         waits = [d.no_sync for d in self.ddp]
         settings.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]: as Megatron's
 
-    def _make_reference(self) -> list[GPTModel]:
-        chunks = self.model.make_chunks(weights=self.config.algorithm.kl.reference)
+    def make_frozen(self, folder: str) -> list[GPTModel]:
+        """Chunks of the same model with the weights of a folder, for passes alone (`compute_log_probs`)."""
+        chunks = self.model.make_chunks(weights=folder)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
@@ -166,9 +172,18 @@ class Trainer:
             results = self._run(chunks or self.chunks, batches, passes, LogProbs(), support, forward_only=True)
         return [result and result.tokens["log_probs"] for result in results]
 
+    @torch.no_grad()
+    def compute_values(self, batches: list[Batch]) -> list[torch.Tensor | None]:
+        """As compute_log_probs: values [T] of every position, by a model with a value head."""
+        with self._observed([], batches, "log_probs", ALONE) as passes:
+            results = self._run(self.chunks, batches, passes, ComputeValues(), self.support, forward_only=True)
+        return [result and result.tokens["values"] for result in results]
+
     def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: Place = ALONE) -> None:
         """Add to the micro-batches what an objective needs, each by a pass over them (`Objective.needs`)."""
         found: dict[str, list[torch.Tensor | None]] = {}
+        if "values" in needs:
+            found["values"] = self.compute_values(batches)
         if "old_log_probs" in needs:
             found["old_log_probs"] = self.compute_log_probs(batches, place=place)
         if "reference_log_probs" in needs:
@@ -256,7 +271,8 @@ class Trainer:
         lengths = torch.cat([b.sequence_lengths for b in batches]).tolist()
         tokens = self.ranks.total(round(sum(lengths)), of_leaders=True)
         sequences = self.ranks.total(sum(length > 0 for length in lengths), of_leaders=True)
-        return Totals(tokens, max(1, sequences))  # of none where all are masked
+        inputs = sum(b.inputs for b in batches) if self.reports else 0
+        return Totals(tokens, max(1, sequences), self.ranks.total(inputs))  # of no sequences where all are masked
 
     def context_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks, which hold the other parts of the same sequences (not differentiable)."""
@@ -339,13 +355,11 @@ class Trainer:
             places=batch.places,
             routing=route_pass,
         )
-        values = chunk(
-            input_ids=batch.tokens,
-            position_ids=batch.position_ids,
-            attention_mask=None,
-            packed_seq_params=packed,
-            output_processor=log_prob_head,
-            output_processor_context=HeadRequest(
+        if self.model.value_head:
+            head, request = value_head, None
+        else:
+            head = log_prob_head
+            request = HeadRequest(
                 batch.labels,
                 batch.label_rows,
                 support.temperature,
@@ -357,11 +371,18 @@ class Trainer:
                 token_loss if objective.per_token else None,
                 late,
                 self.config.precision.fp32_lm_head,
-            ),
+            )
+        values = chunk(
+            input_ids=batch.tokens,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            packed_seq_params=packed,
+            output_processor=head,
+            output_processor_context=request,
         )
 
         def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            result = objective(batch, HeadOutputs(*values))
+            result = objective(batch, Values(*values) if self.model.value_head else HeadOutputs(*values))
             tokens = batch.mask.sum()
             counted = tokens if result.counted is None else result.counted
             results[index] = replace(result, loss=result.loss.detach(), counted=counted)
@@ -429,10 +450,13 @@ def build_trainer(
     total_updates: int | None,
     support: SamplingSupport,
     hooks: Collection[UpdateHook] = (),
+    value_head: bool = False,
+    reference: str | None = None,
 ) -> Trainer:
     """The trainer of the folder config.model.path, whose log-probs are those under `support`.
 
-    total_updates: of the run; None: for scoring alone. parallel_state must be initialized. Errors: UserError.
+    total_updates: of the run; None: for scoring alone. value_head: of a reward model or critic. reference: as of
+    Trainer. parallel_state must be initialized. Errors: UserError.
     """
     model = load(
         config.model.path,
@@ -445,5 +469,6 @@ def build_trainer(
         moe_aux_loss=config.model.moe_aux_loss,
         freeze=config.model.freeze,
         attention_sinks=config.model.attention_sinks,
+        value_head=value_head,
     )
-    return Trainer(config, model, ranks, total_updates=total_updates, support=support, hooks=hooks)
+    return Trainer(config, model, ranks, total_updates=total_updates, support=support, hooks=hooks, reference=reference)

@@ -79,7 +79,9 @@ def make_trainer(config: Config) -> Trainer:
     ranks = parallel.initialize(config.parallel, config.seed)
     support = SamplingSupport(TEMPERATURE, min_p=config.pruning.rho if config.pruning.enabled else 0.0)
     hooks = update_hooks(config)
-    return build_trainer(config, ranks, total_updates=config.steps, support=support, hooks=hooks)
+    return build_trainer(
+        config, ranks, total_updates=config.steps, support=support, hooks=hooks, reference=config.policy_reference
+    )
 
 
 def score(trainer: Trainer, batches: list[Batch]) -> None:

@@ -1,0 +1,153 @@
+"""Direct preference optimization and its kin: a policy learned from preferences, without a reward model (`megatron-rl dpo`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import cast
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.algorithms import preference
+from megatron_rl.config import Config, DPOConfig
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.environments.comparisons import Comparison
+from megatron_rl.environments.preferences import Kind
+from megatron_rl.environments.stream import held_out_comparisons
+from megatron_rl.launch.from_data import Learned, check_kind, learn_from_data
+from megatron_rl.launch.run import Run
+from megatron_rl.metrics.preferences import pair_metrics
+from megatron_rl.metrics.reduce import Metrics, figures, mean
+from megatron_rl.trainer.reference import Reference
+from megatron_rl.trainer.units import Loss, Places, Table, UnitPasses
+
+LOG_PROBS = "old_log_probs"
+TAKES: dict[str, tuple[Kind, ...]] = {
+    **dict.fromkeys(("sigmoid", "ipo", "hinge", "robust"), ("pair", "list")),
+    "kto": ("label", "pair"),
+}
+"""What kinds of preferences a loss learns from."""
+
+
+def dpo(config: Config) -> None:
+    """config.steps updates on batch.prompts_per_step comparisons each; ends with a Hugging Face folder `hf/`."""
+    with Run(config, kind="dpo") as run:
+        check_kind(run, TAKES, "dpo.loss", config.dpo.loss)
+        trainer = run.build()
+        held_out = held_out_comparisons(run.held_out, run.program, config.rollout.context_length)
+        folder = config.dpo.reference or config.model.path
+        reference = Reference(folder, run.folder / "reference_log_probs.npz", run.ranks)
+        if config.dpo.precompute_reference:
+            reference.precompute(upcoming(run, held_out), lambda: run.scorer(folder))
+
+        def compare(comparisons: list[Comparison]) -> tuple[UnitPasses, Loss]:
+            """Passes over the responses, and their loss."""
+            table, *crossed = tables_of(config.dpo, comparisons)
+            passes, baseline = UnitPasses(trainer, table), None
+            for other in crossed:  # KTO
+                of_other = UnitPasses(trainer, other)
+                baseline = preference.kto_baseline(of_other.sums(LOG_PROBS)[LOG_PROBS], reference(other, of_other))
+            return passes, partial(dpo_loss, config.dpo, table, reference(table, passes), baseline)
+
+        def learn() -> Learned:
+            passes, loss = compare(draw(run, run.step))
+            update, measured = passes.learn(loss, LOG_PROBS)
+            return Learned(update, passes.mine, measured)
+
+        def evaluate() -> dict[str, float]:
+            if not held_out:
+                return {}
+            passes, loss = compare(held_out)
+            found = figures(loss(passes.sums(LOG_PROBS))[1])
+            return {f"eval/{name.rpartition('/')[2]}": value for name, value in found.items()}
+
+        learn_from_data(run, learn, evaluate)
+
+
+def draw(run: Run, step: int) -> list[Comparison]:
+    """The comparisons of a step, to which the stream has come."""
+    rng = random.Random(f"{run.config.seed}/{step}")
+    return run.stream.next_comparisons(run.config.batch.prompts_per_step, rng)
+
+
+def upcoming(run: Run, held_out: list[Comparison]) -> Iterator[Table]:
+    """All that the rest of the run asks the reference for. The stream then stands where it stood before."""
+    here = run.stream.state_dict()
+    if held_out:
+        yield from tables_of(run.config.dpo, held_out)
+    for step in range(run.step, run.config.steps):
+        yield from tables_of(run.config.dpo, draw(run, step))
+    run.stream.load_state_dict(here)
+
+
+def tables_of(config: DPOConfig, comparisons: list[Comparison]) -> list[Table]:
+    """The responses; and for KTO each prompt with the response of the next one's."""
+    crossed = [mismatched(comparisons)] if config.loss == "kto" else []
+    return [Table.of(some, whole_response) for some in (comparisons, *crossed)]
+
+
+def whole_response(comparison: Comparison, index: int) -> tuple[Sequence, list[tuple[Places, float]]]:
+    """One unit: all tokens of a response that the policy chose."""
+    sequence = comparison.sequences[index]
+    return sequence, [(np.flatnonzero(sequence["loss_mask"]), comparison.scores[index])]
+
+
+def mismatched(comparisons: list[Comparison]) -> list[Comparison]:
+    """Each prompt with the first response to the next one's: what KTO measures the distance to the reference by."""
+    longest = max(len(s.tokens) for one in comparisons for s in one.sequences)  # which fits a micro-batch
+    crossed = []
+    for one, other in zip(comparisons, [*comparisons[1:], comparisons[0]], strict=True):
+        prompt, response = one.sequences[0], other.sequences[0]
+        room = longest - prompt.prompt_length
+        tokens = prompt.tokens[: prompt.prompt_length].tolist()
+        answer = response.tokens[response.prompt_length :][:room].tolist()
+        crossed.append(Comparison(one.prompt_id, "label", [Sequence.demonstration(tokens, answer)], [0.0]))
+    return crossed
+
+
+def dpo_loss(
+    config: DPOConfig, table: Table, reference: Tensor, baseline: Tensor | None, sums: dict[str, Tensor]
+) -> tuple[Tensor, Metrics]:
+    """The configured loss of the responses' summed log-probs, and what is logged of it. baseline: of KTO."""
+    policy, lengths = sums[LOG_PROBS], sums["labels"]
+    better, worse, weights = preference.pairs(table.groups, -table.scores)
+    if baseline is None:
+        of_lengths = (lengths[better], lengths[worse]) if config.length_normalized else (None, None)
+        found = preference.dpo(
+            policy[better],
+            policy[worse],
+            reference[better],
+            reference[worse],
+            beta=config.beta,
+            kind=cast("preference.DPOKind", config.loss),
+            label_smoothing=config.label_smoothing,
+            chosen_lengths=of_lengths[0],
+            rejected_lengths=of_lengths[1],
+            weights=weights,
+        )
+        metrics = pair_metrics(found.chosen_rewards, found.rejected_rewards)
+    else:
+        found = preference.kto(
+            policy,
+            reference,
+            table.scores > 0.5,
+            beta=config.beta,
+            baseline=baseline,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
+        good = table.scores > 0.5
+        metrics = {
+            "preference/chosen": mean(found.rewards[good].sum(), int(good.sum())),
+            "preference/rejected": mean(found.rewards[~good].sum(), int((~good).sum())),
+            "preference/baseline": mean(baseline, 1),
+        }
+    best = table.best
+    sft = -policy[best].sum() / lengths[best].sum().clamp(min=1)
+    loss = found.loss + config.sft_coefficient * sft if config.sft_coefficient else found.loss
+    metrics |= {"preference/loss": mean(loss.detach(), 1), "preference/sft_loss": mean(sft.detach(), 1)}
+    for name, chosen in (("chosen", best), ("rejected", ~best)):
+        metrics[f"preference/{name}_log_probs"] = mean(policy.detach()[chosen].sum(), int(chosen.sum()))
+    return loss, metrics

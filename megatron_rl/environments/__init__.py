@@ -1,7 +1,19 @@
 """Tasks, verifiers and the stream of prompts: what is asked and how answers are judged."""
 
 from megatron_rl.environments.build import build_task
+from megatron_rl.environments.preferences import Judged, Preference, Step
 from megatron_rl.environments.stream import PromptStream, fitting
 from megatron_rl.environments.task import Prompt, Task, combine, encode_response
 
-__all__ = ["Prompt", "PromptStream", "Task", "build_task", "combine", "encode_response", "fitting"]
+__all__ = [
+    "Judged",
+    "Preference",
+    "Prompt",
+    "PromptStream",
+    "Step",
+    "Task",
+    "build_task",
+    "combine",
+    "encode_response",
+    "fitting",
+]

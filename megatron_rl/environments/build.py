@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from megatron_rl.environments.math_problems import Gsm8k, ReTool
 from megatron_rl.environments.number_sorting import NumberSorting
 from megatron_rl.environments.number_zigzag import NumberZigzag
 from megatron_rl.environments.openenv import OpenEnv
+from megatron_rl.environments.preference_rows import FilePreferences, HubPreferences
 from megatron_rl.environments.reasoning import ReasoningGym
 from megatron_rl.environments.sums import Sums
 from megatron_rl.environments.task import Task, resolve_weights
@@ -34,6 +36,8 @@ TASKS: dict[str, type[Task]] = {
     "verifiers": VerifiersPackage,
     "verify_if": VerifyIF,
 }
+PREFERENCES: dict[type[Task], type[Task]] = {FileTask: FilePreferences, HubTask: HubPreferences}
+"""What is made in place of a task where its rows are preferences."""
 
 
 def check_data(data: DataConfig) -> None:
@@ -57,15 +61,21 @@ def check_data(data: DataConfig) -> None:
         check_name("function", data.prepare, {}, "data.prepare")
 
 
-def build_task(data: DataConfig, *, demonstrations: bool = False, more_parts: Sequence[str] = ()) -> Task:
+def build_task(
+    data: DataConfig, *, demonstrations: bool = False, preferences: bool = False, more_parts: Sequence[str] = ()
+) -> Task:
     """The task that `data` describes, with its weights resolved.
 
-    demonstrations: for SFT; more_parts: reward parts that others give, and the task does not score.
+    demonstrations: for SFT; preferences: for what learns from comparisons; more_parts: reward parts that others give, and the
+    task does not score.
 
-    Errors: UserError for a misspelled name, missing data, or a verifier or reward part that does not fit.
+    Errors: UserError for a misspelled name, missing data, a task without preferences where they are wanted, or a verifier or
+    reward part that does not fit.
     """
     check_data(data)
     make = resolve("task", _kind(data), TASKS, "data.task")
+    if preferences:
+        make = PREFERENCES.get(make, make)
     _check_takes(make, f"{data.task} cannot be made from (data, demonstrations)", data, demonstrations)
     own = {part: weight for part, weight in data.rewards.items() if part not in more_parts}
     task = make(replace(data, rewards=own), demonstrations)
@@ -75,6 +85,8 @@ def build_task(data: DataConfig, *, demonstrations: bool = False, more_parts: Se
     _check_takes(task.score, f"{data.task}.score does not take (prompts, texts, truncated)", [], [], None)
     task.parts = (*task.parts, *more_parts)
     task.weights = resolve_weights(task, data.rewards)
+    if preferences and len(prompts := task.prompts("train")):
+        task.comparison(prompts[0], random.Random(0))  # so that a task that has none says so now
     return task
 
 

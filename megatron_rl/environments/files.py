@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, override
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import sandbox
-from megatron_rl.environments.messages import parse_messages
+from megatron_rl.environments.messages import Message, parse_messages
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
@@ -129,8 +129,8 @@ class RowTask(Task):
 
     def _parse(self, rows: Iterator[Row], source: str) -> list[Prompt]:
         """Prompts of the rows. Errors: UserError naming `source`, a key and a file, where none can be used."""
-        prompts, columns, skipped, where = [], set(), 0, ""
-        missing = dict.fromkeys(self._needed(), 0)
+        prompts, columns, skipped, where, first = [], set(), 0, "", ""
+        missing: dict[str, str] = {}  # columns that rows lack, and their keys in the config
         for where, row, problem in rows:
             if row is not None:
                 try:
@@ -138,27 +138,26 @@ class RowTask(Task):
                     if row is None:
                         continue
                     columns |= row.keys()
-                    absent = [key for key in missing if get(row, key) is MISSING]
-                    for key in absent:
-                        missing[key] += 1
-                    problem = f"no '{absent[0]}'" if absent else self._empty(row)
+                    needed = {getattr(self.data, key): key for key in self._needed(row)}
+                    absent = {name: key for name, key in needed.items() if get(row, name) is MISSING}
+                    missing |= absent
+                    problem = f"no '{next(iter(absent))}'" if absent else self._empty(row, needed)
                     if not problem:
                         prompts.append(self._prompt(where, row))
                         continue
                 except ValueError as error:
                     problem = str(error)
-            skipped += 1
+            skipped, first = skipped + 1, first or problem
             if skipped <= _SHOWN:
                 log.warning("data: %s skipped: %s", where, problem)
         if not prompts:
             if not where:
                 raise UserError(f"config: {source} is empty: it has no line")
             file = where.rpartition(":")[0]
-            for key, count in missing.items():
-                if count and key not in columns and columns:
-                    name = {self.data.prompt_key: "prompt", self.data.answer_key: "answer"}.get(key, "response")
-                    raise UserError(f"data: {file} has no column '{key}' (data.{name}_key){nearest(key, columns)}")
-            raise UserError(f"data: {file} has no usable line ({skipped} skipped)")
+            for name, key in missing.items():
+                if name not in columns:
+                    raise UserError(f"data: {file} has no column '{name}' (data.{key}){nearest(name, columns)}")
+            raise UserError(f"data: {file} has no usable line ({skipped} skipped; the first: {first})")
         if skipped:
             log.warning("data: %d of %d lines skipped", skipped, skipped + len(prompts))
         self.skipped += skipped
@@ -177,15 +176,17 @@ class RowTask(Task):
             raise UserError(f"config: data.prepare: {self.data.prepare} gives {prepared!r:.60}, not a row or None")
         return prepared
 
-    def _needed(self) -> list[str]:
-        return [self.data.prompt_key, self.data.response_key if self.demonstrations else self.data.answer_key]
+    def _needed(self, row: dict[str, Any]) -> list[str]:
+        """The config's keys of the columns that the row has to have. Errors: ValueError saying what is wrong with it."""
+        return ["prompt_key", "response_key" if self.demonstrations else "answer_key"]
 
-    def _empty(self, row: dict[str, Any]) -> str:
+    @staticmethod
+    def _empty(row: dict[str, Any], needed: Iterable[str]) -> str:
         """The problem of a row that has all columns, or ''."""
-        for key in self._needed():
-            value = get(row, key)
+        for name in needed:
+            value = get(row, name)
             if value is None or (isinstance(value, str | list) and not len(value)):
-                return f"'{key}' is empty"
+                return f"'{name}' is empty"
         return ""
 
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
@@ -213,10 +214,7 @@ class RowTask(Task):
     def _value(row: dict[str, Any], key: str) -> Any:
         """row[key]; a list as the messages of a conversation. Errors: ValueError where it is none."""
         value = get(row, key)
-        try:
-            return parse_messages(value) if isinstance(value, list) else value
-        except ValueError as error:
-            raise ValueError(f"'{key}' is a list, but not one of messages: {error}") from None
+        return messages_of(value, f"'{key}'") if isinstance(value, list) else value
 
     @override
     def prompts(self, split: Split) -> list[Prompt]:
@@ -260,6 +258,14 @@ class HubTask(RowTask):
             return None
         key = "data.eval_path" if path else "data.path"
         return read_hub(path or self.path, key, options.get("subset"), options.get("eval_split", "test"))
+
+
+def messages_of(value: list[Any], name: str) -> list[Message]:
+    """The messages of a conversation. Errors: ValueError with the name of a value that is none."""
+    try:
+        return parse_messages(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is a list, but not one of messages: {error}") from None
 
 
 def get(row: dict[str, Any], key: str) -> Any:

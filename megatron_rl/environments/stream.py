@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_rl.environments.comparisons import Comparison
 from megatron_rl.environments.task import Prompt, Task
 from megatron_rl.errors import UserError
 
@@ -20,7 +21,7 @@ SHOWN = 5
 
 
 class Form(Protocol):
-    """How prompts and demonstrations become tokens: the rollout program (`rollout.program`)."""
+    """How prompts, demonstrations and preferences become tokens: the rollout program (`rollout.program`)."""
 
     def encode(self, prompt: Prompt) -> Prompt:
         """The prompt with its tokens."""
@@ -28,6 +29,10 @@ class Form(Protocol):
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Tokens:
         """A demonstration for an encoded prompt."""
+        ...
+
+    def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
+        """The judged responses to an encoded prompt."""
         ...
 
 
@@ -67,6 +72,22 @@ def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_lengt
     return fits
 
 
+def held_out_comparisons(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Comparison]:
+    """Comparisons of held-out prompts, the same at every call; the log counts those that cannot be used.
+
+    Errors: UserError where there are some, and none can be used.
+    """
+    found = [form.comparison(form.encode(p), random.Random(f"eval/{p.prompt_id}")) for p in prompts]
+    problems = {one.prompt_id: problem for one in found if (problem := one.problem(context_length))}
+    if problems:
+        name, problem = next(iter(problems.items()))
+        counted = f"data: {len(problems)} of {len(found)} held-out comparisons are skipped, {name} because {problem}"
+        if len(problems) == len(found):
+            raise UserError(f"{counted}: give others, or set eval.prompts to 0")
+        log.warning(counted)
+    return [one for one in found if one.prompt_id not in problems]
+
+
 def _none_fits(count: int, what: str, context_length: int, max_new_tokens: int) -> UserError:
     return UserError(
         f"data: none of the {count} {what} leaves room for rollout.max_new_tokens {max_new_tokens} in"
@@ -78,8 +99,8 @@ class PromptStream:
     """Training prompts of a task, tokenized, without end.
 
     Epoch e visits the prompts in an order that depends on (seed, e) alone. A prompt that leaves no room for
-    max_new_tokens, or a demonstration that is too long, is skipped: counted in `skipped`, and the first few are logged.
-    Errors: UserError where nothing of an epoch fits.
+    max_new_tokens, a demonstration that is too long, or a comparison that cannot be used, is skipped: counted in `skipped`, and
+    the first few are logged. Errors: UserError where nothing of an epoch fits.
     """
 
     def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
@@ -133,6 +154,16 @@ class PromptStream:
             return demonstration, problem if total > self.context_length else ""
 
         return self._take(count, examine, "demonstrations fits into")
+
+    def next_comparisons(self, count: int, rng: random.Random) -> list[Comparison]:
+        """The next `count` comparisons of which every response fits into context_length."""
+
+        def examine(prompt: Prompt) -> tuple[Comparison, str]:
+            comparison = self.form.comparison(prompt, rng)
+            problem = comparison.problem(self.context_length)
+            return comparison, problem and f"data: comparison {prompt.prompt_id} skipped: {problem}"
+
+        return self._take(count, examine, "comparisons has different responses that fit into")
 
     def _take[T](self, count: int, examine: Callable[[Prompt], tuple[T, str]], wanted: str) -> list[T]:
         """The next `count` items without a problem. examine: encoded prompt -> (item, why it is skipped or '')."""

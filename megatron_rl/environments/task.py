@@ -1,4 +1,4 @@
-"""Tasks: prompts, the rewards of responses to them, and optionally demonstrations."""
+"""Tasks: prompts, the rewards of responses to them, and optionally demonstrations and preferences."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.preferences import Preference
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
 
@@ -39,6 +40,8 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
     """A conversation; the tokenizer's chat template is applied to it."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    preference: Preference | None = None
+    """Responses that came with the prompt, and what was said of them."""
     tokens: list[int] = field(default_factory=list)
     """Filled by `encode`."""
 
@@ -63,7 +66,7 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 class Task:
-    """Base of all tasks. A subclass gives `prompts` and `score`; `demonstration` where SFT is wanted."""
+    """Base of all tasks. A subclass gives `prompts` and `score`; `demonstration` or `comparison` where these are wanted."""
 
     name: str = ""
     parts: tuple[str, ...] = ("correct",)
@@ -124,6 +127,14 @@ class Task:
         if prompt.response is None:
             raise UserError(f"data.task '{self.name}' has no demonstrations, so it cannot be used for SFT")
         return prompt.response
+
+    def comparison(self, prompt: Prompt, rng: random.Random) -> Preference:
+        """Responses to compare, to learn from preferences. Errors: UserError where the task has none."""
+        if prompt.preference is None:
+            raise UserError(
+                f"data.task '{self.name}' has no preferences, so it cannot be used for what learns from them"
+            )
+        return prompt.preference
 
     def close(self) -> None:
         """End the task's worker processes."""

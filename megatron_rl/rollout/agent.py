@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, override
@@ -18,6 +17,7 @@ from megatron_rl.data.trajectory import TRUNCATED, Trajectory
 from megatron_rl.environments import Prompt, Task
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.messages import parse_messages
+from megatron_rl.environments.preferences import Response
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolLost
 from megatron_rl.errors import UserError
@@ -67,8 +67,8 @@ class Agents(SingleTurn):
         return replace(prompt, tokens=self.dialect.prompt(messages, self.schemas))
 
     @override
-    def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
-        return demonstration(self.dialect, prompt, self.task.demonstration(prompt, rng))
+    def sequence(self, prompt: Prompt, response: Response) -> Sequence:
+        return demonstration(self.dialect, prompt, response)
 
     @override
     def collect(self, **settings: Any) -> Collection:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.environments import Prompt, Task, encode_response
+from megatron_rl.environments import Prompt, Step, Task, encode_response
+from megatron_rl.environments.comparisons import Comparison
+from megatron_rl.environments.preferences import Response
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.dialects.harmony_ids import speaks_harmony
@@ -44,12 +47,37 @@ class SingleTurn:
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
         """A demonstration of the task to learn from. prompt: encoded. Errors: UserError where the task has none."""
-        response = self.task.demonstration(prompt, rng)
+        return self.sequence(prompt, self.task.demonstration(prompt, rng))
+
+    def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
+        """The task's judged responses. prompt: encoded. Errors: UserError where the task has none."""
+        preference = self.task.comparison(prompt, rng)
+        return Comparison.of(
+            prompt.prompt_id,
+            preference,
+            whole=lambda response: self.sequence(prompt, response),
+            stepwise=lambda steps: self.stepwise(prompt, steps),
+        )
+
+    def sequence(self, prompt: Prompt, response: Response) -> Sequence:
+        """A response as if the model had written it. prompt: encoded. Errors: UserError for what it could not have."""
         if not isinstance(response, str):
-            raise UserError(
-                f"data: the demonstration of {prompt.prompt_id} is a conversation; set rollout.program: agent"
-            )
+            raise UserError(f"data: the response to {prompt.prompt_id} is a conversation; set rollout.program: agent")
         return Sequence.demonstration(prompt.tokens, encode_response(self.tokenizer, response))
+
+    def stepwise(self, prompt: Prompt, steps: Iterable[Step]) -> tuple[Sequence, list[int]]:
+        """A response in steps, and the places of their last tokens in it. prompt: encoded.
+
+        Each step is encoded by itself, since a token of the whole text may reach over a border.
+        """
+        empty = self.sequence(prompt, "")
+        frame = empty.tokens[empty.prompt_length :].tolist()  # what stands around an answer; an end token is its last
+        response, end = frame[:-1], frame[-1:]
+        ends = []
+        for step in steps:
+            response += self.tokenizer.encode(step.text, add_special_tokens=False)
+            ends.append(len(response) - 1)
+        return Sequence.demonstration(prompt.tokens, response + end), ends
 
     def collect(self, **settings: Any) -> Collection:
         """The collection of a step, or of an evaluation. settings: fields of `Collection`."""

@@ -1,0 +1,44 @@
+"""What is said of responses to one prompt: which is better, how good each is, which of its steps are right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["pair", "list", "steps", "point", "label"]
+"""pair: chosen and rejected; list: several responses, with scores or in an order; steps: one response whose steps have a score
+each; point: one with a score; label: one that is right or wrong."""
+Response = str | list[dict[str, Any]]
+"""Text, or the messages of a conversation (assistant, tool)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a response, with what was said of it."""
+
+    text: str
+    """As the model writes it, with what separates it from the next."""
+    score: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A response to a prompt, with what was said of it."""
+
+    response: Response
+    score: float
+    """Higher is better. Of a pair 1 (chosen) and 0 (rejected); of an order minus the place, from -1 on; of a label 1 or 0; of
+    steps the lowest of theirs."""
+    steps: tuple[Step, ...] | None = None
+    """The whole response in steps, where they are judged one by one."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Responses to one prompt that are compared, or one that is judged by itself."""
+
+    kind: Kind
+    judged: tuple[Judged, ...]
+    """Of a pair the chosen one first."""
+    margin: float | None = None
+    """By how much the chosen one of a pair is better, where that is known."""

@@ -188,7 +188,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
     check_data(config.data)
     if args.command == "train":
-        check_group(config.batch)
+        check_group(config.batch, config.algorithm.advantage)
     if args.command in ("train", *FROM_DATA):
         from megatron_rl.sync.allocator import allocator_settings
 

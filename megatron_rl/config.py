@@ -138,10 +138,46 @@ class KLConfig:
     """The penalty on the distance to a reference model."""
 
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference in the loss; 0 keeps no reference model."""
+    """Weight of the KL to the reference; 0 keeps no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
+    """What the KL of a token is estimated by in the loss; in the reward it is k1, log policy - log reference."""
+    placement: Literal["loss", "reward"] = "loss"
+    """loss: a term beside the policy's; reward: taken off the reward, at each token for advantages that go from token to token
+    (gae, reinforce_plus_plus), else from the response's."""
+    target: PositiveFloat | None = None
+    """KL to the reference, nats per token (kl/reference), that the coefficient is moved to keep (Ziegler et al. 2019): after
+    each step by up to 20 % of it times responses / horizon. null: the coefficient is fixed."""
+    horizon: Positive = 10_000
+    """Responses in which the controller may move the coefficient by 20 %."""
     reference: str | None = None
     """Hugging Face folder of the reference; by default model.path."""
+
+
+@section
+class OptimizerConfig:
+    """Adam, its schedule and where its state lies."""
+
+    lr: PositiveFloat = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: NonNegativeFloat = 1.0
+    """Norm to which gradients are clipped; 0 does not clip."""
+    warmup_steps: Count = 0
+    """Optimizer updates over which the learning rate rises."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of the decay, as a share of lr."""
+    decay_steps: Positive | None = None
+    """Optimizer updates until the end of the decay; by default all updates of the run."""
+    cpu_offload: Fraction = 0.0
+    """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
+    by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
+    precision_aware: bool = False
+    """Transformer Engine's Adam keeps only the 16 bits of the fp32 weights that the bf16 weights lack: the same numbers in 10
+    bytes a parameter instead of 12."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 
 @section
@@ -149,8 +185,18 @@ class AlgorithmConfig:
     """Advantages and the policy loss."""
 
     advantage: str = "grpo"
-    """grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r - mean; rloo: r - mean of the others; or your own
-    function by module:name."""
+    """Of whole responses: grpo: (r - mean) / std over the responses to a prompt; dr_grpo: r - mean; rloo: r - mean of the
+    others; tilt: group size x softmax of r / tilt_temperature (with loss: reinforce); or your own function by module:name. Of
+    tokens: gae: PPO's, by the values of a critic (section critic); reinforce_plus_plus: rewards to come, whitened over the
+    step; reinforce_plus_plus_baseline: the same of r - mean over the responses to a prompt."""
+    gamma: Fraction = 1.0
+    """Advantages of tokens: discount of a reward that comes one token later."""
+    lam: Fraction = 0.95
+    """gae: lambda, from 0 (one token and the next one's value) to 1 (all rewards to come)."""
+    whiten: bool | None = None
+    """Whether advantages are brought to mean 0 and deviation 1 over all tokens of a step; null: those of tokens are."""
+    tilt_temperature: PositiveFloat = 1.0
+    """tilt: the beta of exp(r / beta): the smaller, the more counts the best response alone."""
     loss: str = "ppo"
     """ppo: PPO and GRPO's clipped token ratio; gspo: the sequence ratio; reinforce: no ratio; cispo: a clipped ratio as a
     weight, without gradient; or your own by module:name."""
@@ -160,6 +206,10 @@ class AlgorithmConfig:
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over all tokens of the update, or over sequences of each one's token mean."""
     entropy_coefficient: float = 0.0
+    """Weight of the policy's entropy in the loss."""
+    entropy_reward: NonNegativeFloat = 0.0
+    """Maximum-entropy RL: each token's reward is larger by so much times -log of its probability, so that states from which
+    many ways lead are worth more too; entropy_coefficient looks at each token by itself."""
     on_policy: bool = False
     """Claim that each update is of the very policy that sampled. The run stops before an update where a response, a server or
     the trainer has other weights than those that were pushed last, or where the loss's ratio is not exactly 1."""
@@ -211,6 +261,23 @@ class DPOConfig:
     """Hugging Face folder of the reference; by default model.path."""
     precompute_reference: bool = False
     """Score all responses by the reference before the first step, and keep it in memory no longer."""
+
+
+@section
+class CriticConfig:
+    """The critic of PPO (algorithm.advantage: gae): a model of its own with a value head, on the trainer's ranks."""
+
+    path: str | None = None
+    """Hugging Face folder that it starts as: a reward model's, or a language model's; by default model.path. It has the
+    policy's tokenizer."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """As the section optimizer, for the critic."""
+    freeze: list[str] = dataclasses.field(default_factory=list)
+    """As model.freeze, for the critic."""
+    clip: PositiveFloat | None = 0.2
+    """Values further than this from those before the step's updates have no gradient (PPO); null: no limit."""
+    warmup_steps: Count = 0
+    """First steps, in which the critic learns and the policy does not."""
 
 
 @section
@@ -331,33 +398,6 @@ class VP2OConfig:
     until it fits."""
     probe_tokens: Positive = 256
     """Tokens of a rollout batch on each process, evenly spaced, on which the trust region compares routers."""
-
-
-@section
-class OptimizerConfig:
-    """Adam, its schedule and where its state lies."""
-
-    lr: PositiveFloat = 1e-6
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    clip_grad: NonNegativeFloat = 1.0
-    """Norm to which gradients are clipped; 0 does not clip."""
-    warmup_steps: Count = 0
-    """Optimizer updates over which the learning rate rises."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end of the decay, as a share of lr."""
-    decay_steps: Positive | None = None
-    """Optimizer updates until the end of the decay; by default all updates of the run."""
-    cpu_offload: Fraction = 0.0
-    """Share of the optimizer's state (fp32 weights and moments, 12 bytes a parameter) that is kept in host memory and stepped
-    by the CPU: 16 bytes a parameter there, none on the GPU. The rest of the model must train in 16 bits."""
-    precision_aware: bool = False
-    """Transformer Engine's Adam keeps only the 16 bits of the fp32 weights that the bf16 weights lack: the same numbers in 10
-    bytes a parameter instead of 12."""
-    moments: Literal["fp32", "bf16"] = "fp32"
-    """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 
 @section
@@ -610,6 +650,7 @@ class Config:
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     reward: RewardConfig = RewardConfig()
     dpo: DPOConfig = DPOConfig()
     pruning: PruningConfig = PruningConfig()

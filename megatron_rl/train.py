@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
-import torch
-
-from megatron_rl.algorithms.advantages import ADVANTAGES
-from megatron_rl.config import AlgorithmConfig, Config
+from megatron_rl.config import Config
 from megatron_rl.data.balance import redistribute
-from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.evaluate import evaluate
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.step import log_step
-from megatron_rl.registry import resolve
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.refresh import RefreshSchedule, measure, refresh_metrics
+from megatron_rl.trainer.advantages import Advantages
 from megatron_rl.trainer.hooks import Place
 from megatron_rl.trainer.objective import Policy
 
@@ -27,6 +24,7 @@ def train(config: Config) -> None:
         engine.join()
         engine.push(trainer, version=run.step)
         schedule, objective = RefreshSchedule(config.sync.refresh), Policy(config)
+        advantages = Advantages(config.algorithm, trainer, run.critic)
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))
         clock = run.clock()
@@ -36,17 +34,20 @@ def train(config: Config) -> None:
                 trajectories = engine.collect(prompts, step=run.step)
 
             with clock("log_probs"):
-                add_advantages(config.algorithm, run, trajectories)
+                advantages.of_responses(trajectories)
                 samples = redistribute(trajectories, config.batch.updates_per_step, run.ranks)
                 rollout_batch = [trainer.pack(of_update) for of_update in samples]
                 for index, batches in enumerate(rollout_batch):
                     trainer.compute_fields(batches, objective.needs, Place(index, rollout_batch))
+                advantages.of_tokens(samples, rollout_batch, run.kl.value)
 
             with clock("train"):
-                updates = [
-                    trainer.update(batches, objective, Place(index, rollout_batch))
-                    for index, batches in enumerate(rollout_batch)
-                ]
+                updates = []
+                objective = replace(objective, kl_coefficient=run.kl.value)
+                for index, batches in enumerate(rollout_batch):
+                    advantages.update_critic(index)
+                    if run.trains_policy:
+                        updates.append(trainer.update(batches, objective, Place(index, rollout_batch)))
             run.step += 1
 
             with clock("sync"):
@@ -59,27 +60,9 @@ def train(config: Config) -> None:
             with clock("eval"):
                 if evaluated:
                     logger.log_eval(run.step, evaluate(config, run, engine))
-            measured = engine.metrics() | refresh_metrics(drift, age, refreshed)
-            log_step(run, trajectories, rollout_batch, updates, measured, clock)
+            measured = engine.metrics() | refresh_metrics(drift, age, refreshed) | advantages.metrics()
+            measured |= run.kl.update(updates, len(prompts) * config.batch.samples_per_prompt)
+            log_step(run, trajectories, rollout_batch[: len(updates)], updates, measured, clock)
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
             with clock("checkpoint"):
                 run.checkpoint()
-
-
-def add_advantages(config: AlgorithmConfig, run: Run, trajectories: list[Trajectory]) -> None:
-    """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are.
-
-    What is masked gets none, and the others' baseline leaves it out.
-    """
-    judged = [t for t in trajectories if not t.masked and not t.part]
-    parts = run.ranks.gather_from_leaders([(t.group_id, t.reward) for t in judged])
-    groups = torch.tensor([group for part in parts for group, _ in part])
-    rewards = torch.tensor([reward for part in parts for _, reward in part], dtype=torch.float32)
-    everyones = resolve("advantage", config.advantage, ADVANTAGES, "algorithm.advantage")(rewards, groups)
-    first = sum(len(part) for part in parts[: run.ranks.data_rank])
-    mine = iter(everyones[first : first + len(judged)].tolist())
-    advantage = 0.0
-    for trajectory in trajectories:
-        if not trajectory.part:
-            advantage = 0.0 if trajectory.masked else next(mine)
-        trajectory["advantages"] = advantage

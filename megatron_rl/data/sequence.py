@@ -30,6 +30,7 @@ FIELDS = {
     "old_log_probs": Field(np.float32),  # of the policy before the updates of its rollout batch
     "reference_log_probs": Field(np.float32),  # of the frozen reference
     "values": Field(np.float32),  # of the state before the label, by the critic or reward model
+    "returns": Field(np.float32),  # what the critic's values are to be
     "unit": Field(np.int32, -1),  # what the label is a part of the score of (trainer.units); -1: of nothing
     "loss_gradients": Field(np.float32),  # of a loss, at the label's log-prob or value
 }

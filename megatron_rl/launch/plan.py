@@ -11,6 +11,8 @@ from megatron_rl.errors import UserError
 
 Kind = Literal["train", "sft", "reward", "dpo", "ask"]
 """All but ask (eval, rollout), which only asks the engine, build the trainer."""
+WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
+"""Advantages (algorithm.advantage) that compare a response with others of no prompt in particular."""
 FROM_DATA = ("sft", "reward", "dpo")
 """Kinds that learn from data alone, without an engine."""
 
@@ -45,12 +47,12 @@ class Plan:
         ]
 
 
-def check_group(batch: BatchConfig) -> None:
+def check_group(batch: BatchConfig, advantage: str) -> None:
     """Errors: UserError where RL has no group to compare a response with."""
-    if batch.samples_per_prompt < 2:
+    if batch.samples_per_prompt < 2 and advantage not in WITHOUT_GROUPS:
         raise UserError(
             "config: batch.samples_per_prompt = 1 leaves a response nothing to be compared with: its advantage would"
-            " always be 0; use 2 or more"
+            f" always be 0; use 2 or more, or algorithm.advantage: {' or '.join(WITHOUT_GROUPS)}"
         )
 
 

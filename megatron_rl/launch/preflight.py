@@ -11,9 +11,8 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
-from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.algorithms.stein import neighborhood
-from megatron_rl.config import Config, PruningConfig, RefreshConfig, VP2OConfig
+from megatron_rl.config import AlgorithmConfig, Config, CriticConfig, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.plan import FROM_DATA, Kind, Plan, check_group, make_plan
@@ -32,6 +31,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.sync.allocator import shares_expandable_memory
+from megatron_rl.trainer.advantages import OF_TOKENS, estimator
 from megatron_rl.trainer.objective import correction_of, policy_loss
 
 PRECISION_AWARE_TE = Version("2.1")
@@ -53,7 +53,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     batch = replace(config.batch, samples_per_prompt=1, updates_per_step=1) if from_data else config.batch
     plan = make_plan(batch, config.parallel, world_size)
     if kind == "train":
-        check_group(config.batch)
+        check_group(config.batch, config.algorithm.advantage)
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     if config.rollout.context_length - 1 > config.batch.tokens_per_micro_batch * config.parallel.context:
         raise UserError(
@@ -98,7 +98,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         )
     if kind == "train":
         policy_loss(config.algorithm)
-        resolve("advantage", config.algorithm.advantage, ADVANTAGES, "algorithm.advantage")
+        _check_algorithm(config)
         for name in config.hooks:
             resolve("hook", name, {}, "hooks")
         _check_correction(config)
@@ -120,6 +120,52 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         )
     activate_flash(config)
     return hf_config, plan, support
+
+
+def _check_algorithm(config: Config) -> None:
+    """Refuse advantages that are not there, and keys that do nothing with those that are. Errors: UserError."""
+    algorithm, kl, default = config.algorithm, config.algorithm.kl, AlgorithmConfig()
+    if algorithm.advantage not in OF_TOKENS:
+        estimator(algorithm)
+    of_critic = algorithm.advantage == "gae"
+    for key, idle, why, remedy in (
+        ("algorithm.lam", not of_critic and algorithm.lam != default.lam, "is of gae", "set algorithm.advantage: gae"),
+        (
+            "algorithm.gamma",
+            algorithm.advantage not in OF_TOKENS and algorithm.gamma != default.gamma,
+            "is of advantages that go from token to token",
+            "set algorithm.advantage: gae",
+        ),
+        (
+            "algorithm.tilt_temperature",
+            algorithm.advantage != "tilt" and algorithm.tilt_temperature != default.tilt_temperature,
+            "is of tilt",
+            "set algorithm.advantage: tilt",
+        ),
+        ("critic", not of_critic and config.critic != CriticConfig(), "is of gae", "set algorithm.advantage: gae"),
+        (
+            "algorithm.kl.target",
+            kl.target is not None and not kl.coefficient,
+            "moves a coefficient, and that of algorithm.kl.coefficient is 0",
+            "set algorithm.kl.coefficient: 0.1 to begin with",
+        ),
+        (
+            "algorithm.kl.placement",
+            kl.placement == "reward" and not kl.coefficient,
+            "places a penalty, and its algorithm.kl.coefficient is 0",
+            "set algorithm.kl.coefficient: 0.05",
+        ),
+        (
+            "algorithm.kl.horizon",
+            kl.target is None and kl.horizon != default.kl.horizon,
+            "is of a coefficient that moves",
+            "set algorithm.kl.target",
+        ),
+    ):
+        if idle:
+            raise UserError(
+                f"config: {key} does nothing with algorithm.advantage = {algorithm.advantage}: it {why}; {remedy}"
+            )
 
 
 def _check_pruning(pruning: PruningConfig) -> None:

@@ -28,6 +28,8 @@ from megatron_rl.models.precision import slow_bf16, this_machine
 from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import checkpoint, parallel
+from megatron_rl.trainer.critic import Critic, critic_config
+from megatron_rl.trainer.kl_control import KLControl
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 T = TypeVar("T")
@@ -109,6 +111,9 @@ class Run:
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
         """eval/score by step, as far as the run was evaluated; without an engine -eval/loss."""
+        self.kl = KLControl(config.algorithm.kl)
+        self.critic: Critic | None = None
+        """Of PPO; after `build`."""
         self.current_clock = Clock()
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
@@ -132,13 +137,33 @@ class Run:
             value_head=self.kind == "reward",
             reference=self._reference(),
         )
+        if training and config.algorithm.advantage == "gae":
+            self._build_critic()
         if self._found:
             state = checkpoint.load(self._found, self.trainer, self.ranks)
             self.stream.load_state_dict(state["extra"]["stream"])
             self.scores = state["extra"].get("scores", {})
+            self.kl.load_state_dict(state["extra"].get("kl", self.kl.state_dict()))
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
         return self.trainer
+
+    def _build_critic(self) -> None:
+        own = critic_config(self.config)
+        trainer = build_trainer(
+            own,
+            self.ranks,
+            total_updates=own.steps * own.batch.updates_per_step,
+            support=SamplingSupport(),
+            value_head=True,
+        )
+        self.trainer.companions["critic"] = trainer
+        self.critic = Critic(trainer, own.critic.clip)
+
+    @property
+    def trains_policy(self) -> bool:
+        """Whether the step at hand is behind those in which the critic alone learns."""
+        return self.critic is None or self.step >= self.config.critic.warmup_steps
 
     def scorer(self, folder: str, *, value_head: bool = False) -> Trainer:
         """A frozen model of another folder on the same layout, for passes alone (all ranks)."""
@@ -246,7 +271,12 @@ class Run:
         """Write a complete checkpoint of the current step, or begin to: one that is under way is waited for first."""
         self.finish_save()
         self.before_saving()
-        extra = {"stream": self.stream.state_dict(), "kind": self.kind, "scores": self.scores}
+        extra = {
+            "stream": self.stream.state_dict(),
+            "kind": self.kind,
+            "scores": self.scores,
+            "kl": self.kl.state_dict(),
+        }
         settings = self.config.checkpoint
         arguments = (self.checkpoints, self.step, self.trainer, self.ranks, extra, settings.keep)
         self._saving = checkpoint.Save(*arguments, best=self._best(), background=settings.async_save)

@@ -22,6 +22,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -111,6 +112,25 @@ def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedS
     return parts
 
 
+def _companions(trainer: Trainer) -> dict[str, Trainer]:
+    """Those that train too."""
+    return {name: companion for name, companion in trainer.companions.items() if companion.trains}
+
+
+def _with_companions(
+    trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True
+) -> tuple[dict[str, Any], dict[str, list[ShardedState]]]:
+    """State of all that trains, a companion's under its name; and the parts of their optimizers, the trainer's own under ''."""
+    state = _state(trainer, ranks, loading=loading, with_random=with_random)
+    parts = {"": _distributed_state(trainer, state)}
+    for name, companion in _companions(trainer).items():
+        own = _state(companion, ranks, loading=loading, with_random=False)
+        parts[name] = _distributed_state(companion, own)
+        add_prefix_for_sharding(own, f"{name}.")
+        state[name] = own
+    return state, parts
+
+
 class Save:
     """A checkpoint under way: all ranks make one, and all call `finish`, which gives it its name.
 
@@ -135,14 +155,17 @@ class Save:
         self._partial = self.path.with_name(self.path.name + ".tmp")
         self._trainer, self._ranks, self._keep, self._best = trainer, ranks, keep, frozenset(best)
         ranks.main_does(self._begin)
-        state = _state(trainer, ranks, loading=False)
-        _distributed_state(trainer, state)
+        state, _ = _with_companions(trainer, ranks, loading=False)
         state["run"] = {
             "step": step,
             "world_size": ranks.world_size,
             "scheduler": trainer.scheduler.state_dict(),
             "freeze": sorted(trainer.config.model.freeze),
             "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
+            "companions": {
+                name: {"scheduler": one.scheduler.state_dict(), "freeze": sorted(one.config.model.freeze)}
+                for name, one in _companions(trainer).items()
+            },
             "extra": extra,
         }
         self._write = self._attempt(ranks.all_do, lambda: Write(state, self._partial, background=background))
@@ -211,33 +234,48 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     Errors: UserError naming the file that is damaged or the tensor that is missing.
     """
     common = read_common(path)
-    frozen, now = common.get("freeze", []), sorted(trainer.config.model.freeze)
-    if frozen != now:
-        raise UserError(
-            f"checkpoint {path}: has optimizer state for model.freeze = {frozen}, and the config says {now}; set it back, or"
-            " start another run from its weights alone (checkpoint.load)"
-        )
+    learners = {"": trainer, **_companions(trainer)}
+    states = {"": common, **common.get("companions", {})}
+    for name, learner in learners.items():
+        if name not in states:
+            raise UserError(
+                f"checkpoint {path}: has no {name}, as the run had none; start another run from its weights alone"
+                " (checkpoint.load)"
+            )
+        _check_frozen(path, f"{name}.freeze" if name else "model.freeze", states[name], learner)
     same_size = common["world_size"] == ranks.world_size
-    trainer.scheduler.load_state_dict(common["scheduler"])
-    _prepare_optimizers(trainer)
-    state = _state(trainer, ranks, loading=True, with_random=same_size)
-    parts = _distributed_state(trainer, state)
+    for name, learner in learners.items():
+        learner.scheduler.load_state_dict(states[name]["scheduler"])
+        _prepare_optimizers(learner)
+    state, parts = _with_companions(trainer, ranks, loading=True, with_random=same_size)
     known = [hook for hook in trainer.hooks if hook.name in common["hooks"]]
     for hook in known:
         _require(path, f"run.hooks.{hook.name}", common["hooks"][hook.name], _largest(ranks, hook.progress()))
     _leave_out(state, (hook for hook in trainer.hooks if hook not in known))
     loaded = _load(state, path)
-    _load_model(trainer, loaded)
-    for part in parts:
-        part.loaded()
-    if not parts:
-        trainer.optimizer.load_state_dict(loaded["optimizer"])
-    _separate_steps(trainer)
+    for name, learner in learners.items():
+        own = loaded[name] if name else loaded
+        _load_model(learner, own)
+        for part in parts[name]:
+            part.loaded()
+        if not parts[name]:
+            learner.optimizer.load_state_dict(own["optimizer"])
+        _separate_steps(learner)
     for hook in known:
         hook.load_state_dict(loaded.get(hook.name, {}), common["hooks"][hook.name])
     if same_size:
         _set_random_states(loaded["random"])
     return {"step": common["step"], "extra": common["extra"]}
+
+
+def _check_frozen(path: Path, key: str, state: dict[str, Any], learner: Trainer) -> None:
+    """Errors: UserError where the optimizer's state is of other weights than those that train."""
+    frozen, now = state.get("freeze", []), sorted(learner.config.model.freeze)
+    if frozen != now:
+        raise UserError(
+            f"checkpoint {path}: has optimizer state for {key} = {frozen}, and the config says {now}; set it back, or"
+            " start another run from its weights alone (checkpoint.load)"
+        )
 
 
 def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:

@@ -19,7 +19,7 @@ from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import Correction, TokenWeights, counts, token_weights
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.data.packing import Batch
-from megatron_rl.metrics.reduce import Metrics, mean
+from megatron_rl.metrics.reduce import Metrics, derived, mean
 from megatron_rl.registry import resolve
 
 CLOSE = "mismatch/close"
@@ -148,6 +148,30 @@ class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
         return Result(terms.sum() * self.totals.inputs, metrics, counted=inputs)
 
 
+@dataclass(frozen=True)
+class CriticLoss(Objective[Values]):
+    """PPO's loss of the values of states, whose targets are the field `returns` (`losses.value_terms`)."""
+
+    clip: float | None = None
+    per_token = True
+
+    def __call__(self, batch: Batch, outputs: Values) -> Result:
+        """Return the loss and metrics."""
+        mask, returns = batch.mask, torch.where(batch.mask, batch["returns"], 0.0)
+        values = torch.where(mask, outputs.values, 0.0)  # what does not count has no gradient, and no error
+        terms, clipped = losses.value_terms(values, torch.where(mask, batch["values"], 0.0), returns, clip=self.clip)
+        sums = losses.explained_variance_sums(
+            batch["values"], returns, mask
+        )  # by the values that advantages were made of
+        found = {"critic/loss": terms.detach().sum(), "critic/clip_fraction": clipped.sum()}
+        metrics = _token_means(batch, found | {"critic/value": values.detach().sum()})
+        return Result(terms.sum(), metrics | {"critic/explained_variance": derived(_explained_variance, sums)})
+
+
+def _explained_variance(sums: object) -> float:
+    return float(losses.explained_variance(torch.as_tensor(sums)))
+
+
 def policy_loss(config: AlgorithmConfig) -> losses.PolicyLoss:
     """The configured loss; of a plain function from outside nothing is taken for granted. Errors: UserError."""
     found = resolve("loss", config.loss, losses.POLICY_LOSSES, "algorithm.loss")
@@ -173,6 +197,8 @@ class Policy(Objective[HeadOutputs]):
     config: Config
     totals: Totals = Totals(1, 1)
     """Those of the update; `for_update` sets them."""
+    kl_coefficient: float | None = None
+    """Weight of the KL in the loss; None: the config's."""
 
     @cached_property
     def loss(self) -> losses.PolicyLoss:
@@ -201,7 +227,14 @@ class Policy(Objective[HeadOutputs]):
     @property
     def needs(self) -> frozenset[str]:
         """Fields that have to be computed before."""
-        wanted = {"old_log_probs": self.ratio_from_old, "reference_log_probs": self.config.algorithm.kl.coefficient > 0}
+        algorithm = self.config.algorithm
+        of_tokens = algorithm.entropy_reward > 0 or (
+            algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
+        )
+        wanted = {
+            "old_log_probs": self.ratio_from_old or of_tokens,
+            "reference_log_probs": algorithm.kl.coefficient > 0,
+        }
         return frozenset(name for name, needed in wanted.items() if needed)
 
     def for_update(self, totals: Totals) -> Self:
@@ -252,9 +285,9 @@ class Policy(Objective[HeadOutputs]):
             estimate = kl.estimate(log_probs, batch["reference_log_probs"], algorithm.kl.estimator)
             estimate = torch.where(inside, estimate, torch.zeros_like(estimate))
             sums["kl/reference"] = estimate.detach().sum()
-            total = total + algorithm.kl.coefficient * stays * torch.where(
-                stays > 0, estimate, torch.zeros_like(estimate)
-            )
+            coefficient = algorithm.kl.coefficient if self.kl_coefficient is None else self.kl_coefficient
+            if algorithm.kl.placement == "loss":
+                total = total + coefficient * stays * torch.where(stays > 0, estimate, torch.zeros_like(estimate))
         entropy = outputs.entropy
         if algorithm.entropy_coefficient:
             total = total - algorithm.entropy_coefficient * stays * torch.where(

@@ -95,6 +95,9 @@ class Trainer:
         self._results: list[Result | None] = []
         self._divisor = torch.ones(())
         self.hooks = list(hooks)
+        self.companions: dict[str, Trainer] = {}
+        """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
+        train are in its checkpoints."""
         if total_updates is not None:
             self._prepare_updates(total_updates)
         self.reports = (
@@ -430,10 +433,14 @@ class Trainer:
         keep_weights: the policy's weights stay, for a push. Every pass raises RuntimeError until `wake`.
         """
         self.residence.leave(keep_weights=keep_weights)
+        for companion in self.companions.values():
+            companion.sleep()
 
     def wake(self, *, weights_only: bool = False) -> None:
         """Come back, bit for bit as before, with gradients of zero. weights_only: the policy's weights alone, for a push."""
         self.residence.come_back(weights_only=weights_only)
+        for companion in {} if weights_only else self.companions.values():
+            companion.wake()
 
 
 def route_shape(model: Model) -> RouteShape | None:

@@ -84,10 +84,12 @@ def with_units(sequence: Sequence, units: Iterable[tuple[int, Places]]) -> Seque
 def with_last_state(sequence: Sequence) -> Sequence:
     """A copy with one label more, whose value is that of the state behind the last token; label i's is that before it.
 
-    The last token of a sequence is only predicted. Here it enters the model too, and predicts itself, which nobody asks for.
+    The last token of a sequence is only predicted. Here it enters the model too, and predicts itself, which nobody asks for:
+    the new label does not count.
     """
     tokens = np.concatenate([sequence.tokens, sequence.tokens[-1:]])
-    return Sequence(tokens=tokens, prompt_length=sequence.prompt_length)
+    mask = np.append(sequence["loss_mask"], False)
+    return Sequence(tokens=tokens, prompt_length=sequence.prompt_length, fields={"loss_mask": mask})
 
 
 class UnitPasses:

@@ -14,8 +14,8 @@ from megatron_rl.data.sequence import FIELDS, Field, RouterFeatures
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.plan import share_of
 from megatron_rl.launch.run import Run
-from megatron_rl.train import add_advantages
 from megatron_rl.trainer import parallel
+from megatron_rl.trainer.advantages import Advantages
 from tests.trainer import layouts
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
@@ -53,7 +53,7 @@ def share_with_advantages(ranks: parallel.Ranks, trajectories: list[Trajectory],
     """As `train` has them after a collection: on leaders alone."""
     share = share_of(len(trajectories), ranks.data_rank, ranks.data_size)
     mine = [trajectories[i] for i in share] if ranks.is_leader else []
-    add_advantages(config, SimpleNamespace(ranks=ranks), mine)
+    Advantages(config, SimpleNamespace(ranks=ranks), None).of_responses(mine)
     return mine
 
 

@@ -1,0 +1,182 @@
+"""From the rewards of a step's responses to the advantages of their tokens (`algorithm.advantage`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms import advantages
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.data.labels import Labels
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.registry import resolve
+from megatron_rl.trainer.critic import Critic, everywhere
+from megatron_rl.trainer.trainer import Trainer
+
+OF_TOKENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages that go from token to token."""
+
+
+def estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """The advantages of whole responses, (rewards [N], group ids [N]) -> [N]. Errors: UserError."""
+    if config.advantage == "tilt":
+        return partial(advantages.exponential_tilt, temperature=config.tilt_temperature)
+    return resolve("advantage", config.advantage, advantages.ADVANTAGES, "algorithm.advantage")
+
+
+class Advantages:
+    """The advantages of a training run's tokens. Its methods are collective.
+
+    What is said of whole responses is said before they are shared out over the ranks, on the leader that asked for them; what
+    goes from token to token after the passes that it needs.
+    """
+
+    def __init__(self, config: AlgorithmConfig, trainer: Trainer, critic: Critic | None) -> None:
+        """trainer: of the policy, whose log-probs tokens may be paid by. critic: of gae."""
+        self._config, self._trainer, self._critic = config, trainer, critic
+        self._of_tokens = config.advantage in OF_TOKENS
+        self._shaped = config.entropy_reward > 0 or (config.kl.coefficient > 0 and config.kl.placement == "reward")
+        """Whether rewards of tokens come to those of responses."""
+        self._whitens = self._of_tokens if config.whiten is None else config.whiten
+        self._returns: list[Tensor] = []
+
+    def of_responses(self, trajectories: list[Trajectory]) -> None:
+        """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are.
+
+        What is masked gets none, and the others' baseline leaves it out. Where tokens are looked at later, it is the reward.
+        """
+        judged = [t for t in trajectories if not t.masked and not t.part]
+        found = [t.reward for t in judged]
+        if self._config.advantage == "reinforce_plus_plus_baseline":
+            found = self._over_groups(partial(advantages.group_relative, normalize=False), judged, found)
+        elif not self._of_tokens and not self._shaped:
+            found = self._over_groups(estimator(self._config), judged, found)
+        mine = iter(found)
+        advantage = 0.0
+        for trajectory in trajectories:
+            if not trajectory.part:
+                advantage = 0.0 if trajectory.masked else next(mine)
+            trajectory["advantages"] = advantage
+
+    def _over_groups(
+        self, estimate: Callable[[Tensor, Tensor], Tensor], judged: list[Trajectory], rewards: list[float]
+    ) -> list[float]:
+        """The estimator's answers for this leader's rewards, among those of all leaders."""
+        ranks = self._trainer.ranks
+        mine = [(t.group_id, reward) for t, reward in zip(judged, rewards, strict=True)]
+        parts = ranks.gather_from_leaders(mine)
+        groups = torch.tensor([group for part in parts for group, _ in part])
+        everyones = torch.tensor([reward for part in parts for _, reward in part], dtype=torch.float32)
+        first = sum(len(part) for part in parts[: ranks.data_rank])
+        return estimate(everyones, groups).tolist()[first : first + len(mine)]
+
+    def of_tokens(
+        self, rollout: Sequence[list[Trajectory]], rollout_batch: Sequence[list[Batch]], kl_coefficient: float
+    ) -> None:
+        """Set the advantages of each update's batches, where they go from token to token.
+
+        rollout: this rank's trajectories of each update, which the batches are packed from; their fields are computed.
+        """
+        if not (self._of_tokens or self._shaped or self._whitens):
+            return
+        labels = [Labels(trajectories) for trajectories in rollout]
+        shaping = [
+            self._shaping(of_update, batches, kl_coefficient)
+            for of_update, batches in zip(labels, rollout_batch, strict=True)
+        ]
+        if self._of_tokens:
+            found = self._along_tokens(rollout, labels, shaping)
+        else:
+            found = self._along_responses(rollout, labels, shaping)
+        if self._whitens:
+            found = self._whitened(found, [of_update.of("loss_mask") for of_update in labels])
+        for of_update, batches, values in zip(labels, rollout_batch, found, strict=True):
+            of_update.give(batches, "advantages", values)
+
+    def update_critic(self, index: int) -> None:
+        """One update of the critic, by the returns of update `index`."""
+        if self._critic is not None:
+            self._critic.update(index, self._returns[index])
+
+    def metrics(self) -> Metrics:
+        """Of this step's updates of the critic."""
+        return self._critic.metrics() if self._critic else {}
+
+    def _shaping(self, labels: Labels, batches: list[Batch], kl_coefficient: float) -> Tensor:
+        """[L] rewards of the tokens themselves: minus their KL to the reference, and for their improbability."""
+        if not self._shaped:
+            return torch.zeros(labels.count)
+        old = everywhere(self._trainer, labels, batches, "old_log_probs")
+        rewards = -self._config.entropy_reward * old
+        if self._config.kl.placement == "reward" and kl_coefficient:
+            rewards -= kl_coefficient * (old - everywhere(self._trainer, labels, batches, "reference_log_probs"))
+        return torch.where(labels.of("loss_mask") & old.isfinite(), rewards, 0.0)  # a pruned token has no log-prob
+
+    def _along_tokens(
+        self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
+    ) -> list[Tensor]:
+        """[L] generalized advantages of each update; without a critic its values are 0, and lambda is 1: rewards to come."""
+        scored = self._critic.score(rollout) if self._critic else [None] * len(rollout)
+        found, self._returns = [], []
+        for trajectories, of_update, of_tokens, values in zip(rollout, labels, shaping, scored, strict=True):
+            mask = of_update.rows(of_update.of("loss_mask"))
+            final = torch.tensor([float(t["advantages"][0]) if t.response_length else 0.0 for t in trajectories])
+            rewards = advantages.token_rewards(final, mask, kl=-of_update.rows(of_tokens), kl_coefficient=1.0)
+            truncated = torch.tensor([float(t.truncated) for t in trajectories])
+            before = torch.zeros_like(rewards) if values is None else of_update.rows(values.before)
+            advantage, returns = advantages.generalized(
+                rewards,
+                before,
+                mask,
+                gamma=self._config.gamma,
+                lam=1.0 if values is None else self._config.lam,
+                bootstrap=None if values is None else truncated * values.last,
+            )
+            found.append(of_update.flat(advantage))
+            self._returns.append(of_update.flat(returns))
+        return found
+
+    def _along_responses(
+        self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]
+    ) -> list[Tensor]:
+        """[L] of whole responses, whose tokens' rewards are added up."""
+        if not self._shaped:
+            return [of_update.of("advantages") for of_update in labels]
+        trajectories = [t for of_update in rollout for t in of_update]
+        if parts := [t for t in trajectories if t.part]:
+            raise UserError(
+                f"config: algorithm.kl.placement = reward with algorithm.advantage = {self._config.advantage}: a response of"
+                f" prompt {parts[0].prompt_id} is several sequences; set placement: loss, or advantage: reinforce_plus_plus"
+            )
+        sums = torch.cat(
+            [of_update.rows(of_tokens).sum(1) for of_update, of_tokens in zip(labels, shaping, strict=True)]
+        )
+        judged = [
+            (t, t.reward + of_tokens) for t, of_tokens in zip(trajectories, sums.tolist(), strict=True) if not t.masked
+        ]
+        mine = iter(
+            self._over_groups(estimator(self._config), [t for t, _ in judged], [reward for _, reward in judged])
+        )
+        found = []
+        for of_update, each in zip(labels, rollout, strict=True):
+            numbers = torch.tensor([0.0 if t.masked else next(mine) for t in each])
+            found.append(numbers.repeat_interleave(of_update.lengths))
+        return found
+
+    def _whitened(self, found: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
+        """Mean 0 and deviation 1 over the tokens of all ranks and updates that count."""
+        values, mask = torch.cat(found), torch.cat(masks)
+        count, total, _ = self._everyones(advantages.moments(values, mask))
+        shift = total / count.clamp(min=1)
+        moments = self._everyones(advantages.moments(values, mask, shift=shift))
+        whitened = advantages.whiten(values, moments, shift=shift)
+        return list(torch.where(mask, whitened, 0.0).split([len(part) for part in found]))
+
+    def _everyones(self, mine: Tensor) -> Tensor:
+        return torch.stack(self._trainer.ranks.gather_from_leaders(mine)).sum(0)

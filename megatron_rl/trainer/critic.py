@@ -1,0 +1,85 @@
+"""The critic of PPO: a second model that learns what states are worth, on the same ranks and verbs as the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config import Config
+from megatron_rl.data.labels import Labels
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.reduce import Metrics, merge
+from megatron_rl.trainer.objective import CriticLoss
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.units import with_last_state
+
+
+def critic_config(config: Config) -> Config:
+    """The config of the critic's own trainer."""
+    critic = config.critic
+    model = replace(config.model, path=critic.path or config.model.path, freeze=critic.freeze, moe_aux_loss=0.0)
+    return replace(config, model=model, optimizer=critic.optimizer)
+
+
+@dataclass(frozen=True)
+class StateValues:
+    """Values of the states of some sequences, on the host."""
+
+    before: Tensor
+    """[L], of the states before each label of the sequences, one behind the other."""
+    last: Tensor
+    """[B], of the state behind each sequence's last token."""
+
+
+class Critic:
+    """Values of a step's sequences, and the updates that correct them. Collective."""
+
+    def __init__(self, trainer: Trainer, clip: float | None) -> None:
+        """trainer: of a model with a value head; clip: as in `losses.value_terms`."""
+        self._trainer, self._objective = trainer, CriticLoss(clip)
+        self._passes: list[tuple[Labels, list[Batch]]] = []
+        self._measured: list[Metrics] = []
+
+    def score(self, rollout: Items[Items[Sequence]]) -> list[StateValues]:
+        """Values of the states of this rank's sequences of each update, by the weights as they are."""
+        self._passes, self._measured, found = [], [], []
+        for sequences in rollout:
+            closed = [with_last_state(sequence) for sequence in sequences]
+            labels, batches = Labels(closed), self._trainer.pack(closed)
+            self._trainer.compute_fields(batches, frozenset({"values"}))
+            values = everywhere(self._trainer, labels, batches, "values")
+            for batch in batches:
+                batch.fields.setdefault("values", torch.zeros_like(batch["advantages"]))  # on stages without a head
+            self._passes.append((labels, batches))
+            last = labels.lengths.cumsum(0) - 1
+            keep = torch.ones(labels.count, dtype=torch.bool)
+            keep[last] = False
+            found.append(StateValues(values[keep], values[last]))
+        return found
+
+    def update(self, index: int, returns: Tensor) -> None:
+        """Learn the returns [L] of the labels of update `index`."""
+        labels, batches = self._passes[index]
+        padded = torch.cat(
+            [torch.cat([part, part.new_zeros(1)]) for part in returns.split((labels.lengths - 1).tolist())]
+        )
+        labels.give(batches, "returns", padded)
+        metrics = self._trainer.update(batches, self._objective).metrics
+        self._measured.append({name.replace("update/", "critic/", 1): metric for name, metric in metrics.items()})
+
+    def metrics(self) -> Metrics:
+        """Of this step's updates; on rank 0, as they are those of all ranks."""
+        return merge(self._measured) if self._trainer.ranks.rank == 0 else {}
+
+
+def everywhere(trainer: Trainer, labels: Labels, batches: Items[Batch], name: str) -> Tensor:
+    """[L] values of a computed field, fp32 on the host, on every process of the model's copy, whose last stage has them."""
+    reports = trainer.reports
+    found = labels.collect(batches, [batch.fields.get(name) if reports else None for batch in batches])
+    dist.all_reduce(found, group=trainer.ranks.copy_group)  # context-parallel ranks have different labels
+    return found

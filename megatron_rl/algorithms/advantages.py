@@ -7,6 +7,11 @@ from functools import partial
 
 import torch
 
+from megatron_rl.algorithms.kl import check_positive
+
+SUM_ERROR = 1024 * torch.finfo(torch.float64).eps
+"""Bounds the relative rounding of a sum in fp64, whose order is a tree's, or a chain's over so many micro-batches and ranks."""
+
 
 def _groups(rewards: torch.Tensor, group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group index [N], group sizes [G] and "has spread" [G].
@@ -64,8 +69,116 @@ def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tenso
     return _result(torch.where(spread[index], exact - others, 0.0), rewards)
 
 
+def exponential_tilt(rewards: torch.Tensor, group_ids: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Weights of the policy exp(r / beta) pi (papers/002, section 10.12): group size x softmax over the group of r / beta.
+
+    beta is `temperature`. As advantages of `reinforce` the mean over responses is the loss of papers/002, -beta x sum of
+    omega log pi, over beta. They are positive, with mean 1 in each group: nothing is pushed down but by what rises. A group
+    without spread, also one of a single response, gives 1 each: its omegas are equal, and the policy imitates its own samples,
+    which moves it by noise alone.
+
+    rewards: [N], group_ids: [N] in any order -> [N]. Errors: as `group_relative`, and for a temperature that is not positive.
+    """
+    check_positive(temperature=temperature)
+    index, sizes, spread = _groups(rewards, group_ids)
+    exact = rewards.double()
+    best = exact.new_full((len(sizes),), -torch.inf).scatter_reduce_(0, index, exact, "amax")
+    tilted = torch.exp((exact - best[index]) / temperature)
+    total = tilted.new_zeros(len(sizes)).index_add_(0, index, tilted)
+    return _result(torch.where(spread[index], tilted * (sizes / total)[index], 1.0), rewards)
+
+
+def moments(values: torch.Tensor, mask: torch.Tensor, *, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Number of the masked-in values, sum of (value - shift), sum of its squares: [3] fp64.
+
+    values, mask: any one shape. They may be added up over micro-batches and ranks if all have the same shift. The variance of
+    their difference loses (mean - shift)^2 / variance of fp64's precision: where means may be large, the mean of first moments,
+    added up, is the shift of second ones.
+    """
+    if values.shape != mask.shape:
+        raise ValueError(f"values {list(values.shape)} and mask {list(mask.shape)}: must share one shape")
+    away = torch.where(mask.bool(), values.double() - shift, 0.0)
+    return torch.stack([mask.bool().double().sum(), away.sum(), away.square().sum()])
+
+
+def mean_and_variance(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean (from the shift on) and population variance, scalars, of added-up `moments` [3]; zeros without values.
+
+    A variance that is no more than rounding of the sums is exactly 0.
+    """
+    count, total, squares = moments
+    mean, square = total / count.clamp(min=1), squares / count.clamp(min=1)
+    variance = square - mean.square()
+    return mean, torch.where(variance > SUM_ERROR * square, variance, 0.0)
+
+
+def whiten(
+    values: torch.Tensor,
+    moments: torch.Tensor,
+    *,
+    shift: torch.Tensor | float = 0.0,
+    shift_mean: bool = True,
+) -> torch.Tensor:
+    """(value - mean) / standard deviation, any shape; without `shift_mean` the mean is added back.
+
+    moments: [3], added up, of that `shift`. Values whose spread is no more than rounding give zeros (or the mean).
+    """
+    mean, variance = mean_and_variance(moments)
+    ulp = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
+    spread = variance.sqrt() > 2 * ulp * (mean + shift).abs()  # a range has at least twice its standard deviation
+    whitened = (values.double() - shift - mean) / torch.where(spread, variance, 1.0).sqrt()
+    whitened = torch.where(spread, whitened, 0.0)
+    return _result(whitened if shift_mean else whitened + mean + shift, values)
+
+
+def batch_normalized(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(value - mean) / standard deviation over all masked-in elements; zeros elsewhere (REINFORCE++, Hu 2025; PPO's whitening).
+
+    values, mask: any one shape, as [B, T] or [N]. The population's deviation, in two passes; values without spread are zeros.
+    Over several ranks: `moments`, added up, and `whiten`.
+    """
+    shift, _ = mean_and_variance(moments(values, mask))
+    return torch.where(mask.bool(), whiten(values, moments(values, mask, shift=shift), shift=shift), 0.0)
+
+
+def token_rewards(
+    final_reward: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    kl: torch.Tensor | None = None,
+    kl_coefficient: float = 0.0,
+) -> torch.Tensor:
+    """Per-token rewards (papers/002, section 10.8): -kl_coefficient KL_t, and the final reward at the last masked-in token.
+
+    final_reward: [B]; mask: [B, T]; kl: [B, T], of each token, as k1 of the policy that sampled it against the reference
+    -> [B, T], without gradient; zeros where the mask is out. A row without masked-in tokens has no place for its reward.
+
+    Errors: ValueError for shapes that do not fit, and for a coefficient that is negative or has no kl.
+    """
+    mask = mask.bool()
+    if mask.ndim != 2 or final_reward.shape != mask.shape[:1]:
+        raise ValueError(f"final_reward {list(final_reward.shape)} and mask {list(mask.shape)}: must be [B] and [B, T]")
+    if not kl_coefficient >= 0:
+        raise ValueError(f"kl_coefficient = {kl_coefficient:g}: must not be negative")
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    rewards = torch.where(last, final_reward.detach().double()[:, None], 0.0)
+    if kl_coefficient:
+        if kl is None:
+            raise ValueError(f"kl_coefficient = {kl_coefficient:g} needs kl")
+        if kl.shape != mask.shape:
+            raise ValueError(f"kl {list(kl.shape)} and mask {list(mask.shape)}: must share one shape [B, T]")
+        rewards = rewards - torch.where(mask, kl_coefficient * kl.detach().double(), 0.0)
+    return _result(rewards, final_reward)
+
+
 def generalized(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantage estimation (Schulman et al. 2016), papers/002 eq. 19-20.
 
@@ -73,6 +186,9 @@ def generalized(
     An episode ends at its last masked-in token: nothing is bootstrapped from behind it. Masked-out tokens in between
     (tool output) are no steps of the policy: the recursion passes over them, and what they hold (reward, value) counts
     for nothing. Both results are zero there.
+
+    bootstrap: [B], the value of the state behind the last masked-in token: of responses that were cut off, and would have gone
+    on; 0 for those that ended.
     """
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         shapes = [list(t.shape) for t in (rewards, values, mask)]
@@ -80,7 +196,9 @@ def generalized(
     mask = mask.bool()
     exact_rewards, exact_values = rewards.double(), values.double()
     advantages = torch.zeros_like(exact_rewards)
-    next_value = exact_rewards.new_zeros(rewards.shape[0])
+    if bootstrap is not None and bootstrap.shape != rewards.shape[:1]:
+        raise ValueError(f"bootstrap {list(bootstrap.shape)}: must be [B] = {list(rewards.shape[:1])}")
+    next_value = exact_rewards.new_zeros(rewards.shape[0]) if bootstrap is None else bootstrap.double()
     running = torch.zeros_like(next_value)
     for t in reversed(range(rewards.shape[1])):
         inside = mask[:, t]

@@ -1,7 +1,8 @@
-"""Policy losses, per token. A term is what gradient descent minimizes; averaging is the caller's, with `loss_weights`.
+"""Losses of policies and of values, per token. A term is what gradient descent minimizes; averaging is the caller's.
 
-A loss is a function of `LossInputs`, packed tensors [T] of many sequences one after another, and is found by its name in
-`POLICY_LOSSES` or as `module:name`. Terms are zero where the mask is out, whatever the other tensors hold there, NaN included.
+A policy's loss is a function of `LossInputs`, packed tensors [T] of many sequences one after another, and is found by its
+name in `POLICY_LOSSES` or as `module:name`; `loss_weights` averages. Terms are zero where the mask is out, whatever the other
+tensors hold there, NaN included.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.advantages import mean_and_variance, moments
 from megatron_rl.algorithms.kl import MAX_LOG_RATIO
 from megatron_rl.algorithms.segments import Segments
 
@@ -205,3 +207,68 @@ def clipped_surrogate(
     )
     tokens = mask.sum().clamp(min=1)
     return SurrogateLoss(terms.sum() / tokens, (clipped & mask).sum() / tokens)
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """A loss of values and how much of it was clipped."""
+
+    loss: Tensor
+    """Scalar, differentiable."""
+    clip_fraction: Tensor
+    """Scalar: share of the masked-in tokens where the clipped branch was the larger one, so that no gradient flows."""
+
+
+def value_terms(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Tensor]:
+    """PPO's loss of a critic: max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, differentiable in `values`.
+
+    papers/002's critic loss (section 10.8), halved; with the clip (OpenAI's baselines; Ziegler et al. 2019's code) a value that
+    has gone further than `clip` from the old one, and towards the return, has no gradient. clip None: (v - R)^2 / 2.
+
+    All arguments of one shape. -> (terms, fp32 at least; clipped, bool), both of that shape. Errors: ValueError for a clip that
+    is not positive.
+    """
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip = {clip:g}: must be positive, or None")
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    values, old_values, returns = values.to(dtype), old_values.detach().to(dtype), returns.detach().to(dtype)
+    free = (values - returns).square() / 2
+    if clip is None:
+        return free, torch.zeros_like(free, dtype=torch.bool)
+    fenced = (values.clamp(old_values - clip, old_values + clip) - returns).square() / 2
+    clipped = (fenced > free).detach()
+    return torch.where(clipped, fenced, free), clipped
+
+
+def clipped_value(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
+) -> ValueLoss:
+    """Mean over masked-in tokens of `value_terms`: half the mean of the larger of the two squared errors.
+
+    All [B, T]. An empty mask gives loss 0 with zero gradients. Errors: as `value_terms`.
+    """
+    mask = mask.bool()
+    held = (torch.where(mask, tensor, 0.0) for tensor in (values, old_values, returns))
+    terms, clipped = value_terms(*held, clip=clip)
+    tokens = mask.sum().clamp(min=1)
+    return ValueLoss(terms.sum() / tokens, (clipped & mask).sum() / tokens)
+
+
+@torch.no_grad()
+def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """What `explained_variance` needs to know of the masked-in tokens: [5] fp64 that may be added up.
+
+    Sums of 1, R, R^2, R - v and (R - v)^2. values v, returns R, mask: any one shape.
+    """
+    return torch.cat([moments(returns, mask), moments(returns.double() - values.double(), mask)[1:]])
+
+
+def explained_variance(sums: Tensor) -> Tensor:
+    """1 - Var(return - value) / Var(return), a scalar: 1 is a perfect critic, 0 one that knows the mean alone.
+
+    sums: [5] of `explained_variance_sums`, added up over micro-batches and ranks. NaN where the returns have no variance, or no
+    more than rounding of these sums makes.
+    """
+    _, variance = mean_and_variance(sums[:3])
+    _, unexplained = mean_and_variance(sums[[0, 3, 4]])
+    return torch.where(variance > 0, 1.0 - unexplained / variance, torch.nan)

@@ -75,7 +75,6 @@ def dpo(
     label_smoothing: float = 0.0,
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
-    weights: Tensor | None = None,
 ) -> DPOLoss:
     """Direct preference optimization (Rafailov et al. 2023, eq. 7; papers/002, section 10.11) and its kin.
 
@@ -92,8 +91,7 @@ def dpo(
     here, and prints 1 / beta in the objective below it.)
 
     chosen_lengths, rejected_lengths: [N], tokens of the responses; the log-ratios are divided by them first, and so are means
-    over tokens (TRL's ipo and sigmoid_norm). A response without tokens has the log-ratio 0. weights: [N], as of `pairs`; the
-    mean is weighted by them.
+    over tokens (TRL's ipo and sigmoid_norm). A response without tokens has the log-ratio 0.
 
     Errors: ValueError for shapes that differ, an unknown kind, a beta that is not positive, a label_smoothing outside of
     [0, 1/2) or for a kind that has none, and lengths of one side alone.
@@ -126,7 +124,7 @@ def dpo(
         sign = 1 if kind == "sigmoid" else -1
         terms = ((1 - label_smoothing) * right + sign * label_smoothing * flipped) if label_smoothing else right
         terms = terms / (1 - 2 * label_smoothing) if kind == "robust" else terms
-    return DPOLoss(_mean(terms, weights), (beta * chosen).detach(), (beta * rejected).detach())
+    return DPOLoss(_mean(terms), (beta * chosen).detach(), (beta * rejected).detach())
 
 
 def kto(
@@ -174,9 +172,9 @@ def kto_baseline(policy_mismatched: Tensor, reference_mismatched: Tensor) -> Ten
 def _beyond(chosen: Tensor, rejected: Tensor, weights: Tensor | None, **target: Tensor | float) -> Tensor:
     """Chosen - rejected - the target, whose name errors give; all [N], the target may be one number."""
     tensors = {"chosen": chosen, "rejected": rejected} | ({} if weights is None else {"weights": weights})
-    (wanted,) = target.values()
+    ((name, wanted),) = target.items()
     if isinstance(wanted, Tensor) and wanted.ndim:
-        tensors |= target
+        tensors[name] = wanted
     _same_length(**tensors)
     return _exact(chosen) - _exact(rejected) - wanted
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -261,3 +262,96 @@ def test_k2_and_k1_by_hand():
     assert float(kl.estimate(log_probs, reference, "k1")) == pytest.approx(0.5)
     assert float(kl.estimate(log_probs, reference, "k2")) == pytest.approx(0.125)
     assert float(kl.estimate(log_probs, reference, "k3")) == pytest.approx(math.exp(-0.5) - 0.5)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def value_by_definition(value, old, target, clip):
+    """max of the two squared errors, halved, its derivative, and whether the fenced one is the larger, in Python floats."""
+    fenced = value if clip is None else min(max(value, old - clip), old + clip)
+    free, held = (value - target) ** 2, (fenced - target) ** 2
+    return max(free, held) / 2, (0.0 if held > free else value - target), held > free
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 1.0])
+def test_clipped_value_is_the_masked_mean(clip):
+    entropy = np.random.SeedSequence().entropy
+    print("entropy", entropy)
+    rng = np.random.default_rng(entropy)
+    old, returns = torch.tensor(rng.normal(0, 2, (2, 4, 9)))
+    values = (old + torch.tensor(rng.normal(0, 0.7, (4, 9)))).requires_grad_()
+    mask = torch.tensor(rng.random((4, 9)) < 0.6)
+    mask[1], mask[0, 0] = False, True
+    garbage = [torch.where(mask, x, torch.nan) for x in (values, old, returns)]
+    result = losses.clipped_value(*garbage, mask, clip=clip)
+    (gradient,) = torch.autograd.grad(result.loss, values)
+    terms, clipped = losses.value_terms(values.flatten(), old.flatten(), returns.flatten(), clip=clip)
+    count, loss, cut = int(mask.sum()), 0.0, 0
+    for i, j in mask.nonzero().tolist():
+        numbers = (float(x[i, j]) for x in (values.detach(), old, returns))
+        value, slope, held = value_by_definition(*numbers, clip)
+        loss += value / count
+        cut += held
+        assert float(gradient[i, j]) == pytest.approx(slope / count, rel=1e-12, abs=1e-14)
+        assert float(terms[9 * i + j].detach()) == pytest.approx(value, rel=1e-12, abs=1e-14)
+        assert bool(clipped[9 * i + j]) == held
+    assert float(result.loss.detach()) == pytest.approx(loss, rel=1e-12)
+    assert float(result.clip_fraction) == pytest.approx(cut / count, rel=1e-6)
+    assert (cut > 0) == (clip is not None)
+    assert not gradient[~mask].any()
+
+
+def test_clipped_value_by_hand():
+    """Old values 0, clip 0.5, returns 2: 0.3 is free; 1 is held at 0.5; -1 is beyond the fence on the far side, and free."""
+    values = torch.tensor([[0.3, 1.0, -1.0]], requires_grad=True)
+    result = losses.clipped_value(values, torch.zeros(1, 3), torch.full((1, 3), 2.0), torch.ones(1, 3), clip=0.5)
+    result.loss.backward()
+    torch.testing.assert_close(result.loss.detach(), torch.tensor((1.7**2 + 1.5**2 + 3.0**2) / 6))
+    torch.testing.assert_close(values.grad, torch.tensor([[-1.7, 0.0, -3.0]]) / 3)
+    assert float(result.clip_fraction) == pytest.approx(1 / 3)
+
+
+def test_clipped_value_of_nothing_and_of_short_dtypes():
+    for dtype in (torch.float32, torch.bfloat16):
+        nan = torch.full((2, 3), torch.nan, dtype=dtype)
+        values = nan.clone().requires_grad_()
+        result = losses.clipped_value(values, nan, nan, torch.zeros(2, 3), clip=0.2)
+        result.loss.backward()
+        assert float(result.loss.detach()) == float(result.clip_fraction) == 0.0 and not values.grad.any()
+        assert result.loss.dtype == torch.float32
+        # 1.0078125 and its fence 1.1 are not apart by rounding to bf16: what lies inside the fence is not clipped.
+        inside = torch.full((1, 1), 1.0078125, dtype=dtype)
+        close = losses.clipped_value(inside, torch.ones(1, 1, dtype=dtype), inside - 1, torch.ones(1, 1), clip=0.1)
+        assert float(close.loss) == 0.5 and float(close.clip_fraction) == 0.0
+    for clip in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="clip = "):
+            losses.value_terms(values, values, values, clip=clip)
+
+
+def test_explained_variance_adds_up_and_is_its_formula():
+    entropy = np.random.SeedSequence().entropy
+    print("entropy", entropy)
+    rng = np.random.default_rng(entropy)
+    returns = rng.normal(3, 2, (6, 20))
+    mask = rng.random((6, 20)) < 0.5
+    for noise in (0.0, 0.5, 4.0):
+        values = returns + 7 + noise * rng.normal(size=returns.shape)  # an offset explains nothing and costs nothing
+        held = [torch.tensor(np.where(mask, x, np.nan)) for x in (values, returns)]
+        parts = [slice(0, 2), slice(2, 2), slice(2, 6)]
+        sums = [losses.explained_variance_sums(*(x[part] for x in (*held, torch.tensor(mask)))) for part in parts]
+        expected = 1 - np.var((returns - values)[mask]) / np.var(returns[mask])
+        assert float(losses.explained_variance(sum(sums))) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    mean = np.full_like(returns, returns[mask].mean())
+    sums = losses.explained_variance_sums(*(torch.tensor(x) for x in (mean, returns, mask)))
+    assert float(losses.explained_variance(sums)) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_explained_variance_of_returns_that_do_not_vary_is_nan(dtype):
+    values, everywhere = torch.arange(12, dtype=dtype), torch.ones(12)
+    for returns in (torch.full((12,), 0.1, dtype=dtype), torch.zeros(12, dtype=dtype)):
+        assert math.isnan(losses.explained_variance(losses.explained_variance_sums(values, returns, everywhere)))
+    assert math.isnan(losses.explained_variance(losses.explained_variance_sums(values, values, torch.zeros(12))))
+    assert math.isnan(losses.explained_variance(torch.zeros(5)))
+    assert float(losses.explained_variance(losses.explained_variance_sums(values, values, everywhere))) == 1.0

@@ -75,6 +75,7 @@ def dpo(
     label_smoothing: float = 0.0,
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> DPOLoss:
     """Direct preference optimization (Rafailov et al. 2023, eq. 7; papers/002, section 10.11) and its kin.
 
@@ -91,7 +92,8 @@ def dpo(
     here, and prints 1 / beta in the objective below it.)
 
     chosen_lengths, rejected_lengths: [N], tokens of the responses; the log-ratios are divided by them first, and so are means
-    over tokens (TRL's ipo and sigmoid_norm). A response without tokens has the log-ratio 0.
+    over tokens (TRL's ipo and sigmoid_norm). A response without tokens has the log-ratio 0. weights: [N], as of `pairs`; the
+    mean is weighted by them.
 
     Errors: ValueError for shapes that differ, an unknown kind, a beta that is not positive, a label_smoothing outside of
     [0, 1/2) or for a kind that has none, and lengths of one side alone.
@@ -124,7 +126,7 @@ def dpo(
         sign = 1 if kind == "sigmoid" else -1
         terms = ((1 - label_smoothing) * right + sign * label_smoothing * flipped) if label_smoothing else right
         terms = terms / (1 - 2 * label_smoothing) if kind == "robust" else terms
-    return DPOLoss(_mean(terms), (beta * chosen).detach(), (beta * rejected).detach())
+    return DPOLoss(_mean(terms, weights), (beta * chosen).detach(), (beta * rejected).detach())
 
 
 def kto(

@@ -217,8 +217,8 @@ class AlgorithmConfig:
 
 
 @section
-class RewardConfig:
-    """Reward models (`megatron-rl reward`): what is learned from the preferences of data.path."""
+class RewardModelConfig:
+    """Training of a reward model (`megatron-rl reward`): what is learned from the preferences of data.path."""
 
     loss: Literal["bradley_terry", "hinge", "squared_gap", "plackett_luce", "squared_error", "cross_entropy"] = (
         "bradley_terry"
@@ -237,6 +237,41 @@ class RewardConfig:
     """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0."""
     top: Positive | None = None
     """plackett_luce: only the first so many places of a list count; 1: which response is the best."""
+
+
+@section
+class ScorerConfig:
+    """A reward model that scores the responses of reinforcement learning, one of rewards.models."""
+
+    path: str | None = None
+    """Hugging Face folder of a classifier with one label, such as `megatron-rl reward` writes. Without an address the trainer's
+    processes score by it, on their own layout, and it has the policy's tokenizer."""
+    address: str | None = None
+    """An SGLang server (http://host:port) that serves it (--is-embedding). With a path that folder's tokenizer and chat
+    template make what it is sent, else the policy's tokens are."""
+    shift: float = 0.0
+    """Subtracted from a score; then it is divided by scale."""
+    scale: PositiveFloat = 1.0
+    normalize: bool = False
+    """Subtract the mean of all scores of the run so far, and divide by their standard deviation."""
+    clip: PositiveFloat | None = None
+    """Largest absolute value of a score, after all that."""
+
+
+@section
+class RewardsConfig:
+    """Reward parts beside the task's own. They weigh 1.0 unless data.rewards says otherwise."""
+
+    models: dict[str, ScorerConfig] = dataclasses.field(default_factory=dict)
+    """Reward models by the names of their parts: {helpful: {path: runs/reward/hf}}."""
+    overlong_buffer: Count = 0
+    """Part `overlong` (DAPO, eq. 13): from 0 down to -1 over the last so many of rollout.max_new_tokens. 0: there is none."""
+    clip: PositiveFloat | None = None
+    """Largest absolute value of a response's whole reward, as advantages see it."""
+    whiten: bool = False
+    """Advantages see rewards of mean 0 and deviation 1 over the step's responses."""
+    timeout_s: PositiveFloat = 120.0
+    """Longest wait for a server's answer; it is asked three times."""
 
 
 @section
@@ -651,7 +686,8 @@ class Config:
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
-    reward: RewardConfig = RewardConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
     dpo: DPOConfig = DPOConfig()
     pruning: PruningConfig = PruningConfig()
     correction: CorrectionConfig = CorrectionConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments import Prompt
 from megatron_rl.environments.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
@@ -27,16 +29,17 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     eval/score is the mean reward over all samples at the sampling temperature; eval/pass@k the chance that one of k is right
     (reward above 0.5), for n and eval.pass_at; eval/maj@n the mean reward of each prompt's most frequent answer;
     eval/distinct@n how many different right ones n have; eval/collision the chance that two right ones are the same;
-    eval/greedy the mean reward of one response without sampling. eval/score_unpruned and pass_unpruned@k are those of responses
-    that are sampled without pruning (eval.unpruned). Masked responses have no part in any, and where all are masked there is
-    no score. The responses are kept in the run's evals/ folder, one JSON line each.
+    eval/greedy the mean reward of one response without sampling; eval/reward/PART the mean of each part, where there are
+    several. eval/score_unpruned and pass_unpruned@k are those of responses that are sampled without pruning (eval.unpruned).
+    Masked responses have no part in any, and where all are masked there is no score. The responses are kept in the run's evals/
+    folder, one JSON line each.
     """
     prompts = run.eval_prompts
     if not prompts:
         return {}
     n = config.eval.samples
     sizes = sorted({*config.eval.pass_at, n})
-    sampled = engine.ask(prompts, run.support, samples=n, seed=f"eval/{run.step}")
+    sampled = _scored(run, engine, prompts, engine.ask(prompts, run.support, samples=n, seed=f"eval/{run.step}"))
     rewards = run.gather_groups(_judged(sampled), lambda t: t.reward)
     answers = run.gather_groups(_judged(sampled), lambda t: run.task.extract(t.text))
     scores = _mean_and_best(rewards, sizes)
@@ -46,6 +49,9 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         scores[f"eval/distinct@{n}"] = float(np.mean(distinct_right(answers, rewards, threshold=0.5)))
         if (same := collision(answers, rewards, threshold=0.5)) is not None:
             scores["eval/collision"] = same
+        if len(run.task.parts) > 1:
+            for part in run.task.parts:
+                scores[f"eval/reward/{part}"] = run.mean([t.reward_parts[part] for t in _judged(sampled)])
     scores["eval/response_length"] = run.mean([float(t.response_length) for t in sampled])
     scores["eval/prompts"] = float(len(rewards))
     if config.rollout.program != "single_turn":
@@ -55,17 +61,27 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     rows = run.gather_from_leaders([{"greedy": False, **readable(run.tokenizer, t)} for t in sampled])
     if config.eval.unpruned:
         whole = engine.ask(prompts, run.support.unpruned, samples=n, seed=f"eval/{run.step}")
+        whole = _scored(run, engine, prompts, whole)
         scores |= _mean_and_best(run.gather_groups(_judged(whole), lambda t: t.reward), sizes, "_unpruned")
         rows += run.gather_from_leaders(
             [{"greedy": False, "unpruned": True, **readable(run.tokenizer, t)} for t in whole]
         )
     if config.eval.greedy:
         greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1, seed="greedy")
+        greedy = _scored(run, engine, prompts, greedy)
         if found := run.gather_groups(_judged(greedy), lambda t: t.reward):
             scores["eval/greedy"] = average_at_n(found)
         rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
     return scores
+
+
+def _scored(run: Run, engine: Engine, prompts: Sequence[Prompt], trajectories: list[Trajectory]) -> list[Trajectory]:
+    """The trajectories with those reward parts too that reward models give."""
+    if run.rewards.models:
+        engine.sleep()  # where they share GPUs
+    run.rewards.score(trajectories, prompts)
+    return trajectories
 
 
 def _judged(trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -88,6 +104,7 @@ def evaluate_command(config: Config) -> None:
                 f"data: task '{config.data.task}' has no held-out prompts to evaluate on (eval.prompts ="
                 f" {config.eval.prompts}): set data.eval_path, or eval.prompts"
             )
+        run.build_scorers()
         with Engine(run) as engine:
             engine.join()
             scores = evaluate(config, run, engine)
@@ -105,9 +122,11 @@ def rollout_command(config: Config) -> None:
     if (config.run_dir / METRICS_FILE).exists():
         raise UserError(f"rollout: {config.run_dir} is the folder of a training run; choose another --name")
     with Run(config, kind="ask") as run, Engine(run) as engine:
+        run.build_scorers()
         engine.join()
         prompts = run.stream.next(config.batch.prompts_per_step)
         trajectories = engine.collect(prompts, step=0)
+        run.rewards.score(trajectories, prompts)
         rows = run.gather_from_leaders([readable(run.tokenizer, t) for t in trajectories])
         run.ranks.main_does(lambda: write_responses(folder / "step_000000.jsonl", rows))
         run.logger.say(json.dumps(figures(over_ranks(run.ranks, [reward_metrics(config, trajectories)])), indent=2))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_rl.algorithms import preference
-from megatron_rl.config import Config, RewardConfig
+from megatron_rl.config import Config, RewardModelConfig
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments.comparisons import Comparison
 from megatron_rl.environments.preferences import Kind
@@ -36,23 +36,23 @@ TAKES: dict[str, tuple[Kind, ...]] = {
 def reward(config: Config) -> None:
     """config.steps updates on batch.prompts_per_step comparisons each; ends with a classifier folder `hf/`."""
     with Run(config, kind="reward") as run:
-        check_kind(run, TAKES, "reward.loss", config.reward.loss)
+        check_kind(run, TAKES, "reward_model.loss", config.reward_model.loss)
         trainer = run.build()
-        mark = partial(places, pooling=config.reward.pooling)
+        mark = partial(places, pooling=config.reward_model.pooling)
         held_out = held_out_comparisons(run.held_out, run.program, config.rollout.context_length)
 
         def learn() -> Learned:
             rng = random.Random(f"{config.seed}/{run.step}")
             table = Table.of(run.stream.next_comparisons(config.batch.prompts_per_step, rng), mark)
             passes = UnitPasses(trainer, table)
-            update, measured = passes.learn(partial(reward_loss, config.reward, table), "values")
+            update, measured = passes.learn(partial(reward_loss, config.reward_model, table), "values")
             return Learned(update, passes.mine, measured)
 
         def evaluate() -> dict[str, float]:
             if not held_out:
                 return {}
             table = Table.of(held_out, mark)
-            found = figures(reward_loss(config.reward, table, UnitPasses(trainer, table).sums("values"))[1])
+            found = figures(reward_loss(config.reward_model, table, UnitPasses(trainer, table).sums("values"))[1])
             return {f"eval/{name.rpartition('/')[2]}": value for name, value in found.items()}
 
         learn_from_data(run, learn, evaluate)
@@ -67,7 +67,7 @@ def places(comparison: Comparison, index: int, pooling: str) -> tuple[Sequence, 
     return sequence, [(own if pooling == "mean" else own[-1:], comparison.scores[index])]
 
 
-def reward_loss(config: RewardConfig, table: Table, sums: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+def reward_loss(config: RewardModelConfig, table: Table, sums: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
     """The configured loss of the units' values, and what is logged of it. Errors: UserError for labels that are none."""
     scores = sums["values"] / sums["labels"]
     if config.loss in PAIRWISE:
@@ -90,7 +90,9 @@ def reward_loss(config: RewardConfig, table: Table, sums: dict[str, Tensor]) -> 
         metrics = {"preference/error": mean((scores - table.scores).detach().abs().sum(), len(scores))}
     else:
         if wrong := table.scores[(table.scores < 0) | (table.scores > 1)].tolist():
-            raise UserError(f"data: a label is {wrong[0]:g}, and reward.loss = cross_entropy takes labels from 0 to 1")
+            raise UserError(
+                f"data: a label is {wrong[0]:g}, and reward_model.loss = cross_entropy takes labels from 0 to 1"
+            )
         loss = F.binary_cross_entropy_with_logits(scores, table.scores)
         right = ((scores > 0) == (table.scores > 0.5)).double()
         metrics = {"preference/accuracy": mean(right.sum(), len(scores))}

@@ -24,7 +24,7 @@ def train(config: Config) -> None:
         engine.join()
         engine.push(trainer, version=run.step)
         schedule, objective = RefreshSchedule(config.sync.refresh), Policy(config)
-        advantages = Advantages(config.algorithm, trainer, run.critic)
+        advantages = Advantages(config, trainer, run.critic)
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))
         clock = run.clock()
@@ -32,6 +32,9 @@ def train(config: Config) -> None:
             with clock("rollout"):
                 prompts = run.stream.next(config.batch.prompts_per_step)
                 trajectories = engine.collect(prompts, step=run.step)
+
+            with clock("reward"):
+                run.rewards.score(trajectories, prompts, learns=True)
 
             with clock("log_probs"):
                 advantages.of_responses(trajectories)

@@ -62,12 +62,17 @@ def check_data(data: DataConfig) -> None:
 
 
 def build_task(
-    data: DataConfig, *, demonstrations: bool = False, preferences: bool = False, more_parts: Sequence[str] = ()
+    data: DataConfig,
+    *,
+    demonstrations: bool = False,
+    preferences: bool = False,
+    more_parts: Sequence[str] = (),
+    later_parts: Sequence[str] = (),
 ) -> Task:
     """The task that `data` describes, with its weights resolved.
 
     demonstrations: for SFT; preferences: for what learns from comparisons; more_parts: reward parts that others give, and the
-    task does not score.
+    task does not score; later_parts: those that come when all responses are there (`Task.later_parts`).
 
     Errors: UserError for a misspelled name, missing data, a task without preferences where they are wanted, or a verifier or
     reward part that does not fit.
@@ -77,13 +82,18 @@ def build_task(
     if preferences:
         make = PREFERENCES.get(make, make)
     _check_takes(make, f"{data.task} cannot be made from (data, demonstrations)", data, demonstrations)
-    own = {part: weight for part, weight in data.rewards.items() if part not in more_parts}
+    own = {part: weight for part, weight in data.rewards.items() if part not in (*more_parts, *later_parts)}
     task = make(replace(data, rewards=own), demonstrations)
     if not isinstance(task, Task):
         given = type(task).__name__
         raise UserError(f"config: data.task: {data.task} gives {given}, not a megatron_rl.environments.Task")
     _check_takes(task.score, f"{data.task}.score does not take (prompts, texts, truncated)", [], [], None)
-    task.parts = (*task.parts, *more_parts)
+    if taken := sorted({*task.parts, *more_parts} & {*later_parts}):
+        raise UserError(
+            f"config: rewards.models.{taken[0]}: task '{task.name}' has a part of that name; choose another"
+        )
+    task.parts = (*task.parts, *more_parts, *later_parts)
+    task.later_parts, task.main_parts = tuple(later_parts), (*task.main_parts, *later_parts)
     task.weights = resolve_weights(task, data.rewards)
     if preferences and len(prompts := task.prompts("train")):
         task.comparison(prompts[0], random.Random(0))  # so that a task that has none says so now

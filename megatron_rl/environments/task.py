@@ -75,6 +75,8 @@ class Task:
     """Parts that count with weight 1.0 unless the config says otherwise; the others count 0."""
     verifier: str | None = None
     """Name of the verifier, where it is the task's own; data.verifier may repeat it."""
+    later_parts: tuple[str, ...] = ()
+    """Those of parts that reward models give, or a response's length, once it is there (`rollout.later_rewards`)."""
     program: str | None = None
     """The only rollout program with which it works, where there is one."""
     weights: dict[str, float]

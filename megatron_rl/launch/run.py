@@ -25,6 +25,7 @@ from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.models.precision import slow_bf16, this_machine
+from megatron_rl.rollout.later_rewards import LaterRewards, names_of
 from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import checkpoint, parallel
@@ -92,7 +93,11 @@ class Run:
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         program = rollout_program(config.rollout.program)
         self.task = build_task(
-            config.data, demonstrations=kind == "sft", preferences=kind in ("reward", "dpo"), more_parts=program.parts
+            config.data,
+            demonstrations=kind == "sft",
+            preferences=kind in ("reward", "dpo"),
+            more_parts=program.parts,
+            later_parts=[] if kind in FROM_DATA else names_of(config.rewards),
         )
         self.program = program(config, self.tokenizer, self.task, self.ranks)
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
@@ -112,6 +117,7 @@ class Run:
         self.scores: dict[int, float] = {}
         """eval/score by step, as far as the run was evaluated; without an engine -eval/loss."""
         self.kl = KLControl(config.algorithm.kl)
+        self.rewards = LaterRewards(config.rewards, self.ranks, self.task, max_new_tokens=config.rollout.max_new_tokens)
         self.critic: Critic | None = None
         """Of PPO; after `build`."""
         self.current_clock = Clock()
@@ -139,11 +145,15 @@ class Run:
         )
         if training and config.algorithm.advantage == "gae":
             self._build_critic()
+        if training:
+            self.build_scorers()
+            self.trainer.companions |= self.rewards.models
         if self._found:
             state = checkpoint.load(self._found, self.trainer, self.ranks)
             self.stream.load_state_dict(state["extra"]["stream"])
             self.scores = state["extra"].get("scores", {})
             self.kl.load_state_dict(state["extra"].get("kl", self.kl.state_dict()))
+            self.rewards.load_state_dict(state["extra"].get("rewards", {}))
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
         return self.trainer
@@ -159,6 +169,10 @@ class Run:
         )
         self.trainer.companions["critic"] = trainer
         self.critic = Critic(trainer, own.critic.clip)
+
+    def build_scorers(self) -> None:
+        """Load the reward models that score on these processes (all ranks)."""
+        self.rewards.build(lambda folder: self.scorer(folder, value_head=True))
 
     @property
     def trains_policy(self) -> bool:
@@ -276,6 +290,7 @@ class Run:
             "kind": self.kind,
             "scores": self.scores,
             "kl": self.kl.state_dict(),
+            "rewards": self.rewards.state_dict(),
         }
         settings = self.config.checkpoint
         arguments = (self.checkpoints, self.step, self.trainer, self.ranks, extra, settings.keep)

@@ -25,7 +25,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 NOTE_EVERY_S = 30.0
 """Where there is no terminal, how often progress within a step is said."""
-TIMES = ("rollout", "sleep", "wake", "log_probs", "train", "sync", "eval", "checkpoint", "other", "step")
+TIMES = ("rollout", "sleep", "wake", "reward", "log_probs", "train", "sync", "eval", "checkpoint", "other", "step")
 STANDARD = (
     "reward/mean",
     "eval/score",

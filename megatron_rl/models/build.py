@@ -57,6 +57,8 @@ class Model:
     """Patterns of parameters that are not trained (`models.freeze`)."""
     value_head: bool = False
     """Whether its head gives one number for each token, and not logits."""
+    pooling: Literal["last", "mean"] = "last"
+    """How such numbers make the score of a response, of a reward model (ours alone: transformers takes the last)."""
 
     def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
         """This rank's model chunks, one per virtual pipeline stage, without DDP; parallel_state must be initialized.
@@ -180,7 +182,7 @@ class Model:
         """What config.json says of a model with a value head."""
         name = architecture(self.hf_config).replace("ForCausalLM", CLASSIFIER)
         label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers counts them
-        return {"architectures": [name], "tie_word_embeddings": False, **label}
+        return {"architectures": [name], "tie_word_embeddings": False, "reward_pooling": self.pooling, **label}
 
     def save_hf(
         self,
@@ -230,13 +232,15 @@ def load(
     freeze: Sequence[str] = (),
     attention_sinks: Literal["exact", "ignored"] = "exact",
     value_head: bool = False,
+    pooling: Literal["last", "mean"] = "last",
 ) -> Model:
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
     precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
     experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
     freeze: patterns of parameters that are not trained. attention_sinks: as in ModelConfig. value_head: one number a token
-    instead of logits, by the folder's own head (a classifier's) or, of a language model, by one that starts at zero.
+    instead of logits, by the folder's own head (a classifier's) or, of a language model, by one that starts at zero. pooling:
+    as in RewardModelConfig.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
@@ -271,7 +275,7 @@ def load(
         raise UserError(f"model folder {hf_path}: Megatron refuses these settings: {one_line(error)}") from None
     # After finalize, which refuses it together with the allgather dispatcher: packed micro-batches differ in length.
     config.variable_seq_lengths = parallel.pipeline > 1
-    return Model(Path(hf_path), hf_config, config, bridge, TRAIN[precision], tuple(freeze), value_head)
+    return Model(Path(hf_path), hf_config, config, bridge, TRAIN[precision], tuple(freeze), value_head, pooling)
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,13 @@ def _model(hf_dir: Path, parallel: ParallelConfig) -> Model:
     precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype or torch.float32)
     if precision is None:
         raise UserError(f"model folder {hf_dir}: dtype {hf_config.dtype} cannot be converted; use bfloat16 or float32")
-    return load(hf_dir, parallel=parallel, precision=precision, value_head=is_classifier(hf_config))
+    return load(
+        hf_dir,
+        parallel=parallel,
+        precision=precision,
+        value_head=is_classifier(hf_config),
+        pooling=getattr(hf_config, "reward_pooling", "last"),
+    )
 
 
 def _named(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, MegatronModule]]:

@@ -17,15 +17,19 @@ def give_rewards(
 ) -> list[Trajectory]:
     """The trajectories with text, reward parts and reward. prompts: those that their group ids count.
 
-    What has reward parts already, from the environment that it talked with, keeps them. What is masked is not scored.
+    What has reward parts already, from the environment that it talked with, keeps them. What is masked is not scored. Parts
+    that come later are 0 here.
     """
+    now, later = set(task.parts) - set(task.later_parts), dict.fromkeys(task.later_parts, 0.0)
     for t in trajectories:
         if not t.turns:
             t.text = str(tokenizer.decode(t.tokens[t.prompt_length :].tolist(), skip_special_tokens=True))
-    asked = [t for t in trajectories if not t.part and not t.masked and not t.reward_parts.keys() >= set(task.parts)]
+    asked = [t for t in trajectories if not t.part and not t.masked and not t.reward_parts.keys() >= now]
     scored = task.score([prompts[t.group_id] for t in asked], [t.text for t in asked], [t.truncated for t in asked])
     for t, parts in zip(asked, scored, strict=True):
         t.reward_parts = parts | t.reward_parts
+    for t in trajectories:
+        t.reward_parts = later | t.reward_parts
     first = trajectories[0] if trajectories else None
     for t in trajectories:
         if t.part and first is not None:  # the sequences of a sample, which follow its first one, have its reward

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import advantages
-from megatron_rl.config import AlgorithmConfig
+from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.trajectory import Trajectory
@@ -30,6 +30,11 @@ def estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
     return resolve("advantage", config.advantage, advantages.ADVANTAGES, "algorithm.advantage")
 
 
+def _given(trajectory: Trajectory) -> float:
+    """What `Advantages.of_responses` has given to each of its tokens."""
+    return float(trajectory["advantages"][0]) if trajectory.response_length else 0.0
+
+
 class Advantages:
     """The advantages of a training run's tokens. Its methods are collective.
 
@@ -37,13 +42,16 @@ class Advantages:
     goes from token to token after the passes that it needs.
     """
 
-    def __init__(self, config: AlgorithmConfig, trainer: Trainer, critic: Critic | None) -> None:
+    def __init__(self, config: Config, trainer: Trainer, critic: Critic | None) -> None:
         """trainer: of the policy, whose log-probs tokens may be paid by. critic: of gae."""
-        self._config, self._trainer, self._critic = config, trainer, critic
-        self._of_tokens = config.advantage in OF_TOKENS
-        self._shaped = config.entropy_reward > 0 or (config.kl.coefficient > 0 and config.kl.placement == "reward")
+        self._rewards, self._trainer, self._critic = config.rewards, trainer, critic
+        self._config = algorithm = config.algorithm
+        self._of_tokens = algorithm.advantage in OF_TOKENS
+        self._shaped = algorithm.entropy_reward > 0 or (
+            algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
+        )
         """Whether rewards of tokens come to those of responses."""
-        self._whitens = self._of_tokens if config.whiten is None else config.whiten
+        self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
         self._returns: list[Tensor] = []
 
     def of_responses(self, trajectories: list[Trajectory]) -> None:
@@ -52,7 +60,7 @@ class Advantages:
         What is masked gets none, and the others' baseline leaves it out. Where tokens are looked at later, it is the reward.
         """
         judged = [t for t in trajectories if not t.masked and not t.part]
-        found = [t.reward for t in judged]
+        found = self._seen([t.reward for t in judged])
         if self._config.advantage == "reinforce_plus_plus_baseline":
             found = self._over_groups(partial(advantages.group_relative, normalize=False), judged, found)
         elif not self._of_tokens and not self._shaped:
@@ -63,6 +71,15 @@ class Advantages:
             if not trajectory.part:
                 advantage = 0.0 if trajectory.masked else next(mine)
             trajectory["advantages"] = advantage
+
+    def _seen(self, rewards: list[float]) -> list[float]:
+        """Rewards as advantages see them: within a limit, and of mean 0 and deviation 1 over the step, where that is wanted."""
+        values = torch.tensor(rewards, dtype=torch.float64)
+        if self._rewards.clip is not None:
+            values = values.clamp(-self._rewards.clip, self._rewards.clip)
+        if self._rewards.whiten:
+            (values,) = self._whitened([values], [torch.ones_like(values, dtype=torch.bool)])
+        return values.tolist()
 
     def _over_groups(
         self, estimate: Callable[[Tensor, Tensor], Tensor], judged: list[Trajectory], rewards: list[float]
@@ -126,7 +143,7 @@ class Advantages:
         found, self._returns = [], []
         for trajectories, of_update, of_tokens, values in zip(rollout, labels, shaping, scored, strict=True):
             mask = of_update.rows(of_update.of("loss_mask"))
-            final = torch.tensor([float(t["advantages"][0]) if t.response_length else 0.0 for t in trajectories])
+            final = torch.tensor([_given(t) for t in trajectories])
             rewards = advantages.token_rewards(final, mask, kl=-of_update.rows(of_tokens), kl_coefficient=1.0)
             truncated = torch.tensor([float(t.truncated) for t in trajectories])
             before = torch.zeros_like(rewards) if values is None else of_update.rows(values.before)
@@ -158,7 +175,7 @@ class Advantages:
             [of_update.rows(of_tokens).sum(1) for of_update, of_tokens in zip(labels, shaping, strict=True)]
         )
         judged = [
-            (t, t.reward + of_tokens) for t, of_tokens in zip(trajectories, sums.tolist(), strict=True) if not t.masked
+            (t, _given(t) + of_tokens) for t, of_tokens in zip(trajectories, sums.tolist(), strict=True) if not t.masked
         ]
         mine = iter(
             self._over_groups(estimator(self._config), [t for t, _ in judged], [reward for _, reward in judged])

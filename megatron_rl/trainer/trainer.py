@@ -477,5 +477,6 @@ def build_trainer(
         freeze=config.model.freeze,
         attention_sinks=config.model.attention_sinks,
         value_head=value_head,
+        pooling=config.reward_model.pooling,
     )
     return Trainer(config, model, ranks, total_updates=total_updates, support=support, hooks=hooks, reference=reference)

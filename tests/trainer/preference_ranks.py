@@ -31,7 +31,7 @@ REWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "squared_error": ("point", {"loss": "squared_error"}),
     "cross_entropy": ("steps", {"loss": "cross_entropy"}),
 }
-"""Name -> (kind of the comparisons, keys of config.reward)."""
+"""Name -> (kind of the comparisons, keys of config.reward_model)."""
 DPO: dict[str, tuple[str, dict[str, Any]]] = {
     "sigmoid": ("list", {"label_smoothing": 0.1, "sft_coefficient": 0.3}),
     "ipo": ("pair", {"loss": "ipo", "beta": 0.4, "length_normalized": True}),
@@ -70,7 +70,7 @@ def learn(trainer: Trainer, config: Config, name: str, seed: int, *, of_reward: 
     kind, keys = (REWARD if of_reward else DPO)[name]
     comparisons = make_comparisons(seed, kind)
     if of_reward:
-        settings = replace(config.reward, **keys)
+        settings = replace(config.reward_model, **keys)
         table = Table.of(comparisons, partial(places, pooling=settings.pooling))
         passes, loss, learned = UnitPasses(trainer, table), partial(reward_loss, settings, table), "values"
     else:

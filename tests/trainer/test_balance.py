@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from megatron_rl.algorithms.advantages import group_relative
-from megatron_rl.config import AlgorithmConfig
+from megatron_rl.config import Config
 from megatron_rl.data.balance import partition, plan_updates
 from megatron_rl.launch.plan import share_of
 
@@ -67,7 +67,7 @@ def test_all_that_belongs_to_a_sequence_moves_with_it(world, tensor):
     trajectories = make_trajectories(world, prompts=5, samples=3, vocab=64)
     rewards, groups = torch.tensor([t.reward for t in trajectories]), torch.tensor([t.group_id for t in trajectories])
     expected = group_relative(rewards, groups)
-    by_rank = run_ranks(world, "balance_ranks:exchanges", (trajectories, tensor, AlgorithmConfig()))
+    by_rank = run_ranks(world, "balance_ranks:exchanges", (trajectories, tensor, Config()))
     copies = [by_rank[r : r + tensor] for r in range(0, world, tensor)]
     assert all(rank == copy[0] for copy in copies for rank in copy), "every process of a copy has the same"
     cuts = plan_updates([1] * len(trajectories), UPDATES, 1)

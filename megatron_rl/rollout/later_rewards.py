@@ -1,0 +1,181 @@
+"""Reward parts that look at finished responses: reward models (`rewards.models`), and their length."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_rl.algorithms.advantages import mean_and_variance, moments
+from megatron_rl.config import RewardsConfig, ScorerConfig
+from megatron_rl.data.labels import Labels
+from megatron_rl.data.sequence import Sequence as Tokens
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments import Prompt, Task, combine
+from megatron_rl.errors import UserError
+from megatron_rl.trainer.critic import everywhere
+from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.units import with_last_state
+
+OVERLONG = "overlong"
+"""Name of the part that is about a response's length."""
+ATTEMPTS, AT_A_TIME = 3, 64
+
+
+def names_of(config: RewardsConfig) -> list[str]:
+    """Names of these parts."""
+    return [*config.models, *([OVERLONG] if config.overlong_buffer else [])]
+
+
+class LaterRewards:
+    """Adds these parts to the rewards of trajectories. Every process has one and calls it."""
+
+    def __init__(self, config: RewardsConfig, ranks: Ranks, task: Task, *, max_new_tokens: int) -> None:
+        self._config, self._ranks, self._task, self._longest = config, ranks, task, max_new_tokens
+        self.models: dict[str, Trainer] = {}
+        """Those that the trainer's processes score by; `build` makes them."""
+        self._servers = {n: Server(n, m, config.timeout_s) for n, m in config.models.items() if m.address}
+        self._seen = {name: torch.zeros(3, dtype=torch.float64) for name, m in config.models.items() if m.normalize}
+        """Moments of all scores of the run so far."""
+
+    def build(self, make: Callable[[str], Trainer]) -> None:
+        """Load the models of the trainer's own processes. make: a folder's, with its value head."""
+        own = {name: model.path for name, model in self._config.models.items() if not model.address}
+        self.models = {name: make(path or "") for name, path in own.items()}
+
+    def score(self, trajectories: list[Trajectory], prompts: Sequence[Prompt], *, learns: bool = False) -> None:
+        """Set the parts, and the rewards anew, of this leader's trajectories. prompts: those that their group ids count.
+
+        learns: the scores count for the mean and deviation by which later ones are normalized. What is masked is not scored.
+        Errors: UserError on all processes, for a server that does not answer.
+        """
+        if not names_of(self._config):
+            return
+        judged = [t for t in trajectories if not t.part and not t.masked]
+        for name, settings in self._config.models.items():
+            if server := self._servers.get(name):
+                scores = self._ranks.leaders_do(lambda server=server: server.score(judged, prompts)) or []
+            else:
+                scores = self._by_model(self.models[name], judged)
+            for trajectory, score in zip(judged, self._shaped(name, settings, scores, learns=learns), strict=True):
+                trajectory.reward_parts[name] = score
+        first = None
+        for t in trajectories:
+            if self._config.overlong_buffer and not t.part and not t.masked:
+                t.reward_parts[OVERLONG] = overlong(t.response_length, self._longest, self._config.overlong_buffer)
+            if t.part and first is not None:
+                t.reward_parts = first.reward_parts
+            else:
+                first = t
+            t.reward = combine(t.reward_parts, self._task.weights)
+
+    def _by_model(self, model: Trainer, judged: list[Trajectory]) -> list[float]:
+        """Scores of the leader's trajectories, by all processes of its copy of the model."""
+        plain = [
+            Tokens(tokens=t.tokens, prompt_length=t.prompt_length, fields={"loss_mask": t["loss_mask"]}) for t in judged
+        ]
+        sequences = [with_last_state(sequence) for sequence in self._ranks.from_leader(plain)]
+        labels, batches = Labels(sequences), model.pack(sequences)
+        model.compute_fields(batches, frozenset({"values"}))
+        values = everywhere(model, labels, batches, "values")
+        return pooled(values, labels, sequences, getattr(model.model.hf_config, "reward_pooling", "last"))
+
+    def _shaped(self, name: str, settings: ScorerConfig, scores: list[float], *, learns: bool) -> list[float]:
+        values = torch.tensor(scores, dtype=torch.float64)
+        if name in self._seen:
+            if learns:
+                mine = self._ranks.gather_from_leaders(moments(values, torch.ones_like(values)))
+                self._seen[name] += torch.stack(mine).sum(0)
+            mean, variance = mean_and_variance(self._seen[name])
+            values = (values - mean) / (variance.sqrt() if variance > 0 else 1.0)
+        values = (values - settings.shift) / settings.scale
+        limit = math.inf if settings.clip is None else settings.clip
+        return values.clamp(-limit, limit).tolist()
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """For a checkpoint: what scores are normalized by."""
+        return {name: seen.tolist() for name, seen in self._seen.items()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Go on where it was saved."""
+        self._seen |= {
+            name: torch.tensor(seen, dtype=torch.float64) for name, seen in state.items() if name in self._seen
+        }
+
+
+def overlong(length: int, longest: int, buffer: int) -> float:
+    """DAPO's soft punishment (Yu et al. 2025, eq. 13): 0 up to longest - buffer tokens, from there on down to -1 at longest."""
+    return -min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
+
+
+def pooled(values: Tensor, labels: Labels, sequences: Sequence[Tokens], pooling: str) -> list[float]:
+    """Score of each sequence from the values [L] of its states, the one behind its last token included."""
+    rows = labels.rows(values.double())
+    if pooling != "mean":
+        return rows[torch.arange(len(sequences)), labels.lengths - 1].tolist()
+    # Behind each token that the policy chose: one place further than it is predicted from.
+    own = labels.rows(labels.of("loss_mask")).roll(1, 1)
+    return ((rows * own).sum(1) / own.sum(1).clamp(min=1)).tolist()
+
+
+@dataclass(frozen=True)
+class Server:
+    """A reward model behind SGLang's /classify."""
+
+    name: str
+    config: ScorerConfig
+    timeout_s: float
+
+    def score(self, judged: list[Trajectory], prompts: Sequence[Prompt]) -> list[float]:
+        """One number for each trajectory. Errors: UserError where the server does not give one."""
+        tokenizer = AutoTokenizer.from_pretrained(self.config.path) if self.config.path else None
+        wanted = [
+            t.tokens.tolist() if tokenizer is None else _encoded(tokenizer, prompts[t.group_id], t) for t in judged
+        ]
+        return asyncio.run(self._all(wanted))
+
+    async def _all(self, wanted: list[list[int]]) -> list[float]:
+        room = asyncio.Semaphore(AT_A_TIME)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s)) as session:
+
+            async def one(tokens: list[int]) -> float:
+                async with room:
+                    return await self._ask(session, tokens)
+
+            return list(await asyncio.gather(*map(one, wanted)))
+
+    async def _ask(self, session: aiohttp.ClientSession, tokens: list[int]) -> float:
+        url, problem = f"{str(self.config.address).rstrip('/')}/classify", ""
+        for attempt in range(ATTEMPTS):
+            try:
+                async with session.post(url, json={"input_ids": tokens}) as answer:
+                    found: Any = await answer.json(content_type=None)
+                if answer.status == 200 and len(found["embedding"]) == 1:
+                    return float(found["embedding"][0])
+                problem = f"it answers {answer.status}: {str(found)[:200]}"
+            except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
+                problem = f"{type(error).__name__} {error}".strip()
+            await asyncio.sleep(0.5 * 2**attempt)
+        raise UserError(
+            f"rewards.models.{self.name}: no score from {url}: {problem}; it has to be SGLang's server of a classifier with one"
+            " label (--is-embedding)"
+        )
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, trajectory: Trajectory) -> list[int]:
+    """Prompt and response as the reward model's own tokenizer has them: by its chat template, where it has one."""
+    if not tokenizer.chat_template:
+        return list(tokenizer.encode(prompt.text + trajectory.text))
+    asked = prompt.messages or [{"role": "user", "content": prompt.text}]
+    messages = [*asked, {"role": "assistant", "content": trajectory.text}]
+    return list(
+        tokenizer.encode(str(tokenizer.apply_chat_template(messages, tokenize=False)), add_special_tokens=False)
+    )

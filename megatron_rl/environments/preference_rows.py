@@ -64,10 +64,14 @@ class PreferenceRows(RowTask):
             )
         if kind == "pair" and (talks := self._conversations(row)):
             row = row | dict(zip(self._columns("prompt_key", *COLUMNS["pair"]), _parted(*talks), strict=True))
-        read = {"pair": self._pair, "list": self._list, "steps": self._steps, "point": self._point}.get(
-            kind, self._label
-        )
-        return replace(super()._prompt(where, row), preference=read(row))
+        read = {
+            "pair": self._pair,
+            "list": self._list,
+            "steps": self._steps,
+            "point": self._point,
+            "label": self._label,
+        }
+        return replace(super()._prompt(where, row), preference=read[kind](row))
 
     # -- kinds --------------------------------------------------------------------------------------------------------
 
@@ -98,11 +102,8 @@ class PreferenceRows(RowTask):
         chosen, rejected = (self._response(get(row, name), f"'{name}'") for name in names)
         if chosen == rejected:
             raise ValueError(f"'{names[0]}' and '{names[1]}' are equal")
-        margin = get(row, self.data.margin_key)
-        if margin in (MISSING, None):
-            margin = None
-        else:
-            margin = _number(margin, f"'{self.data.margin_key}'")
+        stated = get(row, self.data.margin_key)
+        margin = None if stated in (MISSING, None) else _number(stated, f"'{self.data.margin_key}'")
         return Preference("pair", (Judged(chosen, 1.0), Judged(rejected, 0.0)), margin)
 
     def _list(self, row: dict[str, Any]) -> Preference:
@@ -130,10 +131,9 @@ class PreferenceRows(RowTask):
             if not text.strip():
                 raise ValueError(f"'{name}' {i} is empty")
         scores = self._numbers(row, of_labels, len(texts), name)
-        steps = tuple(
-            Step(text if text.endswith(end) else text + end, s) for text, s in zip(texts, scores, strict=True)
-        )
-        return Preference("steps", (Judged("".join(step.text for step in steps), min(scores), steps),))
+        ended = [text if text.endswith(end) else text + end for text in texts]
+        judged = Judged("".join(ended), min(scores), steps=tuple(map(Step, ended, scores)))
+        return Preference("steps", (judged,))
 
     def _point(self, row: dict[str, Any]) -> Preference:
         response, score = self._columns("response_key", "score_key")
@@ -151,13 +151,12 @@ class PreferenceRows(RowTask):
 
     def _conversations(self, row: dict[str, Any]) -> list[list[Message]]:
         """Both sides of a pair where they are whole conversations, which bring their prompt along; else none."""
-        sides = [get(row, name) for name in self._columns(*COLUMNS["pair"])]
-        prompt = get(row, self.data.prompt_key)
-        if not all(isinstance(side, list) and side for side in sides):
+        names = self._columns(*COLUMNS["pair"])
+        if not all(isinstance(side := get(row, name), list) and side for name in names):
             return []
-        talks = [self._value(row, name) for name in self._columns(*COLUMNS["pair"])]
+        talks = [self._value(row, name) for name in names]
         whole = all(talk[0]["role"] != "assistant" for talk in talks)
-        return talks if whole or prompt in (MISSING, None) else []
+        return talks if whole or get(row, self.data.prompt_key) in (MISSING, None) else []
 
     def _response(self, value: Any, name: str) -> Response:
         """A response; of a conversation that is one plain message its text, which every rollout program takes."""

@@ -134,7 +134,7 @@ class Task:
         """Responses to compare, to learn from preferences. Errors: UserError where the task has none."""
         if prompt.preference is None:
             raise UserError(
-                f"data.task '{self.name}' has no preferences, so it cannot be used for what learns from them"
+                f"data.task '{self.name}' has no preferences, so it cannot be used for reward models or DPO"
             )
         return prompt.preference
 

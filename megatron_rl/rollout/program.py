@@ -12,7 +12,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments import Prompt, Step, Task, encode_response
 from megatron_rl.environments.comparisons import Comparison
-from megatron_rl.environments.preferences import Response
+from megatron_rl.environments.preferences import Preference, Response
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.dialects.harmony_ids import speaks_harmony
@@ -52,6 +52,8 @@ class SingleTurn:
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
         """The task's judged responses. prompt: encoded. Errors: UserError where the task has none."""
         preference = self.task.comparison(prompt, rng)
+        if not isinstance(preference, Preference):
+            raise UserError(f"data.task: {self.task.name}.comparison gives {preference!r:.60}, no Preference")
         return Comparison.of(
             prompt.prompt_id,
             preference,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -200,8 +201,8 @@ def test_rows_are_prepared(folder):
 
 def test_the_examples_of_the_documents(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    verifier, prepare, task = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for name, code in (("rewards", verifier), ("prepare", prepare), ("reversal", task)):
+    verifier, prepare, task, corrected = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for name, code in (("rewards", verifier), ("prepare", prepare), ("reversal", f"{task}\n\n{corrected}")):
         (tmp_path / f"{name}.py").write_text(code)
     rows = [{"context": "x" * n, "question": "?", "answer": "7"} for n in range(1900, 2100, 10)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -220,6 +221,10 @@ def test_the_examples_of_the_documents(tmp_path):
     reversal = build_task(DataConfig(task=f"{tmp_path / 'reversal.py'}:Reversal", seed=3))
     prompt = reversal.prompts("train")[5]
     assert reversal.rewards(prompt, prompt.text[5::-1]) == {"correct": 1.0}
+    corrected = build_task(DataConfig(task=f"{tmp_path / 'reversal.py'}:Corrected"), preferences=True)
+    prompt = corrected.prompts("train")[5]
+    right, wrong = corrected.comparison(prompt, random.Random(0)).judged
+    assert right.response == prompt.answer and sorted(wrong.response) == sorted(right.response)
 
 
 @pytest.mark.parametrize(

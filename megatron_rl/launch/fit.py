@@ -25,6 +25,8 @@ MEANING = {
     "optimizer": "Adam's moments, and fp32 weights where bf16 ones are trained",
     "reference": "frozen, of algorithm.kl",
     "predictors": "of routes, with their own Adam",
+    "critic": "of PPO, with its gradients and Adam",
+    "reward_models": "frozen, of rewards.models",
     "batch": "tokens and labels of a step, if all responses are as long as they may be",
     "routes": "experts of every token of a step",
     "features": "router inputs and logits of cached tokens",

@@ -1,9 +1,9 @@
 """Does it fit? Bytes of a run on one GPU by kind, of a save on the host, and of a push, by arithmetic.
 
-Exact: weights, gradients, optimizer state, reference, predictors. Counted from what the code keeps for the backward:
-activations and logits (`tests/trainer/test_memory_plan.py` measures them). Upper bounds: temporaries of a layer, and all
-that grows with the tokens of a step, as every response may be as long as rollout.context_length allows. Assumed: RESERVE,
-ASLEEP and IMBALANCE.
+Exact: weights, gradients, optimizer state, reference, predictors, critic, reward models. Counted from what the code keeps for
+the backward: activations and logits (`tests/trainer/test_memory_plan.py` measures them). Upper bounds: temporaries of a layer,
+and all that grows with the tokens of a step, as every response may be as long as rollout.context_length allows. Assumed:
+RESERVE, ASLEEP and IMBALANCE.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import Plan, make_plan
 from megatron_rl.models.freeze import is_frozen
-from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size
+from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, read_hf_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
 from megatron_rl.models.sizes import Counts, Shape, Weight, count, model_counts, rank_weights, stage_layers, whole_model
 from megatron_rl.routing.cost import cache_cost
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.routing.table import route_dtype
+from megatron_rl.trainer.critic import critic_config
 from megatron_rl.trainer.objective import Policy
 
 GB = 10**9
@@ -35,7 +36,7 @@ IMBALANCE = 1.5
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
 NODE = 8
 """GPUs of a node."""
-EXACT = ("weights", "gradients", "optimizer", "reference", "predictors")
+EXACT = ("weights", "gradients", "optimizer", "reference", "predictors", "critic", "reward_models")
 STEIN_BUFFERS = 3
 """Buffers of VP2O's transform, in sizes of a layer's output projections in fp32: these, and what it solves for."""
 
@@ -141,6 +142,7 @@ def stage_usage(config: Config, shape: Shape, plan: Plan, stage: int, kernels: K
         | {"predictors": _predictor_bytes(config, shape, moe_layers)}
         | _batch_bytes(config, shape, moe_layers, tokens)
         | _vp2o_bytes(config, shape, moe_layers)
+        | _companion_bytes(config, shape, stage, plan.world_size, kernels)
         | {"push": _push_buffers(config, shape), "server": ASLEEP * config.rollout.colocate, "reserve": RESERVE}
     )
     return Usage(stage, resident, _phases(config, shape, stage, weights, tokens, plan.world_size, kernels))
@@ -251,6 +253,27 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
             found["features"] += 4 * shape.experts * cached + inputs - inputs // config.batch.updates_per_step
         found["features"] *= len(moe_layers)
     return found
+
+
+def _companion_bytes(config: Config, shape: Shape, stage: int, gpus: int, kernels: Kernels) -> dict[str, int]:
+    """Bytes of the critic, with its gradients and optimizer, and of the weights of reward models, on a rank of a stage."""
+
+    def weights_of(folder: str | None) -> list[Weight]:
+        same = not folder or folder == config.model.path
+        own = (
+            replace(shape, tied=False, value_head=True)
+            if same
+            else Shape.from_config(read_hf_config(folder or ""), value_head=True)
+        )
+        return rank_weights(own, config.parallel, stage, transformer_engine=kernels.transformer_engine)
+
+    critic, width = 0, TRAIN[config.precision.train].dtype.itemsize
+    if config.algorithm.advantage == "gae":
+        settings = critic_config(config)
+        found = parameter_bytes(settings, weights_of(config.critic.path), gpus)
+        critic = sum(found.values()) - found["reference"]
+    own = [model.path for model in config.rewards.models.values() if not model.address]
+    return {"critic": critic, "reward_models": sum(width * count(weights_of(path)) for path in own)}
 
 
 def _predictor_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> int:

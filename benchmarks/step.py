@@ -3,14 +3,14 @@
     python benchmarks/step.py --model runs/quickstart/model --steps 12 --json out.json
     python benchmarks/step.py --model MODEL --peer trl --json out.json     # needs requirements/benchmark.txt
 
-    python benchmarks/step.py --model MODEL --updates 4 --compare recorded predicted --json out.json
-    python benchmarks/step.py --model MODEL --compare free pruned corrected --json out.json
+    python benchmarks/step.py --model MODEL --updates 4 --compare r2 pr2 --json out.json
+    python benchmarks/step.py --model MODEL --compare none pruned corrected critic --json out.json
 
 Ours is the real command: `megatron-rl train` in a process of its own, timed by the run's own metrics.jsonl. The peer trains
 the same model on the same prompts, with as many new tokens, in the same call. The figures are medians over the steps after
 the first two. --compare adds what variants of the update cost beside the first of them: their scoring and updates take turns
 on one batch, and the difference is given as a share of our step. Variants are the sources of routes, pruned, corrected and
-those of VP2O; for pruned, so do rollouts at one server.
+those of VP2O, and critic (PPO beside GRPO); for pruned, so do rollouts at one server.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def run_ours(args: argparse.Namespace, folder: Path, prompts: Path) -> dict:
         "new_tokens_per_step": new,
         "tokens_per_s": {
             "rollout": new / seconds["rollout"],
-            "score": tokens / seconds["score"] if args.updates > 1 else None,
+            "score": tokens / seconds["log_probs"] if args.updates > 1 else None,
             "update": tokens / seconds["train"],
             "step": tokens / step,
         },
@@ -230,7 +230,7 @@ def main() -> None:
         "--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all"
     )
     parser.add_argument(
-        "--compare", nargs="+", metavar="VARIANT", help="routing.source values, pruned, corrected, vp2o_*"
+        "--compare", nargs="+", metavar="VARIANT", help="routing.source values, pruned, corrected, vp2o_*, critic"
     )
     parser.add_argument("--compare-rounds", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=3600.0)

@@ -1,12 +1,13 @@
 """Scoring and updates of one rollout batch in several variants, in turns on the same batch. One JSON line.
 
-Started by `benchmarks/step.py --compare`. A variant is a source of routes (free, recorded, ...), or, with free routes, pruned
-(the vocabulary, with the default rho), corrected (masked importance sampling with the veto), vp2o_transform (attraction and
-repulsion alone), vp2o (and the orthogonality loss) or vp2o_region (and a trust region that every step fits into). Variants take
-turns in one process, because a machine's speed wanders by more than what is looked for; the figures are medians over rounds of
-each variant's own seconds, and of the difference to the first variant in the same round, with its quartiles. peak_bytes is the
-most that one update holds beyond what it began with. A variant of VP2O also tells what its prototypes and anchors keep between
-two updates, and the size of the fp32 gradients of one layer's experts.
+Started by `benchmarks/step.py --compare`. A variant is a source of routes (none, r2, ...), or, with free routes, pruned (the
+vocabulary, with the default rho), corrected (masked importance sampling with the veto), vp2o_transform (attraction and
+repulsion alone), vp2o (and the orthogonality loss), vp2o_region (and a trust region that every step fits into) or critic
+(PPO's: values of all states, and its own updates). Variants take turns in one process, because a machine's speed wanders by
+more than what is looked for; the figures are medians over rounds of each variant's own seconds, and of the difference to the
+first variant in the same round, with its quartiles. peak_bytes is the most that one update holds beyond what it began with. A
+variant of VP2O also tells what its prototypes and anchors keep between two updates, and the size of the fp32 gradients of one
+layer's experts; that of the critic what its model and optimizer keep.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
 import numpy as np
+import torch
 from peak_memory import peak_bytes
 
-from megatron_rl.config import CorrectionConfig, PruningConfig, VP2OConfig, build_config
+from megatron_rl.config import Config, CorrectionConfig, PruningConfig, VP2OConfig, build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.hooks import update_hooks
@@ -32,8 +35,10 @@ from megatron_rl.routing.hook import Routes
 from megatron_rl.routing.predictors import Predictors
 from megatron_rl.routing.replay import PREDICTING, RouteSource
 from megatron_rl.trainer import parallel
+from megatron_rl.trainer.critic import Critic, critic_config
 from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.objective import Policy
+from megatron_rl.trainer.optimizer import torch_adams
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
@@ -44,7 +49,7 @@ VP2O = {
     "vp2o": VP2OConfig(enabled=True),
     "vp2o_region": VP2OConfig(enabled=True, trust_region=2.0),
 }
-VARIANTS = (*get_args(RouteSource), "pruned", "corrected", *VP2O)
+VARIANTS = (*get_args(RouteSource), "pruned", "corrected", *VP2O, "critic")
 
 
 def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sequence]:
@@ -90,8 +95,19 @@ def use(trainer: Trainer, variant: str, hooks: Hooks) -> None:
     trainer.support = SamplingSupport.from_config(trainer.config.rollout.sampling, pruning)
 
 
+def make_critic(config: Config, ranks: parallel.Ranks) -> Trainer:
+    """The trainer of a critic that starts as the policy does."""
+    own = critic_config(config)
+    return build_trainer(own, ranks, total_updates=config.steps, support=SamplingSupport(), value_head=True)
+
+
 def one_round(
-    trainer: Trainer, samples: list[Sequence], updates: int, variants: list[str], hooks: Hooks
+    trainer: Trainer,
+    critic: Critic | None,
+    samples: list[Sequence],
+    updates: int,
+    variants: list[str],
+    hooks: Hooks,
 ) -> dict[str, dict[str, float]]:
     """By variant: seconds of packing and scoring, and of all updates, of one rollout batch each.
 
@@ -100,13 +116,16 @@ def one_round(
     seconds = {variant: {"score": 0.0, "train": 0.0} for variant in variants}
     per_update = len(samples) // updates
     packed: dict[tuple[str, int], list[Batch]] = {}
+    shares = [samples[index * per_update : (index + 1) * per_update] for index in range(updates)]
 
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
             use(trainer, variant, hooks)
             start = time.perf_counter()
-            batches = packed[variant, index] = trainer.pack(samples[index * per_update : (index + 1) * per_update])
+            batches = packed[variant, index] = trainer.pack(shares[index])
             trainer.compute_fields(batches, Policy(trainer.config).needs, Place(index))
+            if variant == "critic" and critic and index == 0:
+                critic.score(shares)
             seconds[variant]["score"] += time.perf_counter() - start
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
@@ -116,17 +135,26 @@ def one_round(
                 trainer.weights_pushed()  # what the trainer does about it: the trust region's anchor
             batches = packed[variant, index]
             trainer.update(batches, Policy(trainer.config), Place(index))
+            if variant == "critic" and critic:
+                critic.update(index, torch.ones(sum(sample.response_length for sample in shares[index])))
             seconds[variant]["train"] += time.perf_counter() - start
     return seconds
 
 
-def measure_memory(trainer: Trainer, samples: list[Sequence], variant: str, hooks: Hooks) -> dict[str, float]:
-    """Bytes of one update beyond what was there before it, at its peak; and what VP2O keeps between two."""
+def measure_memory(
+    trainer: Trainer, critic: Critic | None, samples: list[Sequence], variant: str, hooks: Hooks
+) -> dict[str, float]:
+    """Bytes of one update beyond what was there before it, at its peak; and what VP2O and a critic keep between two."""
     use(trainer, variant, hooks)
     batches = trainer.pack(samples)
     objective = Policy(trainer.config)
     trainer.compute_fields(batches, objective.needs)
     figures: dict[str, float] = {"peak_bytes": peak_bytes(lambda: trainer.update(batches, objective))}
+    if variant == "critic" and critic:
+        critic.score([samples])
+        returns = torch.ones(sum(sample.response_length for sample in samples))
+        figures["critic_peak_bytes"] = peak_bytes(lambda: critic.update(0, returns))
+        figures["kept_bytes"] = sum(_sizes(critic.trainer))
     for stein in (hook for hook in trainer.hooks if isinstance(hook, Stein)):
         kept = list(stein.experts._prototypes.values())
         kept += [m for one in stein._interactions.values() for m in (one.kernel, one.attract, one.repel)]
@@ -138,6 +166,15 @@ def measure_memory(trainer: Trainer, samples: list[Sequence], variant: str, hook
         parameters = {id(one.parameter): one.parameter for slices in layer.slices.values() for one in slices}
         figures["layer_gradient_bytes"] = sum(4 * p.numel() for p in parameters.values())
     return figures
+
+
+def _sizes(trainer: Trainer) -> Iterator[int]:
+    """Bytes of a trainer's weights, gradient buffers and Adam's state."""
+    parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
+    yield from (p.numel() * p.element_size() for p in parameters)
+    yield from (p.main_grad.numel() * p.main_grad.element_size() for p in parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    for adam in torch_adams(trainer.optimizer):
+        yield from (s.numel() * s.element_size() for state in adam.state.values() for s in state.values())
 
 
 def main() -> None:
@@ -171,11 +208,12 @@ def main() -> None:
         config, ranks, total_updates=config.steps, support=SamplingSupport(), hooks=update_hooks(config)
     )
     hooks = make_hooks(trainer, args.variants)
+    critic = Critic(make_critic(config, ranks), 0.2) if "critic" in args.variants else None
     vocab = trainer.model.hf_config.vocab_size
     samples = make_samples(args.sequences, args.prompt_tokens, args.new_tokens, vocab)
     rounds = []
     for _ in range(WARM_UP + args.rounds):
-        rounds.append(one_round(trainer, samples, args.updates, args.variants, hooks))
+        rounds.append(one_round(trainer, critic, samples, args.updates, args.variants, hooks))
     rounds = rounds[WARM_UP:]
     first = args.variants[0]
     result = {}
@@ -186,7 +224,7 @@ def main() -> None:
         low, result[variant]["added_s"], high = statistics.quantiles(added, n=4)
         result[variant]["added_quartiles_s"] = [low, high]
     for variant in args.variants:
-        result[variant] |= measure_memory(trainer, samples[: len(samples) // args.updates], variant, hooks)
+        result[variant] |= measure_memory(trainer, critic, samples[: len(samples) // args.updates], variant, hooks)
         result[variant]["added_peak_bytes"] = result[variant]["peak_bytes"] - result[first]["peak_bytes"]
     print(json.dumps({"rounds": len(rounds), "variants": result}))
 

@@ -41,7 +41,7 @@ class Critic:
 
     def __init__(self, trainer: Trainer, clip: float | None) -> None:
         """trainer: of a model with a value head; clip: as in `losses.value_terms`."""
-        self._trainer, self._objective = trainer, CriticLoss(clip)
+        self.trainer, self._objective = trainer, CriticLoss(clip)
         self._passes: list[tuple[Labels, list[Batch]]] = []
         self._measured: list[Metrics] = []
 
@@ -50,9 +50,9 @@ class Critic:
         self._passes, self._measured, found = [], [], []
         for sequences in rollout:
             closed = [with_last_state(sequence) for sequence in sequences]
-            labels, batches = Labels(closed), self._trainer.pack(closed)
-            self._trainer.compute_fields(batches, frozenset({"values"}))
-            values = everywhere(self._trainer, labels, batches, "values")
+            labels, batches = Labels(closed), self.trainer.pack(closed)
+            self.trainer.compute_fields(batches, frozenset({"values"}))
+            values = everywhere(self.trainer, labels, batches, "values")
             for batch in batches:
                 batch.fields.setdefault("values", torch.zeros_like(batch["advantages"]))  # on stages without a head
             self._passes.append((labels, batches))
@@ -69,12 +69,12 @@ class Critic:
             [torch.cat([part, part.new_zeros(1)]) for part in returns.split((labels.lengths - 1).tolist())]
         )
         labels.give(batches, "returns", padded)
-        metrics = self._trainer.update(batches, self._objective).metrics
+        metrics = self.trainer.update(batches, self._objective).metrics
         self._measured.append({name.replace("update/", "critic/", 1): metric for name, metric in metrics.items()})
 
     def metrics(self) -> Metrics:
         """Of this step's updates; on rank 0, as they are those of all ranks."""
-        return merge(self._measured) if self._trainer.ranks.rank == 0 else {}
+        return merge(self._measured) if self.trainer.ranks.rank == 0 else {}
 
 
 def everywhere(trainer: Trainer, labels: Labels, batches: Items[Batch], name: str) -> Tensor:

@@ -16,6 +16,7 @@ from megatron_rl.config import AlgorithmConfig, Config, CriticConfig, PruningCon
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.plan import FROM_DATA, Kind, Plan, check_group, make_plan
+from megatron_rl.launch.preference_checks import check_preferences
 from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
@@ -81,6 +82,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if not from_data and not config.rollout.addresses:
         _check_extra_args(config, hf_config)
     _check_servers(config, kind, world_size)
+    check_preferences(config, kind, world_size)
     if kind == "train" and config.rollout.load and config.eval.prompts:
         raise UserError(
             "config: rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"

@@ -1,0 +1,81 @@
+"""Checks of what learns from preferences, and of reward models: keys that do nothing, folders that do not fit."""
+
+from __future__ import annotations
+
+from megatron_rl.config import Config, DPOConfig, RewardModelConfig
+from megatron_rl.errors import UserError
+from megatron_rl.launch.plan import Kind
+from megatron_rl.models.hf_folder import check_same_tokenizer
+from megatron_rl.models.parallel_check import check_parallel, is_classifier, read_hf_config
+
+WITH_MARGIN = ("bradley_terry", "hinge", "squared_gap")
+"""Losses of a reward model that know a margin."""
+
+
+def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
+    """Errors: UserError naming a key that does nothing here, or a folder that cannot be used."""
+    if kind == "reward":
+        _check_reward_model(config.reward_model)
+    if kind == "dpo":
+        _check_dpo(config)
+    if kind in ("train", "ask"):
+        _check_scorers(config, world_size)
+
+
+def _idle(section: str, key: str, value: object, why: str, remedy: str) -> UserError:
+    return UserError(f"config: {section}.{key} = {value} does nothing: {why}; {remedy}")
+
+
+def _check_reward_model(config: RewardModelConfig) -> None:
+    default, loss = RewardModelConfig(), config.loss
+    for key, idle, why in (
+        ("center", loss != "bradley_terry", "is of bradley_terry"),
+        ("top", loss != "plackett_luce", "is of plackett_luce"),
+        ("margin", loss not in WITH_MARGIN, f"is of {', '.join(WITH_MARGIN)}"),
+    ):
+        if idle and (value := getattr(config, key)) != getattr(default, key):
+            why = f"it {why}, and reward_model.loss is {loss}"
+            raise _idle("reward_model", key, value, why, f"leave {key} out, or change the loss")
+
+
+def _check_dpo(config: Config) -> None:
+    dpo, default = config.dpo, DPOConfig()
+    for key, idle, why in (
+        ("label_smoothing", dpo.loss not in ("sigmoid", "robust"), "is of sigmoid and robust"),
+        ("length_normalized", dpo.loss == "kto", "is of pairs"),
+        ("desirable_weight", dpo.loss != "kto", "is of kto"),
+        ("undesirable_weight", dpo.loss != "kto", "is of kto"),
+    ):
+        if idle and (value := getattr(dpo, key)) != getattr(default, key):
+            raise _idle(
+                "dpo", key, value, f"it {why}, and dpo.loss is {dpo.loss}", f"leave {key} out, or change the loss"
+            )
+    if dpo.loss == "kto" and config.batch.prompts_per_step < 2:
+        raise UserError(
+            "config: batch.prompts_per_step = 1 with dpo.loss = kto, whose baseline takes each prompt with the response to"
+            " another one; use 2 or more"
+        )
+    if dpo.reference is not None and dpo.reference != config.model.path:
+        check_same_tokenizer(config.model.path, dpo.reference, "dpo.reference")
+
+
+def _check_scorers(config: Config, world_size: int) -> None:
+    for name, model in config.rewards.models.items():
+        key = f"rewards.models.{name}"
+        if model.path is None and model.address is None:
+            raise UserError(f"config: {key} has neither a path nor an address; give it the folder of a reward model")
+        if model.path is None or model.address is not None:
+            continue
+        hf_config = read_hf_config(model.path)
+        if not is_classifier(hf_config):
+            raise UserError(
+                f"config: {key}.path: {model.path} has no head of one number; give the folder of a reward model, such as"
+                " megatron-rl reward writes"
+            )
+        check_parallel(hf_config, config.parallel, world_size)
+        check_same_tokenizer(config.model.path, model.path, f"{key}.path")
+    if config.rewards.overlong_buffer > config.rollout.max_new_tokens:
+        raise UserError(
+            f"config: rewards.overlong_buffer = {config.rewards.overlong_buffer} is more than rollout.max_new_tokens ="
+            f" {config.rollout.max_new_tokens}, so that every response would be punished; make it smaller"
+        )

@@ -1,0 +1,153 @@
+"""Reward models, DPO, and PPO against a reward model, as commands: what they leave behind, and what comes back of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from program import command
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from megatron_rl.metrics.logger import read_json_lines
+from megatron_rl.models.hf_folder import read_weights
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model, tmp_path_factory):
+    """A model and preferences for sorted numbers, in a folder of runs."""
+    folder = tmp_path_factory.mktemp("preferences")
+    rng = random.Random()
+    rows = []
+    while len(rows) < 60:
+        numbers = [rng.randrange(20) for _ in range(4)]
+        if numbers != sorted(numbers):
+            prompt, right, wrong = f"<{' '.join(map(str, numbers))}:", sorted(numbers), numbers
+            rows.append({"prompt": prompt, "chosen": " ".join(map(str, right)), "rejected": " ".join(map(str, wrong))})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "runs_dir": str(folder),
+        "steps": STEPS,
+        "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers"))},
+        "data": {"task": "file", "path": str(folder / "rows.jsonl")},
+        "batch": {"prompts_per_step": 8, "tokens_per_micro_batch": 96},
+        "optimizer": {"lr": 1e-2},
+        "precision": {"train": "fp32", "rollout": "fp32"},
+        "rollout": {"max_new_tokens": 8, "context_length": 28},
+        "eval": {"every": 2},
+        "logging": {"progress": False, "tensorboard": False},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def lines_of(folder: Path, name: str) -> dict[int, dict]:
+    return {line["step"]: line for line in read_json_lines(folder / name / "metrics.jsonl")}
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    ours, theirs = dict(read_weights(one)), dict(read_weights(other))
+    return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.fixture(scope="module")
+def reward(files):
+    """A reward model of two processes, stopped halfway and gone on with."""
+    config = str(files / "config.yaml")
+    settings = ("--optimizer.decay_steps", "100", "--checkpoint.every", "2", "--nproc", "2")
+    command("reward", config, "--name", "whole", *settings)
+    command("reward", config, "--name", "halves", "--steps", "2", *settings)
+    command("reward", config, "--name", "halves", *settings)
+    return files / "whole"
+
+
+def test_a_reward_model_is_one_of_transformers(files, reward):
+    lines = lines_of(files, "whole")
+    assert lines[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)  # a head of zeros
+    assert lines[0]["eval/accuracy"] == 0.5 and lines[STEPS]["eval/loss"] < lines[0]["eval/loss"]
+    assert {"preference/calibration_error", "preference/margin", "update/grad_norm"} <= lines[1].keys()
+
+    model = AutoModelForSequenceClassification.from_pretrained(reward / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(reward / "hf")
+    held_out = [json.loads(line) for line in (files / "rows.jsonl").read_text().splitlines()]
+    margins = []
+    for row in held_out:
+        sides = [
+            tokenizer.encode(row["prompt"]) + tokenizer.encode(row[k]) + [tokenizer.eos_token_id]
+            for k in ("chosen", "rejected")
+        ]
+        with torch.no_grad():
+            chosen, rejected = (model(torch.tensor([side])).logits.item() for side in sides)
+        margins.append(chosen - rejected)
+    # Of all rows; the held-out ones are some of them, so their mean lies within all.
+    assert min(margins) - 1e-4 <= lines[STEPS]["eval/margin"] <= max(margins) + 1e-4
+
+
+def test_a_resumed_reward_model_is_the_same_to_the_bit(files, reward):
+    assert same_weights(files / "whole" / "hf", files / "halves" / "hf")
+    ours, theirs = (lines_of(files, name)[STEPS] for name in ("whole", "halves"))
+    names = [name for name in ours if name.startswith(("preference/", "eval/"))]
+    assert names and all(ours[name] == theirs[name] for name in names)
+
+
+def test_dpo_with_a_precomputed_reference_is_dpo(files):
+    config = str(files / "config.yaml")
+    command("dpo", config, "--name", "live")
+    command("dpo", config, "--name", "early", "--dpo.precompute_reference", "true")
+    live, early = lines_of(files, "live"), lines_of(files, "early")
+    assert live[1]["preference/loss"] == pytest.approx(math.log(2), abs=1e-12)  # the policy is the reference
+    assert live[STEPS]["eval/loss"] < live[0]["eval/loss"] and live[STEPS]["eval/accuracy"] > 0.5
+    assert same_weights(files / "live" / "hf", files / "early" / "hf")
+    assert live[STEPS]["preference/margin"] == early[STEPS]["preference/margin"]
+    assert (files / "early" / "reference_log_probs.npz").is_file()
+
+
+def test_ppo_against_a_reward_model_and_a_critic_that_starts_as_it(files, reward):
+    """Its scores are those of transformers, for the responses that were sampled; the task's own score is looked at alone."""
+    settings = {
+        "data": {"task": "number_sorting", "rewards": {"correct": 0.0, "answered": 0.0, "liked": 1.0}},
+        "rewards": {"models": {"liked": {"path": str(reward / "hf")}}, "overlong_buffer": 2},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "tokens_per_micro_batch": 96},
+        "algorithm": {
+            "advantage": "gae",
+            "kl": {"coefficient": 0.1, "placement": "reward", "target": 0.1, "horizon": 100},
+        },
+        "critic": {"path": str(reward / "hf"), "warmup_steps": 1},
+        "sync": {"transport": "tensor"},
+        "eval": {"prompts": 4, "samples": 2, "every": 0},
+        "rollout": {"max_new_tokens": 8, "context_length": 28, "record": True},
+        "logging": {"samples": 8},
+        "steps": 2,
+    }
+    config = yaml.safe_load((files / "config.yaml").read_text())
+    for section, values in settings.items():
+        config[section] = (
+            {**config[section], **values} if isinstance(config.get(section), dict) and section != "data" else values
+        )
+    config["logging"] = {"progress": False, "tensorboard": False, "samples": 8}
+    (files / "ppo.yaml").write_text(yaml.safe_dump(config))
+    command("train", str(files / "ppo.yaml"), "--name", "ppo")
+    lines = lines_of(files, "ppo")
+    assert lines[1]["kl/coefficient"] == 0.1 and "loss/policy" not in {k for k, v in lines[1].items() if v is not None}
+    assert lines[2]["loss/policy"] is not None and np.isfinite(lines[2]["critic/loss"])
+    assert lines[2]["eval/reward/correct"] is not None and lines[2]["reward/overlong"] <= 0
+
+    model = AutoModelForSequenceClassification.from_pretrained(reward / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(reward / "hf")
+    samples = [json.loads(line) for line in (files / "ppo" / "samples.jsonl").read_text().splitlines()]
+    ended = [sample for sample in samples if sample["finish"] == "stop"]
+    for sample in ended:
+        tokens = tokenizer.encode(sample["prompt"]) + tokenizer.encode(sample["response"]) + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            score = model(torch.tensor([tokens])).logits.item()
+        assert sample["reward/liked"] == pytest.approx(score, abs=1e-4)
+    for sample in samples:
+        weighted = sample["reward/liked"] + sample["reward/overlong"]
+        assert sample["reward"] == pytest.approx(weighted, abs=1e-6)

@@ -1,10 +1,18 @@
-"""The program as users start it, in a process of its own."""
+"""The program in processes of its own: started as users do, or forked from a process that has imported what it needs."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
+
+from megatron_rl.rollout.server import reserve_port
+from tests.ranks import FORKED, rank_environment
 
 
 def command(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess:
@@ -18,3 +26,112 @@ def command(*arguments: str, timeout: float = 280) -> subprocess.CompletedProces
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
+
+
+class Program:
+    """`megatron-rl ARGUMENTS`, forked: without the fifteen seconds in which a process imports Megatron.
+
+    From `megatron_rl.cli.main` on it is what users start, with the environment of this process and one thread. `ranks`
+    above 1 takes the place of --nproc: so many processes that know of each other as torchrun's do, but without torchrun.
+    tests/e2e/test_train.py starts its run as users do, with torchrun.
+    """
+
+    def __init__(self, *arguments: str, log: Path, errors: Path | None = None, ranks: int = 1) -> None:
+        """log: what its output is appended to; errors: its standard error, by default log."""
+        self._reserved = reserve_port()
+        self._processes = []
+        try:
+            for rank in range(ranks):
+                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                if ranks > 1:
+                    environment |= rank_environment(rank, ranks, self._reserved)
+                process = FORKED.Process(target=_main, args=(arguments, environment, log, errors or log))
+                process.start()
+                self._processes.append(process)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of its first process."""
+        return self._processes[0].pid
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs: 0 once all processes have ended well, or that of the first that has not."""
+        statuses = [process.exitcode for process in self._processes]
+        failed = [status for status in statuses if status]
+        return failed[0] if failed else None if None in statuses else 0
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status, when it has one; all its processes have ended then. Errors: TimeoutError."""
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"megatron-rl took over {timeout} s")
+            time.sleep(0.02)
+        self.kill()
+        return status
+
+    def kill(self) -> None:
+        """kill -9 of what still runs, and wait for it."""
+        for process in self._processes:
+            process.kill()
+            process.join(30)
+        self._reserved.close()
+
+
+def forked(*arguments: str, ranks: int = 1, timeout: float = 280, check: bool = True) -> subprocess.CompletedProcess:
+    """A `Program` to its end, with its output as text. Errors: as of `command`, with `check`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        program = Program(*arguments, log=out, errors=errors, ranks=ranks)
+        try:
+            status = program.wait(timeout)
+        finally:
+            program.kill()
+        done = subprocess.CompletedProcess(arguments, status, out.read_text(), errors.read_text())
+    assert status == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def output_of_script(script: Path, *arguments: str, timeout: float = 100) -> str:
+    """What a Python script prints, forked: without the seconds of its imports. Errors: AssertionError, TimeoutError."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        process = FORKED.Process(target=_script, args=(str(script), arguments, log))
+        process.start()
+        try:
+            process.join(timeout)
+            if process.exitcode is None:
+                raise TimeoutError(f"{script} took over {timeout} s")
+        finally:
+            process.kill()
+            process.join(30)
+        assert process.exitcode == 0, log.read_text()[-3000:]
+        return log.read_text()
+
+
+def _write_to(log: Path, errors: Path) -> None:
+    """Where standard output and errors of this process go."""
+    for number, path in ((1, log), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+
+
+def _script(script: str, arguments: tuple[str, ...], log: Path) -> None:
+    _write_to(log, log)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _main(arguments: tuple[str, ...], environment: dict[str, str], log: Path, errors: Path) -> None:
+    """One process of the program."""
+    _write_to(log, errors)
+    os.environ.clear()
+    os.environ.update(environment)
+    from megatron_rl.cli import main
+
+    status = main([*arguments])
+    atexit._run_exitfuncs()  # a forked process would leave without them
+    sys.exit(status)

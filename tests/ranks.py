@@ -7,6 +7,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -18,8 +19,20 @@ from megatron_rl.rollout.server import reserve_port
 
 # Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven: once in the server from
 # which all processes are forked.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["megatron_rl.trainer.trainer", "modelopt.torch"])
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["megatron_rl.train", "modelopt.torch"])
+
+
+def rank_environment(rank: int, world_size: int, reserved: socket.socket) -> dict[str, str]:
+    """What torchrun would tell a rank; they meet at the reserved port."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(reserved.getsockname()[1]),
+    }
 
 
 def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float = 240.0) -> list[Any]:
@@ -29,15 +42,10 @@ def run_ranks(world_size: int, function: str, args: tuple = (), timeout: float =
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # of the server too: a pool of threads would not survive the fork
     with tempfile.TemporaryDirectory() as folder, reserve_port() as reserved:
-        environment = {
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(reserved.getsockname()[1]),
-        }
+        environments = [rank_environment(rank, world_size, reserved) for rank in range(world_size)]
         processes = [
-            _CONTEXT.Process(target=_run, args=(rank, environment, Path(folder), function, args, timeout), daemon=True)
-            for rank in range(world_size)
+            FORKED.Process(target=_run, args=(rank, environment, Path(folder), function, args, timeout), daemon=True)
+            for rank, environment in enumerate(environments)
         ]
         try:
             for process in processes:
@@ -69,7 +77,7 @@ def _run(rank: int, environment: dict[str, str], folder: Path, function: str, ar
     """One rank, in its own process."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(environment)
     faulthandler.dump_traceback_later(0.9 * timeout, file=log)  # says where a rank hangs, before it is killed
     try:
         module, _, name = function.partition(":")

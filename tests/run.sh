@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools/setup.sh --verifiers
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules, which the first one is to compile for all
 bin=$PWD/.venv/bin
 
 mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -path .ci/run)

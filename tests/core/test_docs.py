@@ -16,6 +16,7 @@ from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.algorithms.losses import POLICY_LOSSES
 from megatron_rl.cli import make_parser
 from megatron_rl.config import build_config, key_paths, load_config
+from tests.program import output_of_script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOP_LEVEL = ("megatron_rl", "csrc", "examples", "tools", "configs", "tests", "docs", "benchmarks", "requirements")
@@ -74,8 +75,7 @@ def test_flags_of_python_tools_exist():
         text = document.read_text().replace("\\\n", " ")
         for tool, rest in re.findall(r"python ((?:tools|benchmarks)/\w+\.py)([^\n`|;&]*)", text):
             if tool not in help_of:
-                command = [sys.executable, str(REPOSITORY / tool), "--help"]
-                help_of[tool] = subprocess.run(command, capture_output=True, text=True, timeout=250).stdout
+                help_of[tool] = output_of_script(REPOSITORY / tool, "--help")
             for flag in TOOL_FLAGS.findall(rest):
                 assert flag in help_of[tool], f"{document.name}: {tool} has no {flag}"
 

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from megatron_rl.data.record import file_of, load_trajectories, save_trajectories
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from tests.program import Program
 
 STEPS = 4
 TIMEOUT = 240
@@ -84,30 +84,20 @@ def folder(tmp_path_factory, tiny_model):
     return folder
 
 
-def start(folder: Path, name: str, *overrides: str) -> subprocess.Popen:
-    log = open(folder / f"{name}.log", "a")  # noqa: SIM115 (the child holds it)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_rl.cli",
-        "train",
-        str(folder / "config.yaml"),
-        "--name",
-        name,
-        *overrides,
-    ]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def start(folder: Path, name: str, *overrides: str, ranks: int = 1) -> Program:
+    arguments = ["train", str(folder / "config.yaml"), "--name", name, *overrides]
+    return Program(*arguments, log=folder / f"{name}.log", ranks=ranks)
 
 
-def finish(folder: Path, name: str, *overrides: str) -> None:
-    process = start(folder, name, *overrides)
+def finish(folder: Path, name: str, *overrides: str, ranks: int = 1) -> None:
+    process = start(folder, name, *overrides, ranks=ranks)
     try:
         assert process.wait(TIMEOUT) == 0, (folder / f"{name}.log").read_text()[-4000:]
     finally:
         process.kill()
 
 
-def kill_when(process: subprocess.Popen, condition) -> None:
+def kill_when(process: Program, condition) -> None:
     deadline = time.monotonic() + TIMEOUT
     try:
         while not condition():
@@ -115,8 +105,7 @@ def kill_when(process: subprocess.Popen, condition) -> None:
             assert time.monotonic() < deadline, "the run never reached the point at which it is killed"
             time.sleep(0.002)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.kill()
 
 
 def final_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -205,7 +194,7 @@ def test_resume_on_another_layout(folder, undisturbed, mid_step):
         rows = load_trajectories(file_of(folder / "rollouts", step, 0))
         save_trajectories(file_of(folder / "halves", step, 0), rows[:8])
         save_trajectories(file_of(folder / "halves", step, 1), rows[8:])
-    finish(folder, "layout", "--nproc", "2", "--parallel.expert", "2", "--rollout.load", str(folder / "halves"))
+    finish(folder, "layout", "--parallel.expert", "2", "--rollout.load", str(folder / "halves"), ranks=2)
     tensors = final_tensors(folder, "layout")
     for key, value in undisturbed.items():
         if key.startswith(("decoder", "embedding", "output_layer")):
@@ -240,8 +229,7 @@ def test_truncated_checkpoint_is_one_clear_error(folder, undisturbed):
     content = victim.read_bytes()
     try:
         victim.write_bytes(content[: len(content) // 2])
-        process = start(folder, "undisturbed")
-        assert process.wait(TIMEOUT) == 2
+        assert start(folder, "undisturbed").wait(TIMEOUT) == 2
     finally:
         victim.write_bytes(content)
     output = (folder / "undisturbed.log").read_text()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import yaml
 
 from megatron_rl.data.record import file_of, load_trajectories
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from tests.program import forked
 
 TIMEOUT = 420
 STEPS = 3
@@ -47,14 +46,7 @@ def start(folder: Path, name: str, model: Path, changes: dict, steps: int) -> su
         config[section] = {**config.get(section, {}), **values}
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli", "train", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return forked("train", str(path), timeout=TIMEOUT, check=False)
 
 
 def train(folder: Path, name: str, model: Path, changes: dict, steps: int) -> list[dict]:

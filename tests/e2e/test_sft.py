@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,6 +11,7 @@ from megatron_rl.environments import build_task
 from megatron_rl.environments.stream import held_out_demonstrations
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.rollout.program import SingleTurn
+from tests.program import forked
 
 STEPS = 3
 
@@ -51,9 +49,7 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
         "logging": {"progress": False, "tensorboard": False},
     }
     path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "megatron_rl.cli", "sft", str(path), "--nproc", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forked("sft", str(path), ranks=2, timeout=240)
     lines = {line["step"]: line for line in read_json_lines(tmp_path / "sft" / "metrics.jsonl")}
     assert [step for step, line in lines.items() if line.get("eval/loss") is not None] == [0, 2, STEPS]
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,19 +12,14 @@ import pytest
 import yaml
 
 from megatron_rl.metrics.logger import read_json_lines
+from tests.program import Program
 
 TIMEOUT = 540
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
 
-def start(config: Path, *overrides: str) -> subprocess.Popen:
-    with open(config.with_suffix(".log"), "a") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.cli", "train", str(config), *overrides],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+def start(config: Path) -> Program:
+    return Program("train", str(config), log=config.with_suffix(".log"))
 
 
 def requests(run: Path) -> list[str]:
@@ -88,8 +79,7 @@ def killed(tmp_path_factory, tiny_model) -> tuple[Path, list[str]]:
             assert time.monotonic() < deadline, path.with_suffix(".log").read_text()[-4000:]
             time.sleep(0.002)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.kill()
     return path, requests(run)
 
 

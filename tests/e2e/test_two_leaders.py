@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.data.record import file_of, load_trajectories
+from tests.program import forked
 
 STEPS = 2
 
@@ -36,8 +34,7 @@ def twice(tmp_path_factory, tiny_model) -> Path:
     path = folder / "config.yaml"
     path.write_text(json.dumps(config))
     for name in ("first", "second"):
-        command = [sys.executable, "-m", "megatron_rl.cli", "train", str(path), "--nproc", "2", "--name", name]
-        subprocess.run(command, check=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        forked("train", str(path), "--name", name, ranks=2, timeout=400)
     return folder
 
 

@@ -242,7 +242,7 @@ def test_values_without_spread_are_zeros(rng, dtype):
             found = advantages.moments(values, mask, shift=shift)
             assert not advantages.whiten(values, found, shift=shift).any()
             kept = advantages.whiten(values, found, shift=shift, shift_mean=False)
-            torch.testing.assert_close(kept, values, rtol=2 * torch.finfo(dtype).eps, atol=0)
+            torch.testing.assert_close(kept, values, rtol=4 * torch.finfo(dtype).eps, atol=0)
     nothing = advantages.batch_normalized(torch.full((2, 3), torch.nan, dtype=dtype), torch.zeros(2, 3))
     assert torch.equal(nothing, torch.zeros(2, 3, dtype=dtype))
 

@@ -283,6 +283,9 @@ def test_clipped_value_is_the_masked_mean(clip):
     values = (old + torch.tensor(rng.normal(0, 0.7, (4, 9)))).requires_grad_()
     mask = torch.tensor(rng.random((4, 9)) < 0.6)
     mask[1], mask[0, 0] = False, True
+    old[0, 0], returns[0, 0] = 0.0, 9.0  # one that is clipped for certain: on its way to the return
+    with torch.no_grad():
+        values[0, 0] = 3.0
     garbage = [torch.where(mask, x, torch.nan) for x in (values, old, returns)]
     result = losses.clipped_value(*garbage, mask, clip=clip)
     (gradient,) = torch.autograd.grad(result.loss, values)
@@ -298,7 +301,7 @@ def test_clipped_value_is_the_masked_mean(clip):
         assert bool(clipped[9 * i + j]) == held
     assert float(result.loss.detach()) == pytest.approx(loss, rel=1e-12)
     assert float(result.clip_fraction) == pytest.approx(cut / count, rel=1e-6)
-    assert (cut > 0) == (clip is not None)
+    assert bool(clipped[0]) == (clip is not None)
     assert not gradient[~mask].any()
 
 

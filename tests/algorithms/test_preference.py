@@ -134,7 +134,9 @@ def test_robust_dpo_is_unbiased_under_flipped_labels(rng):
 
         clean = float(preference.dpo(*true, beta=0.3).loss)
         assert expected("robust") == pytest.approx(clean, rel=1e-12)
-        assert abs(expected("sigmoid") - clean) > 1e-3
+        # Conservative's expectation has 2 e (1 - e) of both labels' losses in the wrong place, which differ by beta d.
+        difference = float((true[0] - true[1] - true[2] + true[3]).mean())
+        assert expected("sigmoid") == pytest.approx(clean + 2 * e * (1 - e) * 0.3 * difference, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -461,6 +463,9 @@ def test_calibration_of_judges_that_are_known():
     assert float(preference.calibration_error(preference.pair_calibration(*sure[::-1]))) == 1.0
     equal = preference.pair_calibration(torch.ones(4).bfloat16(), torch.ones(4).bfloat16(), bins=3)
     assert equal[:, 0].tolist() == [4.0, 2.0, 2.0]
+    short = torch.tensor([2.015625, 0.005]).bfloat16()  # their difference has more digits than bf16
+    (confidence,) = preference.pair_calibration(short[:1], short[1:], bins=1)[1].tolist()
+    assert confidence == pytest.approx(1 / (1 + math.exp(float(short[1]) - float(short[0]))), rel=1e-12)
     assert math.isnan(float(preference.calibration_error(torch.zeros(3, 10))))
     with pytest.raises(ValueError, match="bins = 0"):
         preference.pair_calibration(*sure, bins=0)

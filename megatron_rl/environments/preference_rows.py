@@ -156,7 +156,8 @@ class PreferenceRows(RowTask):
             return []
         talks = [self._value(row, name) for name in names]
         whole = all(talk[0]["role"] != "assistant" for talk in talks)
-        return talks if whole or get(row, self.data.prompt_key) in (MISSING, None) else []
+        asked = all(any(message["role"] == "user" for message in talk) for talk in talks)  # after a greeting
+        return talks if whole or (asked and get(row, self.data.prompt_key) in (MISSING, None)) else []
 
     def _response(self, value: Any, name: str) -> Response:
         """A response; of a conversation that is one plain message its text, which every rollout program takes."""

@@ -205,6 +205,14 @@ def test_whole_conversations_bring_their_prompt(tmp_path, prompt):
     assert chosen.response == "good" and rejected.response == [assistant("bad"), user("?"), assistant("x")]
 
 
+def test_a_conversation_may_begin_with_a_greeting(tmp_path):
+    start = [assistant("Hello!"), user("q")]
+    found = read(tmp_path, {"chosen": [*start, assistant("good")], "rejected": [*start, assistant("bad")]})
+    assert found.messages == start and found.preference == read(tmp_path, {"prompt": "q", **PAIR}).preference
+    turns = {"chosen": [*start, assistant("good")], "rejected": [assistant("bad")]}  # with a prompt they are replies
+    assert read(tmp_path, {"prompt": "p", **turns}).preference.judged[0].response == turns["chosen"]
+
+
 MESSAGE = st.tuples(st.sampled_from(["user", "assistant"]), st.sampled_from("ab"))
 
 
@@ -260,6 +268,7 @@ BAD = [
     ("pair", {"rejected": []}, "'rejected' is empty"),
     ("pair", {"rejected": [assistant("")]}, "'rejected' is empty"),
     ("pair", {"rejected": None}, "'rejected' is empty"),
+    ("pair", {"chosen": None, "rejected": None}, "'chosen' is empty"),
     ("pair", {"prompt": ""}, "'prompt' is empty"),
     ("pair", {"chosen": {"text": "a"}}, "'chosen' is neither text nor a list of messages"),
     ("pair", {"chosen": True}, "'chosen' is neither text nor a list of messages"),
@@ -327,6 +336,10 @@ def test_a_bad_row_is_skipped_counted_and_named(tmp_path, caplog, kind, change, 
         (
             {"prompt": "q", "chosn": "a", "rejectd": "b"},
             r"no column 'chosen' \(data.chosen_key\); did you mean 'chosn'",
+        ),
+        (
+            {"promt": "q", "chosen": [assistant("a")], "rejected": [assistant("b")]},
+            r"no column 'prompt' .* mean 'promt'",
         ),
         ({"promt": "q", **PAIR}, r"no column 'prompt' \(data.prompt_key\); did you mean 'promt'"),
         ({"prompt": "q", "completion": "a", "label": 1}, r"no column 'response' \(data.response_key\)"),

@@ -76,15 +76,14 @@ class PreferenceRows(RowTask):
     # -- kinds --------------------------------------------------------------------------------------------------------
 
     def _kind_of(self, row: dict[str, Any]) -> Kind | None:
-        """By the columns with a value, else (a data set has all columns in each row) by those without."""
-        for nothing in ((MISSING, None), (MISSING,)):
-            for kind, keys in COLUMNS.items():
-                if any(get(row, name) not in nothing for name in self._columns(*keys)):
-                    return kind
+        """By the columns with a value, since a data set has all columns in each row."""
+        for kind, keys in COLUMNS.items():
+            if any(get(row, name) not in (MISSING, None) for name in self._columns(*keys)):
+                return kind
         return None
 
     def _meant(self, row: dict[str, Any]) -> Kind | None:
-        """The kind of which a row without one has a column, but misspelled."""
+        """The kind of which a row without one has a column, but misspelled or without a value."""
         others = row.keys() - self._columns("prompt_key", "response_key", "answer_key")
         for kind, keys in COLUMNS.items():
             if any(get_close_matches(name, others) for name in self._columns(*keys)):

@@ -76,15 +76,14 @@ class PreferenceRows(RowTask):
     # -- kinds --------------------------------------------------------------------------------------------------------
 
     def _kind_of(self, row: dict[str, Any]) -> Kind | None:
-        """By the columns with a value, else (a data set has all columns in each row) by those without."""
-        for nothing in ((MISSING, None), (MISSING,)):
-            for kind, keys in COLUMNS.items():
-                if any(get(row, name) not in nothing for name in self._columns(*keys)):
-                    return kind
+        """By the columns with a value, since a data set has all columns in each row."""
+        for kind, keys in COLUMNS.items():
+            if any(get(row, name) not in (MISSING, None) for name in self._columns(*keys)):
+                return kind
         return None
 
     def _meant(self, row: dict[str, Any]) -> Kind | None:
-        """The kind of which a row without one has a column, but misspelled."""
+        """The kind of which a row without one has a column, but misspelled or without a value."""
         others = row.keys() - self._columns("prompt_key", "response_key", "answer_key")
         for kind, keys in COLUMNS.items():
             if any(get_close_matches(name, others) for name in self._columns(*keys)):
@@ -156,7 +155,8 @@ class PreferenceRows(RowTask):
             return []
         talks = [self._value(row, name) for name in names]
         whole = all(talk[0]["role"] != "assistant" for talk in talks)
-        return talks if whole or get(row, self.data.prompt_key) in (MISSING, None) else []
+        asked = all(any(message["role"] == "user" for message in talk) for talk in talks)  # after a greeting
+        return talks if whole or (asked and get(row, self.data.prompt_key) in (MISSING, None)) else []
 
     def _response(self, value: Any, name: str) -> Response:
         """A response; of a conversation that is one plain message its text, which every rollout program takes."""

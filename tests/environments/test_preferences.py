@@ -205,6 +205,14 @@ def test_whole_conversations_bring_their_prompt(tmp_path, prompt):
     assert chosen.response == "good" and rejected.response == [assistant("bad"), user("?"), assistant("x")]
 
 
+def test_a_conversation_may_begin_with_a_greeting(tmp_path):
+    start = [assistant("Hello!"), user("q")]
+    found = read(tmp_path, {"chosen": [*start, assistant("good")], "rejected": [*start, assistant("bad")]})
+    assert found.messages == start and found.preference == read(tmp_path, {"prompt": "q", **PAIR}).preference
+    turns = {"chosen": [*start, assistant("good")], "rejected": [assistant("bad")]}  # with a prompt they are replies
+    assert read(tmp_path, {"prompt": "p", **turns}).preference.judged[0].response == turns["chosen"]
+
+
 MESSAGE = st.tuples(st.sampled_from(["user", "assistant"]), st.sampled_from("ab"))
 
 
@@ -260,6 +268,7 @@ BAD = [
     ("pair", {"rejected": []}, "'rejected' is empty"),
     ("pair", {"rejected": [assistant("")]}, "'rejected' is empty"),
     ("pair", {"rejected": None}, "'rejected' is empty"),
+    ("pair", {"chosen": None, "rejected": None}, "'chosen' is empty"),
     ("pair", {"prompt": ""}, "'prompt' is empty"),
     ("pair", {"chosen": {"text": "a"}}, "'chosen' is neither text nor a list of messages"),
     ("pair", {"chosen": True}, "'chosen' is neither text nor a list of messages"),
@@ -313,7 +322,7 @@ def test_a_bad_row_is_skipped_counted_and_named(tmp_path, caplog, kind, change, 
     named, counted = caplog.messages
     assert f"{tmp_path}/a.jsonl:2 skipped: " in named and problem in named and counted.endswith("1 of 3 lines skipped")
     with pytest.raises(UserError, match=r"a.jsonl has no usable line \(2 skipped; the first: ") as error:
-        built(tmp_path, [good | change] * 2)
+        built(tmp_path, [good | change, {"prompt": "q"}])
     assert problem in str(error.value) and "\n" not in str(error.value)
 
 
@@ -327,6 +336,10 @@ def test_a_bad_row_is_skipped_counted_and_named(tmp_path, caplog, kind, change, 
         (
             {"prompt": "q", "chosn": "a", "rejectd": "b"},
             r"no column 'chosen' \(data.chosen_key\); did you mean 'chosn'",
+        ),
+        (
+            {"promt": "q", "chosen": [assistant("a")], "rejected": [assistant("b")]},
+            r"no column 'prompt' .* mean 'promt'",
         ),
         ({"promt": "q", **PAIR}, r"no column 'prompt' \(data.prompt_key\); did you mean 'promt'"),
         ({"prompt": "q", "completion": "a", "label": 1}, r"no column 'response' \(data.response_key\)"),
@@ -510,7 +523,7 @@ def test_steps_end_where_their_texts_do(tmp_path, form_of, name):
     texts = [["x" + "".join(rng.choices("ab ü.\n=", k=8)) for _ in range(rng.randint(1, 5))] for _ in range(10)]
     labels = [[rng.random() for _ in some] for some in texts]
     rows = [{"prompt": f"q{i}", "steps": s, "labels": v} for i, (s, v) in enumerate(zip(texts, labels, strict=True))]
-    task = built(tmp_path, rows, step_separator=" ##")
+    task = built(tmp_path, rows, step_separator=" #\n")
     form = form_of(name, task)
     for prompt, steps, scores in zip(prompts(task), texts, labels, strict=True):
         found = form.comparison(form.encode(prompt), rng)
@@ -523,8 +536,8 @@ def test_steps_end_where_their_texts_do(tmp_path, form_of, name):
         assert response[:start] == frame[:-1] and response[ends[-1] + 1 :] == frame[-1:]
         for step, end in zip(steps, ends, strict=True):
             tokens, start = response[start : end + 1], end + 1
-            assert form.tokenizer.decode(tokens) == f"{step} ##"
-            assert tokens == form.tokenizer.encode(f"{step} ##", add_special_tokens=False)
+            assert form.tokenizer.decode(tokens) == f"{step} #\n"
+            assert tokens == form.tokenizer.encode(f"{step} #\n", add_special_tokens=False)
 
 
 @settings(max_examples=30, deadline=None)

@@ -15,10 +15,10 @@ from megatron_rl.errors import UserError
 
 CONFIG_COMMANDS = {
     "train": "reinforcement learning from a config; goes on from the run's newest checkpoint",
-    "sft": "supervised fine-tuning on the task's demonstrations, with the same trainer",
+    "sft": "supervised fine-tuning on the task's demonstrations, or continued pretraining on texts, with the same trainer",
     "reward": "a reward model, or a process reward model, learned from preferences",
     "dpo": "a policy learned from preferences, without a reward model: DPO, IPO, KTO",
-    "eval": "score the model on held-out prompts, sampled and greedy",
+    "eval": "score the model on held-out prompts, sampled and greedy, or by the likelihood of held-out texts",
     "rollout": "sample the training prompts once and write the trajectories, without training",
     "serve-agent": "serve the model to agents that speak the OpenAI API, and record what they say, until interrupted",
 }
@@ -203,6 +203,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.reward import reward as command
     elif args.command == "dpo":
         from megatron_rl.dpo import dpo as command
+    elif args.command == "eval" and config.eval.likelihood:
+        from megatron_rl.likelihood import likelihood_command as command
     elif args.command == "eval":
         from megatron_rl.evaluate import evaluate_command as command
     elif args.command == "serve-agent":

@@ -81,6 +81,9 @@ class DataConfig:
     answer_key: str = "answer"
     response_key: str = "response"
     """Column of demonstrations, for `megatron-rl sft`, and of responses with a score or a label."""
+    text_key: str = "text"
+    """Column of texts to learn whole, for `megatron-rl sft` (continued pretraining), in rows without response_key. What is
+    longer than rollout.context_length is cut into pieces."""
     chosen_key: str = "chosen"
     """Preferences: column of the better response, beside rejected_key."""
     rejected_key: str = "rejected"
@@ -527,8 +530,9 @@ class RolloutConfig:
     server: ServerConfig = ServerConfig()
     sampling: SamplingConfig = SamplingConfig()
     max_new_tokens: Positive = 1024
-    context_length: Positive = 4096
-    """Longest prompt + response; a prompt that leaves no room for max_new_tokens is skipped, counted and logged."""
+    context_length: Annotated[int, Field(ge=2)] = 4096
+    """Longest prompt + response; a prompt that leaves no room for max_new_tokens is skipped, counted and logged. Of a text
+    (data.text_key) the longest piece."""
     concurrency: Positive = 512
     """Requests in flight per data-parallel leader."""
     request_timeout_s: PositiveFloat = 600.0
@@ -643,11 +647,14 @@ class CheckpointConfig:
 
 @section
 class EvalConfig:
-    """Evaluation on held-out prompts; in SFT, the loss on their demonstrations (eval/loss)."""
+    """Evaluation on held-out prompts; in SFT, the likelihood of their demonstrations, or of held-out texts."""
 
     every: Count = 0
     """Steps between evaluations; 0 evaluates before the first step and after the last."""
     prompts: Count = 200
+    likelihood: bool = False
+    """`megatron-rl eval` prints loss, perplexity and bits per byte of held-out demonstrations or texts, as SFT's evaluations
+    do, from the trainer's own passes: no engine is started, and nothing is sampled."""
     samples: Positive = 4
     """Responses to each prompt at the sampling temperature, for avg@n and pass@n."""
     pass_at: list[Positive] = dataclasses.field(default_factory=list)

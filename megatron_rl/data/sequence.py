@@ -33,6 +33,7 @@ FIELDS = {
     "returns": Field(np.float32),  # what the critic's values are to be
     "unit": Field(np.int32, -1),  # what the label is a part of the score of (trainer.units); -1: of nothing
     "loss_gradients": Field(np.float32),  # of a loss, at the label's log-prob or value
+    "text_bytes": Field(np.int32, -1),  # UTF-8 bytes of text that it stands for; -1: of none, or it is not known
 }
 """The fields of a label."""
 
@@ -81,6 +82,21 @@ class Sequence:
         """A prompt with a response to imitate: every label counts."""
         tokens = np.asarray([*prompt, *response], np.int32)
         return cls(tokens=tokens, prompt_length=len(prompt), fields={"loss_mask": np.ones(len(response), bool)})
+
+    def cut(self, longest: int) -> list[Self]:
+        """The sequence in pieces of at most `longest` tokens, which are more than its prompt's and more than one.
+
+        A piece begins with the last token of the one before, so that every label is the label of one piece. Tokens and fields
+        alone are cut.
+        """
+        pieces, start, prompt = [], 0, self.prompt_length
+        while start + prompt < len(self.tokens):
+            end = min(start + longest, len(self.tokens))
+            labels = slice(start + prompt - self.prompt_length, end - self.prompt_length)
+            fields = {name: values[labels] for name, values in self.fields.items()}
+            pieces.append(type(self)(tokens=self.tokens[start:end], prompt_length=prompt, fields=fields))
+            start, prompt = end - 1, 1
+        return pieces
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Values [n - prompt_length] of a field; its default where the sequence does not have it."""

@@ -3,7 +3,8 @@
 from megatron_rl.environments.build import build_task
 from megatron_rl.environments.preferences import Judged, Preference, Step
 from megatron_rl.environments.stream import PromptStream, fitting
-from megatron_rl.environments.task import Prompt, Task, combine, encode_response
+from megatron_rl.environments.task import Prompt, Task, combine
+from megatron_rl.environments.text import encode_text
 
 __all__ = [
     "Judged",
@@ -14,6 +15,6 @@ __all__ = [
     "Task",
     "build_task",
     "combine",
-    "encode_response",
+    "encode_text",
     "fitting",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, override
 
@@ -85,7 +86,7 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
 class RowTask(Task):
     """Prompts from rows; a row that cannot be used is skipped, counted and named in the log.
 
-    demonstrations: rows need data.response_key (and no answer), for SFT.
+    demonstrations: for SFT rows need data.response_key (and no answer), or are texts, with data.text_key alone.
     """
 
     known_options: tuple[str, ...] = ("verifier_timeout_s",)
@@ -107,6 +108,8 @@ class RowTask(Task):
         self.main_parts = ("correct",)
         self.skipped = 0
         self._split = self._load()
+        if all(prompt.document for part in self._split.values() for prompt in part):
+            self._check_asks_nothing()
 
     def _training_rows(self) -> Iterator[Row]:
         raise NotImplementedError
@@ -126,6 +129,18 @@ class RowTask(Task):
         if len(fresh) < len(train):
             log.warning("data: %d training prompts are also held-out prompts and are left out", len(train) - len(fresh))
         return {"train": fresh, "eval": evaluation}
+
+    def _check_asks_nothing(self) -> None:
+        """Errors: UserError for what is done to prompts, where all rows are texts."""
+        for key, given, plain in (
+            ("chat", self.data.chat, "false"),
+            ("template", self.data.template != DataConfig().template, "'{prompt}'"),
+        ):
+            if given:
+                raise UserError(
+                    f"config: data.{key} does nothing with texts ('{self.data.text_key}'), which have no prompt; set it to"
+                    f" {plain}, or give rows with '{self.data.prompt_key}' and '{self.data.response_key}'"
+                )
 
     def _parse(self, rows: Iterator[Row], source: str) -> list[Prompt]:
         """Prompts of the rows. Errors: UserError naming `source`, a key and a file, where none can be used."""
@@ -178,7 +193,25 @@ class RowTask(Task):
 
     def _needed(self, row: dict[str, Any]) -> list[str]:
         """The config's keys of the columns that the row has to have. Errors: ValueError saying what is wrong with it."""
-        return ["prompt_key", "response_key" if self.demonstrations else "answer_key"]
+        if not self.demonstrations:
+            return ["prompt_key", "answer_key"]
+        text, prompt, response = self.data.text_key, self.data.prompt_key, self.data.response_key
+        if self._is_text(row):
+            return ["text_key"]
+        if not any(name in row or get_close_matches(name, row) for name in (prompt, response)):
+            if get_close_matches(text, row):
+                return ["text_key"]
+            raise ValueError(
+                f"it has neither '{prompt}' and '{response}' nor '{text}': set data.prompt_key and data.response_key, or"
+                " data.text_key"
+            )
+        return ["prompt_key", "response_key"]
+
+    def _is_text(self, row: dict[str, Any]) -> bool:
+        """Whether there is a text alone to learn. A data set has all columns in each row, so a response may be None."""
+        text, response = (get(row, key) for key in (self.data.text_key, self.data.response_key))
+        alone = self.demonstrations and self.data.text_key != self.data.prompt_key
+        return alone and text is not MISSING and response in (MISSING, None)
 
     @staticmethod
     def _empty(row: dict[str, Any], needed: Iterable[str]) -> str:
@@ -190,7 +223,9 @@ class RowTask(Task):
         return ""
 
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
-        """Errors: ValueError for a conversation that is none."""
+        """Errors: ValueError for a conversation or a text that is none."""
+        if self._is_text(row):
+            return self._document(where, row)
         prompt, answer = self._value(row, self.data.prompt_key), get(row, self.data.answer_key)
         if not isinstance(prompt, str | list):
             raise ValueError(f"'{self.data.prompt_key}' is neither text nor a list of messages")
@@ -209,6 +244,16 @@ class RowTask(Task):
             response=response if response is None or isinstance(response, list) else str(response),
             messages=messages,
         )
+
+    def _document(self, where: str, row: dict[str, Any]) -> Prompt:
+        name = self.data.text_key
+        text = get(row, name)
+        if not isinstance(text, str):
+            raise ValueError(f"'{name}' is no text")
+        if not text.strip():
+            raise ValueError(f"'{name}' is empty")
+        text.encode()  # half a character of UTF-16 is refused in words of its own
+        return Prompt(where, text, document=True)
 
     @staticmethod
     def _value(row: dict[str, Any], key: str) -> Any:

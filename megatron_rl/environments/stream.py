@@ -31,6 +31,10 @@ class Form(Protocol):
         """A demonstration for an encoded prompt."""
         ...
 
+    def document(self, text: str) -> Tokens:
+        """A text to learn whole."""
+        ...
+
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
         """The judged responses to an encoded prompt."""
         ...
@@ -54,12 +58,23 @@ def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_
     return short
 
 
+def demonstrations(prompt: Prompt, form: Form, rng: random.Random, context_length: int) -> list[Tokens]:
+    """What is learned from a prompt: a demonstration, however long, or the pieces of a text, none above context_length."""
+    if prompt.document:
+        return form.document(prompt.text).cut(context_length)
+    return [form.demonstration(form.encode(prompt), rng)]
+
+
 def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Tokens]:
-    """Demonstrations of held-out prompts, the same at every call; the log counts too long ones.
+    """Demonstrations of held-out prompts, the same at every call, and pieces of texts; the log counts too long ones.
 
     Errors: UserError where there are some, and none fits.
     """
-    found = [form.demonstration(form.encode(p), random.Random(f"eval/{p.prompt_id}")) for p in prompts]
+    found = [
+        one
+        for prompt in prompts
+        for one in demonstrations(prompt, form, random.Random(f"eval/{prompt.prompt_id}"), context_length)
+    ]
     fits = [demonstration for demonstration in found if len(demonstration.tokens) <= context_length]
     if len(fits) < len(found):
         problem = (
@@ -100,7 +115,7 @@ class PromptStream:
 
     Epoch e visits the prompts in an order that depends on (seed, e) alone. A prompt that leaves no room for
     max_new_tokens, a demonstration that is too long, or a comparison that cannot be used, is skipped: counted in `skipped`, and
-    the first few are logged. Errors: UserError where nothing of an epoch fits.
+    the first few are logged. The pieces of a text come one after the other. Errors: UserError where nothing of an epoch fits.
     """
 
     def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
@@ -114,6 +129,10 @@ class PromptStream:
         self.seed = seed
         self.skipped: set[str] = set()
         """Ids of the prompts that were too long so far."""
+        self._given = 0
+        """Pieces that have been given of the text at which the stream stands."""
+        self._rest: list[Any] = []
+        """Its other pieces, where the stream has come to it."""
         self._start_epoch(0)
 
     def check_room(self) -> None:
@@ -126,47 +145,51 @@ class PromptStream:
 
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.position, self._taken = epoch, 0, 0
+        self._given, self._rest = 0, []
         self._order = list(range(len(self.prompts)))
         random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
 
     def next(self, count: int) -> list[Prompt]:
         """The next `count` prompts that fit."""
 
-        def examine(prompt: Prompt) -> tuple[Prompt, str]:
+        def examine(prompt: Prompt) -> tuple[list[Prompt], str]:
+            prompt = self.form.encode(prompt)
             problem = (
                 f"data: prompt {prompt.prompt_id} skipped: its {len(prompt.tokens)} tokens + rollout.max_new_tokens"
                 f" {self.max_new_tokens} exceed rollout.context_length {self.context_length}"
             )
-            return prompt, "" if self._fits(prompt) else problem
+            return [prompt], "" if self._fits(prompt) else problem
 
         return self._take(count, examine, f"prompts leaves room for rollout.max_new_tokens {self.max_new_tokens} in")
 
     def next_demonstrations(self, count: int, rng: random.Random) -> list[Tokens]:
-        """The next `count` demonstrations that fit into context_length."""
+        """The next `count` demonstrations that fit into context_length, or pieces of texts."""
 
-        def examine(prompt: Prompt) -> tuple[Tokens, str]:
-            demonstration = self.form.demonstration(prompt, rng)
-            total = len(demonstration.tokens)
+        def examine(prompt: Prompt) -> tuple[list[Tokens], str]:
+            found = demonstrations(prompt, self.form, rng, self.context_length)
+            if not found:
+                return [], f"data: text {prompt.prompt_id} skipped: it has no token that another one predicts"
+            total = len(found[0].tokens)
             problem = (
-                f"data: demonstration {prompt.prompt_id} skipped: its {total} tokens, the prompt's {len(prompt.tokens)}"
+                f"data: demonstration {prompt.prompt_id} skipped: its {total} tokens, the prompt's {found[0].prompt_length}"
                 f" included, exceed rollout.context_length {self.context_length}"
             )
-            return demonstration, problem if total > self.context_length else ""
+            return found, problem if total > self.context_length else ""
 
         return self._take(count, examine, "demonstrations fits into")
 
     def next_comparisons(self, count: int, rng: random.Random) -> list[Comparison]:
         """The next `count` comparisons of which every response fits into context_length."""
 
-        def examine(prompt: Prompt) -> tuple[Comparison, str]:
-            comparison = self.form.comparison(prompt, rng)
+        def examine(prompt: Prompt) -> tuple[list[Comparison], str]:
+            comparison = self.form.comparison(self.form.encode(prompt), rng)
             problem = comparison.problem(self.context_length)
-            return comparison, problem and f"data: comparison {prompt.prompt_id} skipped: {problem}"
+            return [comparison], problem and f"data: comparison {prompt.prompt_id} skipped: {problem}"
 
         return self._take(count, examine, "comparisons has different responses that fit into")
 
-    def _take[T](self, count: int, examine: Callable[[Prompt], tuple[T, str]], wanted: str) -> list[T]:
-        """The next `count` items without a problem. examine: encoded prompt -> (item, why it is skipped or '')."""
+    def _take[T](self, count: int, examine: Callable[[Prompt], tuple[list[T], str]], wanted: str) -> list[T]:
+        """The next `count` items without a problem. examine: prompt -> (its items, why it is skipped or '')."""
         chosen: list[T] = []
         while len(chosen) < count:
             if self.position == len(self._order):
@@ -175,13 +198,19 @@ class PromptStream:
                         f"data: none of the {len(self.prompts)} {wanted} rollout.context_length {self.context_length}"
                     )
                 self._start_epoch(self.epoch + 1)
-            prompt = self.form.encode(self.prompts[self._order[self.position]])
-            item, problem = examine(prompt)
-            self.position += 1
+            prompt, problem = self.prompts[self._order[self.position]], ""
+            if not self._rest:
+                found, problem = examine(prompt)
+                self._rest = found[self._given :]
             if not problem:
-                chosen.append(item)
-                self._taken += 1
-            elif prompt.prompt_id not in self.skipped:
+                now, self._rest = self._rest[: count - len(chosen)], self._rest[count - len(chosen) :]
+                chosen += now
+                self._taken += len(now)
+                self._given += len(now)
+                if self._rest:
+                    break
+            self.position, self._given, self._rest = self.position + 1, 0, []
+            if problem and prompt.prompt_id not in self.skipped:
                 self.skipped.add(prompt.prompt_id)
                 if len(self.skipped) <= SHOWN:
                     log.warning(problem)
@@ -196,6 +225,7 @@ class PromptStream:
             "size": len(self.prompts),
             "epoch": self.epoch,
             "position": self.position,
+            "given": self._given,
             "taken": self._taken,
             "skipped": sorted(self.skipped),
         }
@@ -210,3 +240,4 @@ class PromptStream:
                 )
         self._start_epoch(state["epoch"])
         self.position, self._taken, self.skipped = state["position"], state["taken"], set(state["skipped"])
+        self._given = state.get("given", 0)

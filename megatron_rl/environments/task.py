@@ -42,6 +42,8 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     preference: Preference | None = None
     """Responses that came with the prompt, and what was said of them."""
+    document: bool = False
+    """The text is no prompt: all of it is learned from."""
     tokens: list[int] = field(default_factory=list)
     """Filled by `encode`."""
 
@@ -56,13 +58,6 @@ class Prompt:
             )
         text = str(tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False))
         return replace(self, tokens=list(tokenizer.encode(text, add_special_tokens=False)))
-
-
-def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokens of a demonstration after its prompt, closed by the end-of-sequence token where the tokenizer has one."""
-    end: Any = tokenizer.eos_token_id
-    tokens = list(tokenizer.encode(text, add_special_tokens=False))
-    return tokens if end is None else [*tokens, end]
 
 
 class Task:

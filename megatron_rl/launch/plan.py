@@ -9,12 +9,14 @@ from typing import Literal
 from megatron_rl.config import BatchConfig, ParallelConfig
 from megatron_rl.errors import UserError
 
-Kind = Literal["train", "sft", "reward", "dpo", "ask"]
-"""All but ask (eval, rollout), which only asks the engine, build the trainer."""
+Kind = Literal["train", "sft", "reward", "dpo", "score", "ask"]
+"""All but ask (eval, rollout), which only asks the engine, build the trainer; score (eval.likelihood) for passes alone."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 """Advantages (algorithm.advantage) that compare a response with others of no prompt in particular."""
-FROM_DATA = ("sft", "reward", "dpo")
-"""Kinds that learn from data alone, without an engine."""
+FROM_DATA = ("sft", "reward", "dpo", "score")
+"""Kinds that need data alone, without an engine."""
+LOOKS = ("score", "ask")
+"""Kinds that train nothing, and leave a run's files as they are."""
 
 
 @dataclass(frozen=True)

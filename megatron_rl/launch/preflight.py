@@ -15,7 +15,7 @@ from megatron_rl.algorithms.stein import neighborhood
 from megatron_rl.config import AlgorithmConfig, Config, CriticConfig, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
-from megatron_rl.launch.plan import FROM_DATA, Kind, Plan, check_group, make_plan
+from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
 from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
@@ -94,6 +94,10 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f"config: eval.pass_at: pass@{too_many[0]} needs as many responses to a prompt, and eval.samples is"
             f" {config.eval.samples}; raise eval.samples, or leave {too_many[0]} out"
         )
+    if config.eval.likelihood and kind in ("train", "reward", "dpo"):
+        raise UserError(
+            "config: eval.likelihood is of megatron-rl eval, and what megatron-rl sft does anyway; set it to false"
+        )
     if config.eval.unpruned and not config.pruning.enabled:
         raise UserError(
             "config: eval.unpruned without pruning.enabled: eval/score is the unpruned policy's already; set unpruned: false"
@@ -107,11 +111,13 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_routing(config, hf_config)
         _check_refresh(config)
         _check_on_policy(config)
-    if kind != "ask":
+    if kind not in LOOKS:
         _check_vp2o(config, hf_config, kind)
         _check_weights(config, hf_config, kind)
+    if kind != "ask":
         _check_packages(config, machine)
         _check_kernels(config, hf_config, machine)
+    if kind not in LOOKS:
         check_memory_savers(config, machine)
         if torch.cuda.is_available():
             check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1])

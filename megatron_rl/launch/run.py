@@ -20,7 +20,7 @@ from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.launch.plan import FROM_DATA, Kind
+from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock
 from megatron_rl.metrics.logger import RunLogger
@@ -84,6 +84,8 @@ class Run:
 
     trainer: Trainer
     """After `build`."""
+    stream: PromptStream
+    """Of a run that asks or learns: what is only scored may have no training prompt."""
 
     def __init__(self, config: Config, *, kind: Kind) -> None:
         self.config = config
@@ -94,14 +96,15 @@ class Run:
         program = rollout_program(config.rollout.program)
         self.task = build_task(
             config.data,
-            demonstrations=kind == "sft",
+            demonstrations=kind in ("sft", "score"),
             preferences=kind in ("reward", "dpo"),
             more_parts=program.parts,
             later_parts=[] if kind in FROM_DATA else names_of(config.rewards),
         )
         self.program = program(config, self.tokenizer, self.task, self.ranks)
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
-        self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
+        if kind != "score":
+            self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
         if kind not in FROM_DATA:
             self.stream.check_room()
         self.held_out = self.task.prompts("eval")[: config.eval.prompts]
@@ -111,7 +114,7 @@ class Run:
         self._lock: TextIO | None = None
         self._changes: list[str] = []
         self.ranks.main_does(self._open_folder)
-        found = [] if kind == "ask" else self.ranks.main_does(lambda: checkpoint.complete_checkpoints(self.checkpoints))
+        found = [] if kind in LOOKS else self.ranks.main_does(lambda: checkpoint.complete_checkpoints(self.checkpoints))
         self._found = found[-1] if found else None
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
@@ -123,7 +126,7 @@ class Run:
         self.current_clock = Clock()
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
-        self._saved_at = self.step if self._found or kind == "ask" else -1
+        self._saved_at = self.step if self._found or kind in LOOKS else -1
         self._saving: checkpoint.Save | None = None
         """One that is written in the background."""
         self.logger = RunLogger(self.folder, config, resume_step=self.step, active=self.ranks.rank == 0)
@@ -199,7 +202,7 @@ class Run:
             for line in self.plan.lines(self.kind):
                 self.logger.say(line)
             sides = {
-                "trains": self.kind != "ask",
+                "trains": self.kind not in LOOKS,
                 "rolls_out": self.kind not in FROM_DATA and not self.config.rollout.addresses,
             }
             if hint := slow_bf16(self.config.precision, this_machine(), **sides):
@@ -212,7 +215,7 @@ class Run:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         try:
-            if kind is KeyboardInterrupt and self.kind != "ask":
+            if kind is KeyboardInterrupt and self.kind not in LOOKS:
                 self._say_what_is_lost()
             if kind is None:
                 if self._saved_at != self.step:
@@ -250,7 +253,7 @@ class Run:
         file, text = self.folder / "config.yaml", to_yaml(self.config)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.kind == "ask":
+            if self.kind in LOOKS:
                 if not file.exists():
                     file.write_text(text)
                 return

@@ -299,6 +299,7 @@ def _summary(values: Mapping[str, float | None]) -> list[str]:
         ("reward/mean", "reward {:.3f}"),
         ("eval/score", "eval {:.3f}"),
         ("eval/loss", "eval loss {:.4f}"),
+        ("eval/bits_per_byte", "{:.3f} bits/byte"),
         ("loss/policy", "loss {:.4f}"),
         ("preference/loss", "loss {:.4f}"),
         ("preference/accuracy", "accuracy {:.3f}"),

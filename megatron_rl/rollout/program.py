@@ -6,11 +6,12 @@ import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.environments import Prompt, Step, Task, encode_response
+from megatron_rl.environments import Prompt, Step, Task, encode_text
 from megatron_rl.environments.comparisons import Comparison
 from megatron_rl.environments.preferences import Preference, Response
 from megatron_rl.errors import UserError
@@ -49,6 +50,19 @@ class SingleTurn:
         """A demonstration of the task to learn from. prompt: encoded. Errors: UserError where the task has none."""
         return self.sequence(prompt, self.task.demonstration(prompt, rng))
 
+    def document(self, text: str) -> Sequence:
+        """A text that is learned whole, as it stands: each of its tokens counts, and the end-of-sequence token behind them.
+
+        In front is the beginning-of-sequence token; where the tokenizer has none, nothing predicts the first token of the text.
+        """
+        start: Any = self.tokenizer.bos_token_id
+        tokens, sizes = encode_text(self.tokenizer, text)
+        if start is not None:
+            tokens, sizes = [start, *tokens], [0, *sizes]
+        found = Sequence.demonstration(tokens[:1], tokens[1:])
+        found["text_bytes"] = np.asarray(sizes[1:])
+        return found
+
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
         """The task's judged responses. prompt: encoded. Errors: UserError where the task has none."""
         preference = self.task.comparison(prompt, rng)
@@ -65,7 +79,10 @@ class SingleTurn:
         """A response as if the model had written it. prompt: encoded. Errors: UserError for what it could not have."""
         if not isinstance(response, str):
             raise UserError(f"data: the response to {prompt.prompt_id} is a conversation; set rollout.program: agent")
-        return Sequence.demonstration(prompt.tokens, encode_response(self.tokenizer, response))
+        tokens, sizes = encode_text(self.tokenizer, response)
+        found = Sequence.demonstration(prompt.tokens, tokens)
+        found["text_bytes"] = np.asarray(sizes)
+        return found
 
     def stepwise(self, prompt: Prompt, steps: Iterable[Step]) -> tuple[Sequence, list[int]]:
         """A response in steps, and the places of their last tokens in it. prompt: encoded.

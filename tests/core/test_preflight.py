@@ -18,6 +18,10 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer.objective import correction_of
 
 REFUSED = {
+    "likelihoods where rewards are learned from": (
+        {"eval": {"likelihood": True}},
+        r"eval\.likelihood is of megatron-rl eval.*; set it to false",
+    ),
     "a hook that there is not": (
         {"hooks": ["megatron_rl.trainer.on_policy:OnPolice"]},
         r"config: hooks: megatron_rl\.trainer\.on_policy has no 'OnPolice'; did you mean 'OnPolicy'",

@@ -1,7 +1,11 @@
-"""SFT's evaluation: the loss on held-out demonstrations, over two processes, against Transformers in fp64."""
+"""SFT's evaluation: the likelihood of held-out demonstrations, over two processes, against Transformers in fp64."""
 
 from __future__ import annotations
 
+import math
+import random
+
+import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,10 +20,10 @@ from tests.program import forked
 STEPS = 3
 
 
-def loss_in_fp64(folder, pairs) -> float:
-    """Mean negative log-likelihood of the responses' tokens, one sequence at a time."""
+def in_fp64(folder, pairs, texts) -> dict[str, float]:
+    """Mean negative log-likelihood of the responses' tokens, one sequence at a time; perplexity and bits per byte."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
-    total, count = 0.0, 0
+    total, of_ends, count = 0.0, 0.0, 0
     for one in pairs:
         tokens = torch.tensor(one.tokens[None].astype(int))
         response = one.tokens[one.prompt_length :].tolist()
@@ -27,8 +31,14 @@ def loss_in_fp64(folder, pairs) -> float:
             log_probs = model(tokens).logits[0].log_softmax(-1)
         for place, token in enumerate(response, one.prompt_length - 1):
             total -= float(log_probs[place, token])
+        of_ends -= float(log_probs[-2, response[-1]])
         count += len(response)
-    return total / count
+    bits = (total - of_ends) / math.log(2)
+    return {
+        "eval/loss": total / count,
+        "eval/perplexity": math.exp(total / count),
+        "eval/bits_per_byte": bits / sum(len(text.encode()) for text in texts),
+    }
 
 
 def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, tiny_model):
@@ -61,8 +71,11 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
     assert len(pairs) > 1 and all(len(one.tokens) <= length for one in pairs)
     assert lines[0]["eval/prompts"] == len(pairs)
     # fp32 against fp64: eps times a few hundred additions a logit, of a loss of a few nats.
+    texts = [(p, task.demonstration(p, random.Random(f"eval/{p.prompt_id}"))) for p in prompts]
+    fitting = [text for p, text in texts if len(form.sequence(form.encode(p), text).tokens) <= length]
     for step, folder in ((0, model), (STEPS, tmp_path / "sft" / "hf")):
-        assert abs(lines[step]["eval/loss"] - loss_in_fp64(folder, pairs)) < 1e-4
+        expected = in_fp64(folder, pairs, fitting)
+        assert {name: lines[step][name] for name in expected} == pytest.approx(expected, rel=3e-5)
     assert lines[STEPS]["eval/loss"] < lines[0]["eval/loss"]
 
     best = min((2, STEPS), key=lambda step: lines[step]["eval/loss"])

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config import Config, DataConfig
-from megatron_rl.environments import PromptStream, build_task, combine, encode_response, fitting
+from megatron_rl.environments import PromptStream, build_task, combine, encode_text, fitting
 from megatron_rl.environments.procedural import HELD_OUT_SHARE, ProceduralPrompts
 from megatron_rl.environments.task import Prompt, is_held_out
 from megatron_rl.errors import UserError
@@ -157,7 +157,7 @@ def test_held_out_share_is_about_what_was_asked():
 def test_encoding_adds_bos_and_demonstrations_end_with_eos(tokenizer):
     prompt = Prompt("a", "<1 2:").encode(tokenizer)
     assert tokenizer.convert_ids_to_tokens(prompt.tokens) == ["<bos>", "<", "1", "2", ":"]
-    assert tokenizer.convert_ids_to_tokens(encode_response(tokenizer, "1 2")) == ["1", "2", "<eos>"]
+    assert tokenizer.convert_ids_to_tokens(encode_text(tokenizer, "1 2")[0]) == ["1", "2", "<eos>"]
 
 
 def test_a_conversation_takes_the_chat_template(tokenizer):
@@ -256,7 +256,7 @@ def test_demonstrations_that_are_too_long_are_skipped_and_counted(tokenizer, cap
     task = sorting(size=60)
     rng = random.Random(0)
     lengths = {
-        p.prompt_id: len(p.encode(tokenizer).tokens) + len(encode_response(tokenizer, task.demonstration(p, rng)))
+        p.prompt_id: len(p.encode(tokenizer).tokens) + len(encode_text(tokenizer, task.demonstration(p, rng))[0])
         for p in task.prompts("train")
     }
     limit = sorted(lengths.values())[30]
@@ -278,5 +278,5 @@ def test_demonstrations_come_in_the_order_of_prompts(tokenizer):
     task = sorting(size=40)
     prompts, pairs = (PromptStream(task, plain(tokenizer, task), 64, 8, seed=1) for _ in range(2))
     rng = random.Random("7/3")
-    expected = [[*p.tokens, *encode_response(tokenizer, task.demonstration(p, rng))] for p in prompts.next(50)]
+    expected = [[*p.tokens, *encode_text(tokenizer, task.demonstration(p, rng))[0]] for p in prompts.next(50)]
     assert [one.tokens.tolist() for one in pairs.next_demonstrations(50, random.Random("7/3"))] == expected

@@ -1,0 +1,75 @@
+"""How likely held-out demonstrations and texts are: loss, perplexity, and bits per byte, from the trainer's own passes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import torch
+
+from megatron_rl.config import Config
+from megatron_rl.data.balance import plan_updates
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.environments.stream import held_out_demonstrations
+from megatron_rl.environments.text import NO_TEXT
+from megatron_rl.errors import UserError
+from megatron_rl.launch.run import Run
+from megatron_rl.metrics.reduce import Metrics, derived, figures, mean, over_ranks
+from megatron_rl.trainer.trainer import Trainer
+
+
+def held_out(run: Run) -> list[Sequence]:
+    """The run's held-out demonstrations, and pieces of its held-out texts."""
+    return held_out_demonstrations(run.held_out, run.program, run.config.rollout.context_length)
+
+
+def likelihood(run: Run, trainer: Trainer, sequences: list[Sequence]) -> dict[str, float]:
+    """Scores of the sequences, the same on every process; none where there are none. Collective.
+
+    eval/loss: mean negative log-likelihood of the counted tokens, nats; eval/perplexity: its exponential; eval/bits_per_byte:
+    bits of the tokens that stand for text, over its UTF-8 bytes. The end-of-sequence token stands for none, and is a part of
+    the first two alone. Where the bytes are not known (conversations of an agent), there are no bits per byte.
+    """
+    if not sequences:
+        return {}
+    [shares] = plan_updates([s.inputs for s in sequences], updates=1, ranks=run.ranks.data_size)
+    batches = trainer.pack([sequences[i] for i in shares[run.ranks.data_rank]])
+    log_probs = trainer.compute_log_probs(batches)
+    measured = [
+        _metrics(batch, values)
+        for batch, values in zip(batches, log_probs, strict=True)
+        if values is not None and trainer.reports
+    ]
+    return figures(over_ranks(run.ranks, measured)) | {"eval/prompts": float(len(sequences))}
+
+
+def _metrics(batch: Batch, log_probs: torch.Tensor) -> Metrics:
+    nats, tokens = -log_probs.where(batch.mask, 0.0).sum(), batch.mask.sum()
+    found = {"eval/loss": mean(nats, tokens), "eval/perplexity": derived(_perplexity, nats, tokens)}
+    if "text_bytes" not in batch.fields:
+        return found
+    text = batch.mask & (batch["text_bytes"] != NO_TEXT)
+    nats, size = -log_probs.where(text, 0.0).sum(), batch["text_bytes"].where(text, 0).sum()
+    return found | {"eval/bits_per_byte": derived(_bits_per_byte, nats, size)}
+
+
+def _perplexity(nats: float, tokens: float) -> float:
+    return float(np.exp(nats / tokens)) if tokens else math.nan
+
+
+def _bits_per_byte(nats: float, size: float) -> float | None:
+    return nats / math.log(2) / size if size else None
+
+
+def likelihood_command(config: Config) -> None:
+    """`megatron-rl eval` with eval.likelihood: print how likely held-out data is by the folder model.path as it is."""
+    with Run(config, kind="score") as run:
+        sequences = held_out(run)
+        if not sequences:
+            raise UserError(
+                f"data: task '{config.data.task}' has no held-out demonstrations or texts to evaluate on (eval.prompts ="
+                f" {config.eval.prompts}): set data.eval_path, or eval.prompts"
+            )
+        run.logger.say(json.dumps(likelihood(run, run.scorer(config.model.path), sequences), indent=2))

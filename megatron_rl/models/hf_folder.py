@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer
 
 from megatron_rl.errors import UserError
 
@@ -45,6 +46,40 @@ def check_weight_files(folder: Path) -> None:
         lost = sorted(name for name, holder in where.items() if holder == file.name and name not in present)
         if lost:
             raise UserError(f"model folder {folder}: {file.name} lacks tensor {lost[0]}, which {INDEX} places there")
+
+
+def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> None:
+    """Refuse a model that would read the tokens of the one in `folder` as others.
+
+    Vocabularies must be equal, added special tokens included. Which of these ends a sequence or pads it may differ, as between
+    a base model and the one that follows instructions: models get tokens, and the names of none.
+    Errors: UserError naming the key of the config that gives `other`.
+    """
+    if Path(folder).resolve() == Path(other).resolve():
+        return
+    ours, theirs = (_vocabulary(Path(each)) for each in (folder, other))
+    if different := sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0])):
+        token = different[0][0]
+        found = (f"{what} {names.get(token, 'none')}" for what, names in (("here", theirs), ("there", ours)))
+        raise UserError(
+            f"config: {key} = {other}: has another tokenizer than {folder} (token {token!r} is {', '.join(found)}); take a"
+            " model with the same one"
+        )
+    vocabulary = getattr(AutoConfig.from_pretrained(other, local_files_only=True), "vocab_size", 0)
+    if vocabulary <= max(ours.values(), default=0):
+        raise UserError(
+            f"config: {key} = {other}: has embeddings of {vocabulary} tokens, and the tokenizer {max(ours.values()) + 1}; take"
+            " a model that has one of each"
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"model folder {folder}: its tokenizer cannot be read ({' '.join(str(error).split())[:200]})"
+        ) from None
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

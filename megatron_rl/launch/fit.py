@@ -24,6 +24,7 @@ MEANING = {
     "gradients": "buffers of all micro-batches' sums",
     "optimizer": "Adam's moments, and fp32 weights where bf16 ones are trained",
     "reference": "frozen, of algorithm.kl",
+    "critic": "of algorithm.advantage: gae, with its gradients and its own Adam",
     "predictors": "of routes, with their own Adam",
     "batch": "tokens and labels of a step, if all responses are as long as they may be",
     "routes": "experts of every token of a step",

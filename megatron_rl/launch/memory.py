@@ -1,6 +1,6 @@
 """Does it fit? Bytes of a run on one GPU by kind, of a save on the host, and of a push, by arithmetic.
 
-Exact: weights, gradients, optimizer state, reference, predictors. Counted from what the code keeps for the backward:
+Exact: weights, gradients, optimizer state, reference, critic, predictors. Counted from what the code keeps for the backward:
 activations and logits (`tests/trainer/test_memory_plan.py` measures them). Upper bounds: temporaries of a layer, and all
 that grows with the tokens of a step, as every response may be as long as rollout.context_length allows. Assumed: RESERVE,
 ASLEEP and IMBALANCE.
@@ -17,12 +17,13 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import Plan, make_plan
 from megatron_rl.models.freeze import is_frozen
-from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size
+from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, read_hf_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
 from megatron_rl.models.sizes import Counts, Shape, Weight, count, model_counts, rank_weights, stage_layers, whole_model
 from megatron_rl.routing.cost import cache_cost
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.routing.table import route_dtype
+from megatron_rl.trainer.critic import critic_config
 from megatron_rl.trainer.objective import Policy
 
 GB = 10**9
@@ -35,7 +36,7 @@ IMBALANCE = 1.5
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
 NODE = 8
 """GPUs of a node."""
-EXACT = ("weights", "gradients", "optimizer", "reference", "predictors")
+EXACT = ("weights", "gradients", "optimizer", "reference", "critic", "predictors")
 STEIN_BUFFERS = 3
 """Buffers of VP2O's transform, in sizes of a layer's output projections in fp32: these, and what it solves for."""
 
@@ -138,6 +139,7 @@ def stage_usage(config: Config, shape: Shape, plan: Plan, stage: int, kernels: K
     tokens = _StepTokens.of(config, plan)
     resident = (
         parameter_bytes(config, weights, plan.world_size)
+        | {"critic": _critic_bytes(config, shape, stage, plan.world_size, kernels)}
         | {"predictors": _predictor_bytes(config, shape, moe_layers)}
         | _batch_bytes(config, shape, moe_layers, tokens)
         | _vp2o_bytes(config, shape, moe_layers)
@@ -166,6 +168,19 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
         "optimizer": int(optimizer_width(config) * sharded(config, trained, gpus)),
         "reference": held * width if reference else 0,
     }
+
+
+def _critic_bytes(config: Config, policy: Shape, stage: int, gpus: int, kernels: Kernels) -> int:
+    """Weights, gradients and optimizer state of PPO's critic; its activations come after the policy's, and are like them."""
+    if config.algorithm.advantage != "gae":
+        return 0
+    own = critic_config(config)
+    shape = replace(policy, value_head=True, tied=False)
+    if config.critic.path is not None:
+        shape = Shape.from_config(read_hf_config(config.critic.path), value_head=True)
+    weights = rank_weights(shape, config.parallel, stage, transformer_engine=kernels.transformer_engine)
+    found = parameter_bytes(own, weights, gpus)
+    return sum(found.values()) - found["reference"]
 
 
 def optimizer_width(config: Config) -> float:

@@ -16,6 +16,7 @@ from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.algorithms.losses import POLICY_LOSSES
 from megatron_rl.cli import make_parser
 from megatron_rl.config import build_config, key_paths, load_config
+from megatron_rl.trainer.advantages import OF_TOKENS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOP_LEVEL = ("megatron_rl", "csrc", "examples", "tools", "configs", "tests", "docs", "benchmarks", "requirements")
@@ -104,7 +105,7 @@ def texts(module: Path) -> list[str]:
 def test_values_exist():
     """What an error or a document tells the user to set, `section.key: value`, is a value that the key takes."""
     choices = {key: typing.get_args(kind) for key, kind in key_paths().items() if typing.get_origin(kind) is Literal}
-    choices |= {"algorithm.loss": (*POLICY_LOSSES,), "algorithm.advantage": (*ADVANTAGES,)}
+    choices |= {"algorithm.loss": (*POLICY_LOSSES,), "algorithm.advantage": (*ADVANTAGES, "tilt", *OF_TOKENS)}
     checked = 0
     for file in [*DOCUMENTS, *(REPOSITORY / "megatron_rl").rglob("*.py")]:
         for text in texts(file) if file.suffix == ".py" else [file.read_text()]:

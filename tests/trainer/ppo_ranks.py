@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
             "advantage": "gae",
             "gamma": 0.98,
             "lam": 0.9,
-            "kl": {"coefficient": 0.1, "placement": "reward", "target": 0.05, "horizon": 160},
+            "kl": {"coefficient": 0.1, "placement": "reward", "target": 0.01, "horizon": 160},
         },
     },
     "reinforce_plus_plus_baseline": {
@@ -216,16 +216,18 @@ def config_of(models: list[str], case: str, overrides: dict[str, Any]) -> Config
     return make_config(policy, keys)
 
 
-def run_layout(models: list[str], case: str, overrides: dict[str, Any], seed: int) -> dict[str, Any]:
-    """One step of a case, of two updates, and what other advantages there are of its trajectories."""
+def run_layout(
+    models: list[str], case: str, overrides: dict[str, Any], seed: int, *, others: bool = True
+) -> dict[str, Any]:
+    """One step of a case, of two updates; others: and what other advantages there are of its trajectories."""
     config = config_of(models, case, overrides)
     trajectories = make_trajectories(seed, parts=case != "grpo")
     trainer = make_trainer(config)
     critic = build_critic(config, trainer) if config.algorithm.advantage == "gae" else None
     found: dict[str, Any] = {"advantages": {}}
-    for name, algorithm in {"gae": OF_TOKENS, "grpo": WHOLE}.get(case, {}).items():
+    for name, algorithm in {"gae": OF_TOKENS, "grpo": WHOLE}.get(case, {}).items() if others else ():
         found["advantages"][name] = advantages_of(algorithm, trainer, critic, trajectories)[0]
-    if case == "gae":
+    if case == "gae" and others:
         # One sequence an update: where there are two data-parallel ranks, one of them has none.
         few = [t for t in trajectories if not t.part][3:9:5]
         found["advantages"]["few"] = advantages_of(OF_TOKENS["gae, whitened"], trainer, critic, few)[0]
@@ -254,9 +256,9 @@ def run_layout(models: list[str], case: str, overrides: dict[str, Any], seed: in
     return found if dist.get_rank() == 0 else {key: found[key] for key in found.keys() & {"refused"}}
 
 
-def run_layouts(models: list[str], layouts: list[tuple[str, dict]], seed: int) -> list[dict[str, Any]]:
+def run_layouts(models: list[str], layouts: list[tuple[str, dict, bool]], seed: int) -> list[dict[str, Any]]:
     """Cases and layouts of the same world size, one after the other on the same processes.
 
-    models: policy, reference, and the classifier that the critic starts as.
+    models: policy, reference, and the classifier that the critic starts as. layouts: case, layout, and `others`.
     """
-    return [run_layout(models, case, layout, seed) for case, layout in layouts]
+    return [run_layout(models, case, layout, seed, others=others) for case, layout, others in layouts]

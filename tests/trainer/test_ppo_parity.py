@@ -30,6 +30,8 @@ RUNS: dict[int, dict[tuple[str, str], dict[str, Any]]] = {
     | {("together", "ep2"): TWO_RANKS["ep2"]},
     4: {("gae", name): layout for name, layout in FOUR.items()},
 }
+WITH_OTHERS = ("reference", "cp2", "dp2_distributed_optimizer")
+"""Layouts with all advantages that there are beside that of the case."""
 COMPARED = [run for runs in RUNS.values() for run in runs if run[1] != "reference" and run[0] != "together"]
 
 
@@ -52,12 +54,15 @@ def found(seed, models):
     """(case, layout) -> what its first rank found."""
     results: dict[tuple[str, str], dict] = {}
     for world_size, runs in RUNS.items():
-        layouts = [(case, {"optimizer": {"eps": EPS}, **layout}) for (case, _), layout in runs.items()]
+        layouts = [
+            (case, {"optimizer": {"eps": EPS}, **layout}, name in WITH_OTHERS) for (case, name), layout in runs.items()
+        ]
         ranks = run_ranks(world_size, "ppo_ranks:run_layouts", (models, layouts, seed), timeout=540.0)
         results |= dict(zip(runs, ranks[0], strict=True))
         for rank in ranks:
-            refused = {"refused" in result for (case, _), result in zip(runs, rank, strict=True) if case == "gae"}
-            assert refused == {True}, "a process did not learn of what another one refuses"
+            for (case, name), result in zip(runs, rank, strict=True):
+                others = case == "gae" and name in WITH_OTHERS
+                assert ("refused" in result) == others, "a process did not learn of what another one refuses"
     return results
 
 
@@ -76,9 +81,9 @@ def near(ours: Any, theirs: Any, what: str, bound: float = 1e-5) -> None:
 @pytest.mark.parametrize("run", COMPARED, ids=" ".join)
 def test_values_advantages_and_returns_are_those_of_one_process(found, run):
     reference, result = found[run[0], "reference"]["advantages"], found[run]["advantages"]
-    assert result.keys() == reference.keys()
-    for name, theirs in reference.items():
-        ours = result[name]
+    assert result.keys() == (reference.keys() if run[1] in WITH_OTHERS else {"case"})
+    for name, ours in result.items():
+        theirs = reference[name]
         assert ours.keys() == theirs.keys()
         for key, of_all in theirs.items():
             assert ours[key].keys() == of_all.keys()
@@ -116,7 +121,7 @@ def test_weights_after_a_step_are_those_of_one_process(found, run):
 
 def test_what_was_compared_has_something_to_do(found):
     metrics = found["gae", "reference"]["metrics"]
-    assert 0.02 < metrics["critic/clip_fraction"] < 0.98 and metrics["kl/reference"] > 0.05
+    assert 0.02 < metrics["critic/clip_fraction"] < 0.98 and metrics["kl/reference"] > 0.02
     assert metrics["critic/grad_norm"] > 0.1 and metrics["critic/explained_variance"] < 1
     # By as much as it may move in 16 responses of a horizon of 160: a fifth of a tenth.
     assert metrics["kl/coefficient"] == 0.1
@@ -233,7 +238,8 @@ ALGORITHMS = {
 @pytest.mark.parametrize("run", [run for runs in RUNS.values() for run in runs], ids=" ".join)
 def test_advantages_are_those_of_their_definition(found, seed, run):
     case = run[0]
-    for name, algorithm in (ALGORITHMS[case] | {"case": algorithm_of(case)}).items():
+    algorithms = ALGORITHMS[case] if run[1] in WITH_OTHERS else {}
+    for name, algorithm in (algorithms | {"case": algorithm_of(case)}).items():
         trajectories = make_trajectories(seed, parts=case != "grpo")
         if name == "few":
             trajectories = [t for t in trajectories if not t.part][3:9:5]
@@ -250,7 +256,7 @@ def test_advantages_are_those_of_their_definition(found, seed, run):
 
 def test_parts_of_a_sample_have_no_single_reward_to_add_to(found):
     for (case, layout), result in found.items():
-        if case == "gae":
+        if case == "gae" and layout in WITH_OTHERS:
             assert "is several sequences; set placement: loss, or advantage: reinforce_plus_plus" in result["refused"]
             assert "\n" not in result["refused"], layout
 

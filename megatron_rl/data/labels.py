@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,14 @@ class Labels:
 
     def of(self, name: str) -> Tensor:
         """[L] values of a field, as the sequences have them."""
-        parts = [torch.from_numpy(sequence[name]) for sequence in self._sequences]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        parts = [sequence[name] for sequence in self._sequences]
+        return torch.from_numpy(np.concatenate([np.zeros(0, FIELDS[name].dtype), *parts]))
+
+    def ends(self) -> Tensor:
+        """[L] bool: the last label of each sequence, of which each has one."""
+        found = torch.zeros(self.count, dtype=torch.bool)
+        found[self._starts + self.lengths - 1] = True
+        return found
 
     def places(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(tokens of a batch that is packed from the sequences and predict a label [n], the labels [n]); on the host."""

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from packaging.version import Version
@@ -18,6 +19,7 @@ from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
 from megatron_rl.models.freeze import check_patterns
+from megatron_rl.models.hf_folder import check_same_tokenizer
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.models.sizes import Shape, parameter_names
@@ -33,6 +35,7 @@ from megatron_rl.rollout.server import asks_routes
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.sync.allocator import shares_expandable_memory
 from megatron_rl.trainer.advantages import OF_TOKENS, estimator
+from megatron_rl.trainer.critic import critic_config
 from megatron_rl.trainer.objective import correction_of, policy_loss
 
 PRECISION_AWARE_TE = Version("2.1")
@@ -105,6 +108,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if kind == "train":
         policy_loss(config.algorithm)
         _check_algorithm(config)
+        _check_critic(config, world_size, machine)
         for name in config.hooks:
             resolve("hook", name, {}, "hooks")
         _check_correction(config)
@@ -169,11 +173,56 @@ def _check_algorithm(config: Config) -> None:
             "is of a coefficient that moves",
             "set algorithm.kl.target",
         ),
+        (
+            "algorithm.kl.reference",
+            kl.reference is not None and not kl.coefficient,
+            "is what a penalty is taken from, and its algorithm.kl.coefficient is 0",
+            "set algorithm.kl.coefficient: 0.05",
+        ),
     ):
         if idle:
             raise UserError(
                 f"config: {key} does nothing with algorithm.advantage = {algorithm.advantage}: it {why}; {remedy}"
             )
+    responses = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    if kl.target is not None and responses >= 5 * kl.horizon:
+        raise UserError(
+            f"config: algorithm.kl.horizon = {kl.horizon}: the {responses} responses of a step are five horizons or more, each"
+            f" of which may take a fifth of the coefficient; set horizon: {10 * responses}"
+        )
+    if algorithm.advantage == "tilt" and algorithm.whiten:
+        raise UserError(
+            "config: algorithm.whiten with advantage = tilt: its weights are those of a likelihood, never below 0, and would no"
+            " longer be; set whiten: null"
+        )
+
+
+def _check_critic(config: Config, world_size: int, machine: Machine) -> None:
+    """Refuse a critic that cannot learn beside the policy, or leaves it no step. Errors: UserError."""
+    if config.algorithm.advantage != "gae":
+        return
+    critic, own = config.critic, critic_config(config)
+    if critic.warmup_steps >= config.steps:
+        raise UserError(
+            f"config: critic.warmup_steps = {critic.warmup_steps} leaves none of the {config.steps} steps to the policy; make"
+            " it smaller, or steps larger"
+        )
+    if critic.path is not None and not Path(critic.path).is_dir():
+        raise UserError(f"config: critic.path = {critic.path}: does not exist; give a local Hugging Face folder")
+    hf_config = read_hf_config(own.model.path)
+    try:
+        check_parallel(hf_config, config.parallel, world_size)
+        check_memory_savers(own, machine)
+    except UserError as error:
+        raise UserError(f"{error} (of the critic)") from None
+    if critic.path is not None:
+        check_same_tokenizer(config.model.path, critic.path, "critic.path")
+    check_patterns(
+        critic.freeze,
+        parameter_names(Shape.from_config(hf_config, value_head=True)),
+        in_all_layers=not config.parallel.distributed_optimizer,
+        key="critic.freeze",
+    )
 
 
 def _check_pruning(pruning: PruningConfig) -> None:

@@ -140,7 +140,7 @@ class Run:
         self.trainer = build_trainer(
             config,
             self.ranks,
-            total_updates=config.steps * (config.batch.updates_per_step if training else 1),
+            total_updates=self._policy_steps() * (config.batch.updates_per_step if training else 1),
             support=self.support if training else SamplingSupport(),
             hooks=update_hooks(config) if training else [],
             value_head=self.kind == "reward",
@@ -176,6 +176,11 @@ class Run:
     def build_scorers(self) -> None:
         """Load the reward models that score on these processes (all ranks)."""
         self.rewards.build(lambda folder: self.scorer(folder, value_head=True))
+
+    def _policy_steps(self) -> int:
+        """Steps in which the model is updated, by which its learning rate falls: those behind the critic's own."""
+        of_ppo = self.kind == "train" and self.config.algorithm.advantage == "gae"
+        return self.config.steps - (self.config.critic.warmup_steps if of_ppo else 0)
 
     @property
     def trains_policy(self) -> bool:

@@ -44,40 +44,43 @@ def is_frozen(name: str, patterns: Iterable[str]) -> bool:
 
 
 def check_patterns(
-    patterns: Sequence[str], names: Set[str], *, vp2o: bool = False, in_all_layers: bool = False
+    patterns: Sequence[str],
+    names: Set[str],
+    *,
+    vp2o: bool = False,
+    in_all_layers: bool = False,
+    key: str = "model.freeze",
 ) -> None:
     """Refuse a list that misses the model, leaves nothing to train, or that other parts cannot train beside.
 
     names: (plain) of all parameters of the model. vp2o: it changes gradients of experts, which then have to be there.
-    in_all_layers: a weight of one layer or expert is frozen with those of all others, or not at all.
+    in_all_layers: a weight of one layer or expert is frozen with those of all others, or not at all. key: the config's.
     Errors: UserError naming the pattern.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"config: model.freeze: '{pattern}' matches no parameter of the model; {_near(pattern, names)}"
-            )
+            raise UserError(f"config: {key}: '{pattern}' matches no parameter of the model; {_near(pattern, names)}")
     frozen = {name for name in names if is_frozen(name, patterns)}
     if len(frozen) == len(names):
-        raise UserError("config: model.freeze leaves no parameter to train; take a pattern out")
+        raise UserError(f"config: {key} leaves no parameter to train; take a pattern out")
     weight, bias = _WEIGHT_AND_BIAS
     for name in sorted(frozen):
         of_layer = name.removesuffix(weight) + bias
         if name.endswith(weight) and of_layer in names and of_layer not in frozen:
             raise UserError(
-                f"config: model.freeze has {name} and not {of_layer}: Megatron's layers with a frozen weight give their bias no"
+                f"config: {key} has {name} and not {of_layer}: Megatron's layers with a frozen weight give their bias no"
                 f" gradient; freeze both (*{weight.removesuffix('weight')}*)"
             )
     trained = {_any_number(name): name for name in names - frozen}
     if in_all_layers and (single := sorted(name for name in frozen if _any_number(name) in trained)):
         raise UserError(
-            f"config: model.freeze has {single[0]} and not {trained[_any_number(single[0])]}: Megatron's checkpoints of an"
+            f"config: {key} has {single[0]} and not {trained[_any_number(single[0])]}: Megatron's checkpoints of an"
             " optimizer that is not distributed hold those of all layers and experts, or none; set"
             " parallel.distributed_optimizer: true"
         )
     if vp2o and (experts := sorted(name for name in frozen if _EXPERTS in name)):
         raise UserError(
-            f"config: model.freeze with vp2o.enabled: {experts[0]} would have no gradient that VP2O could transform; leave"
+            f"config: {key} with vp2o.enabled: {experts[0]} would have no gradient that VP2O could transform; leave"
             " experts out, or set vp2o.enabled: false"
         )
 

@@ -166,11 +166,7 @@ class Advantages:
         if not self._shaped:
             return [of_update.of("advantages") for of_update in labels]
         trajectories = [t for of_update in rollout for t in of_update]
-        if parts := [t for t in trajectories if t.part]:
-            raise UserError(
-                f"config: algorithm.kl.placement = reward with algorithm.advantage = {self._config.advantage}: a response of"
-                f" prompt {parts[0].prompt_id} is several sequences; set placement: loss, or advantage: reinforce_plus_plus"
-            )
+        self._trainer.ranks.all_do(lambda: self._check_whole(trajectories))
         sums = torch.cat(
             [of_update.rows(of_tokens).sum(1) for of_update, of_tokens in zip(labels, shaping, strict=True)]
         )
@@ -185,6 +181,20 @@ class Advantages:
             numbers = torch.tensor([0.0 if t.masked else next(mine) for t in each])
             found.append(numbers.repeat_interleave(of_update.lengths))
         return found
+
+    def _check_whole(self, trajectories: list[Trajectory]) -> None:
+        """Errors: UserError for a response of several sequences, whose tokens' rewards no process may have together."""
+        if parts := [t for t in trajectories if t.part]:
+            kl = self._config.kl.placement == "reward" and self._config.kl.coefficient > 0
+            key, remedy = (
+                ("kl.placement = reward", "placement: loss")
+                if kl
+                else ("entropy_reward", "entropy_coefficient instead")
+            )
+            raise UserError(
+                f"config: algorithm.{key} with algorithm.advantage = {self._config.advantage}: a response of prompt"
+                f" {parts[0].prompt_id} is several sequences; set {remedy}, or advantage: reinforce_plus_plus"
+            )
 
     def _whitened(self, found: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
         """Mean 0 and deviation 1 over the tokens of all ranks and updates that count."""

@@ -245,6 +245,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
         _check_frozen(path, f"{name}.freeze" if name else "model.freeze", states[name], learner)
     same_size = common["world_size"] == ranks.world_size
     for name, learner in learners.items():
+        learner.scheduler.num_steps = 0  # Megatron adds to what it finds, and Adam's bias correction goes by the sum
         learner.scheduler.load_state_dict(states[name]["scheduler"])
         _prepare_optimizers(learner)
     state, parts = _with_companions(trainer, ranks, loading=True, with_random=same_size)

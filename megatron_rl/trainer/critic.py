@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, VP2OConfig
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
@@ -20,10 +20,10 @@ from megatron_rl.trainer.units import with_last_state
 
 
 def critic_config(config: Config) -> Config:
-    """The config of the critic's own trainer."""
+    """The config of the critic's own trainer, without what is of policies."""
     critic = config.critic
     model = replace(config.model, path=critic.path or config.model.path, freeze=critic.freeze, moe_aux_loss=0.0)
-    return replace(config, model=model, optimizer=critic.optimizer)
+    return replace(config, model=model, optimizer=critic.optimizer, vp2o=VP2OConfig())
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,15 @@ class Critic:
             for batch in batches:
                 batch.fields.setdefault("values", torch.zeros_like(batch["advantages"]))  # on stages without a head
             self._passes.append((labels, batches))
-            last = labels.lengths.cumsum(0) - 1
-            keep = torch.ones(labels.count, dtype=torch.bool)
-            keep[last] = False
-            found.append(StateValues(values[keep], values[last]))
+            ends = labels.ends()
+            found.append(StateValues(values[~ends], values[ends]))
         return found
 
     def update(self, index: int, returns: Tensor) -> None:
         """Learn the returns [L] of the labels of update `index`."""
         labels, batches = self._passes[index]
-        padded = torch.cat(
-            [torch.cat([part, part.new_zeros(1)]) for part in returns.split((labels.lengths - 1).tolist())]
-        )
+        padded = returns.new_zeros(labels.count)
+        padded[~labels.ends()] = returns
         labels.give(batches, "returns", padded)
         metrics = self.trainer.update(batches, self._objective).metrics
         self._measured.append({name.replace("update/", "critic/", 1): metric for name, metric in metrics.items()})

@@ -43,5 +43,6 @@ class KLControl:
         return self._controller.state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where it was saved."""
-        self._controller.load_state_dict(state)
+        """Go on where it was saved; from the config's where the run had no KL until then."""
+        if state["value"] > 0:
+            self._controller.load_state_dict(state)

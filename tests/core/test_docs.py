@@ -16,6 +16,7 @@ from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.algorithms.losses import POLICY_LOSSES
 from megatron_rl.cli import make_parser
 from megatron_rl.config import build_config, key_paths, load_config
+from megatron_rl.trainer.advantages import OF_TOKENS
 from tests.program import output_of_script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,7 +65,9 @@ def test_commands_and_flags_exist(document):
     for command, rest in re.findall(r"megatron-rl ([a-z]+(?:-[a-z]+)?)([^\n`|;&]*)", text):
         assert command in known, f"{document.name}: megatron-rl {command}"
         for flag in TOOL_FLAGS.findall(rest):
-            ours = flag in known[command] or flag[2:] in keys or flag[2:].startswith("data.options.")
+            ours = (
+                flag in known[command] or flag[2:] in keys or flag[2:].startswith(("data.options.", "rewards.models."))
+            )
             assert ours or flag == "--help", f"{document.name}: megatron-rl {command} has no {flag}"
 
 
@@ -104,7 +107,7 @@ def texts(module: Path) -> list[str]:
 def test_values_exist():
     """What an error or a document tells the user to set, `section.key: value`, is a value that the key takes."""
     choices = {key: typing.get_args(kind) for key, kind in key_paths().items() if typing.get_origin(kind) is Literal}
-    choices |= {"algorithm.loss": (*POLICY_LOSSES,), "algorithm.advantage": (*ADVANTAGES,)}
+    choices |= {"algorithm.loss": (*POLICY_LOSSES,), "algorithm.advantage": (*ADVANTAGES, "tilt", *OF_TOKENS)}
     checked = 0
     for file in [*DOCUMENTS, *(REPOSITORY / "megatron_rl").rglob("*.py")]:
         for text in texts(file) if file.suffix == ".py" else [file.read_text()]:

@@ -170,6 +170,22 @@ def test_savers_of_the_optimizer_and_gradients():
     assert gradients.kinds["optimizer_step"] * 3 == plain.kinds["optimizer"] and "optimizer_step" not in both.kinds
 
 
+def test_a_critic_is_a_second_model_with_an_adam_of_its_own(tiny_model):
+    """Of the policy's size but for the head, or of its own folder's; frozen weights have neither gradients nor an Adam."""
+    one = {"parallel__expert": 1}
+    plain = plan("OLMoE-1B-7B", 1, **one)
+    of_ppo = {**one, "algorithm__advantage": "gae"}
+    found = plan("OLMoE-1B-7B", 1, **of_ppo)
+    head = (MODELS["OLMoE-1B-7B"].vocab_size - 1) * MODELS["OLMoE-1B-7B"].hidden_size
+    state = sum(plain.usage.resident[kind] for kind in ("weights", "gradients", "optimizer"))
+    assert plain.usage.resident["critic"] == 0 and found.usage.resident["critic"] == state - 18 * head
+    assert found.usage.least == plain.usage.least + found.usage.resident["critic"]
+    frozen = plan("OLMoE-1B-7B", 1, **of_ppo, critic__freeze=["embedding.*", "decoder.*"]).usage.resident["critic"]
+    assert frozen == 2 * found.counts.total - 2 * head + 16 * MODELS["OLMoE-1B-7B"].hidden_size
+    small = plan("OLMoE-1B-7B", 1, **of_ppo, critic__path=str(tiny_model("qwen3"))).usage.resident["critic"]
+    assert 0 < small < 0.01 * state
+
+
 def test_an_fp32_head_takes_more():
     bf16, fp32 = (plan("gpt-oss-20b", 8, precision__fp32_lm_head=on).usage.kinds for on in (False, True))
     assert fp32["logits"] == 2 * bf16["logits"]

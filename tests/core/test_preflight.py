@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -295,6 +296,59 @@ REFUSED |= {
         "overlap_param_gather with vp2o.enabled, .*set overlap_param_gather: false",
     ),
 }
+GAE = {"algorithm": {"advantage": "gae"}}
+REFUSED |= {
+    "lambda of nothing": (
+        {"algorithm": {"lam": 0.9}},
+        r"algorithm\.lam does nothing with algorithm\.advantage = grpo: it is of gae; set algorithm\.advantage: gae",
+    ),
+    "discount of whole responses": (
+        {"algorithm": {"gamma": 0.9}},
+        r"algorithm\.gamma does nothing .* from token to token; set algorithm\.advantage: gae",
+    ),
+    "temperature of no tilt": ({"algorithm": {"tilt_temperature": 0.5}}, r"is of tilt; set algorithm\.advantage: tilt"),
+    "weights of a likelihood below 0": (
+        {"algorithm": {"advantage": "tilt", "whiten": True}},
+        r"algorithm\.whiten with advantage = tilt: .*; set whiten: null",
+    ),
+    "a critic that nobody asks": ({"critic": {"clip": 0.1}}, r"critic does nothing .* is of gae; set algorithm\.adv"),
+    "a target of no penalty": ({"algorithm": {"kl": {"target": 0.1}}}, r"kl\.target does nothing .*coefficient: 0\.1"),
+    "a place of no penalty": (
+        {"algorithm": {"kl": {"placement": "reward"}}},
+        r"kl\.placement does nothing .* set algorithm\.kl\.coefficient: 0\.05",
+    ),
+    "a reference of no penalty": (
+        {"algorithm": {"kl": {"reference": "somewhere"}}},
+        r"kl\.reference does nothing .* set algorithm\.kl\.coefficient: 0\.05",
+    ),
+    "a horizon of what stays": (
+        {"algorithm": {"kl": {"coefficient": 0.1, "horizon": 100}}},
+        r"kl\.horizon does nothing .* set algorithm\.kl\.target",
+    ),
+    "a horizon of one step": (
+        {
+            "algorithm": {"kl": {"coefficient": 0.1, "target": 0.1, "horizon": 4}},
+            "batch": {"prompts_per_step": 5, "samples_per_prompt": 4},
+        },
+        r"kl\.horizon = 4: the 20 responses of a step are five horizons or more.* set horizon: 200",
+    ),
+    "a critic alone": (
+        {**GAE, "steps": 3, "critic": {"warmup_steps": 3}},
+        r"critic\.warmup_steps = 3 leaves none of the 3 steps to the policy",
+    ),
+    "no critic in that folder": (
+        {**GAE, "critic": {"path": "nowhere"}},
+        r"critic\.path = nowhere: does not exist; give a local Hugging Face folder",
+    ),
+    "nothing of the critic's of that name": (
+        {**GAE, "critic": {"freeze": ["*.rooter.*"]}},
+        r"config: critic\.freeze: '\*\.rooter\.\*' matches.* mean \*\.router\.\*",
+    ),
+    "the critic's state on the host": (
+        {**GAE, "critic": {"optimizer": {"cpu_offload": 1.0}}, "precision": {"train": "fp32"}},
+        r"no 16-bit weights whose fp32 copies could be on the host.* \(of the critic\)",
+    ),
+}
 HOPPER = Machine((9, 0), None, None, "13.0")
 NO_EXPERTS = {
     "dense": (("qwen3",), VP2O, "Qwen3ForCausalLM is dense; set vp2o.enabled: false"),
@@ -318,6 +372,29 @@ def test_vp2o_needs_experts(case, tiny_model, monkeypatch):
     config = build_config({"model": {"path": str(tiny_model(*model))}, **changes})
     with pytest.raises(UserError, match=message):
         preflight(config, "train")
+
+
+def test_a_critic_reads_the_policys_tokens_on_the_policys_ranks(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    model = str(tiny_model("qwen3_moe", "--tokenizer", "numbers"))
+    dense = tiny_model("qwen3", "--layers", "3", "--tokenizer", "numbers")
+
+    def check(critic: Path, **keys: object) -> None:
+        keys = GAE | keys | {"model": {"path": model}, "critic": {"path": str(critic)}}
+        preflight(build_config({"batch": {"prompts_per_step": 2}} | keys), "train")
+
+    check(dense)
+    with pytest.raises(
+        UserError, match=r"critic\.path = .* another tokenizer than .*\(token '.*' is here .*, there .*\)"
+    ):
+        check(tiny_model("qwen3_moe"))
+    small = shutil.copytree(dense, tmp_path / "small")
+    (small / "config.json").write_text(json.dumps(json.loads((small / "config.json").read_text()) | {"vocab_size": 9}))
+    with pytest.raises(UserError, match=r"critic\.path = .* embeddings of 9 tokens, and the tokenizer \d\d+; take"):
+        check(small)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"pipeline = 2 does not divide the model's 3 layers.* \(of the critic\)"):
+        check(dense, parallel={"pipeline": 2})
 
 
 def test_a_demonstration_is_one_sequence_of_one_update(tiny_model, monkeypatch):

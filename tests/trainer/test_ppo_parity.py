@@ -1,0 +1,289 @@
+"""PPO and its kin on every parallel layout against one process, in fp32; advantages and values against fp64 oracles."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ppo_ranks import CASES, OF_TOKENS, WHOLE, make_config, make_trajectories
+from ranks import run_ranks
+from test_parity import EPS, TWO_RANKS
+from transformers import AutoModelForSequenceClassification
+from weights import classifier
+
+from megatron_rl.config import AlgorithmConfig
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.launch.plan import share_of
+
+LAYOUTS = ("tp2_sp", "pp2", "pp2_interleaved", "ep2", "cp2", "dp2_distributed_optimizer")
+FOUR = {"tp2_cp2": {"parallel": {"tensor": 2, "context": 2}}, "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}}}
+LARGE = {"batch": {"tokens_per_micro_batch": 4096}}
+RUNS: dict[int, dict[tuple[str, str], dict[str, Any]]] = {
+    1: {(case, "reference"): {} for case in CASES} | {("gae", "large micro-batches"): LARGE},
+    2: {("gae", name): TWO_RANKS[name] for name in LAYOUTS}
+    | {("reinforce_plus_plus_baseline", name): TWO_RANKS[name] for name in ("tp2_sp", "cp2")}
+    | {("grpo", name): TWO_RANKS[name] for name in ("pp2", "dp2_distributed_optimizer")}
+    | {("together", "ep2"): TWO_RANKS["ep2"]},
+    4: {("gae", name): layout for name, layout in FOUR.items()},
+}
+WITH_OTHERS = ("reference", "cp2", "dp2_distributed_optimizer")
+"""Layouts with all advantages that there are beside that of the case."""
+COMPARED = [run for runs in RUNS.values() for run in runs if run[1] != "reference" and run[0] != "together"]
+
+
+@pytest.fixture(scope="module")
+def seed():
+    seed = int(np.random.SeedSequence().entropy % 2**31)
+    print(f"trajectories of seed {seed}")
+    return seed
+
+
+@pytest.fixture(scope="module")
+def models(seed, tiny_model, tmp_path_factory):
+    models = [str(tiny_model("qwen3_moe", "--layers", "4", *more)) for more in ((), ("--seed", "1"))]
+    # With a head from the start: behind one of zeros nothing else has a gradient.
+    return [*models, str(classifier(Path(models[1]), tmp_path_factory.mktemp("models") / "classifier", seed))]
+
+
+@pytest.fixture(scope="module")
+def found(seed, models):
+    """(case, layout) -> what its first rank found."""
+    results: dict[tuple[str, str], dict] = {}
+    for world_size, runs in RUNS.items():
+        layouts = [
+            (case, {"optimizer": {"eps": EPS}, **layout}, name in WITH_OTHERS) for (case, name), layout in runs.items()
+        ]
+        ranks = run_ranks(world_size, "ppo_ranks:run_layouts", (models, layouts, seed), timeout=540.0)
+        results |= dict(zip(runs, ranks[0], strict=True))
+        for rank in ranks:
+            for (case, name), result in zip(runs, rank, strict=True):
+                others = case == "gae" and name in WITH_OTHERS
+                assert ("refused" in result) == others, "a process did not learn of what another one refuses"
+    return results
+
+
+def near(ours: Any, theirs: Any, what: str, bound: float = 1e-5) -> None:
+    """The same up to rounding, which is of the size of the largest one, or of 1."""
+    assert np.shape(ours) == np.shape(theirs), what
+    theirs = np.asarray(theirs)
+    same = np.asarray(ours) == theirs  # infinities too
+    worst = np.abs(np.where(same, 0.0, ours) - np.where(same, 0.0, theirs)).max(initial=0.0)
+    assert worst < bound * max(1.0, np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0)), f"{what} differs by {worst}"
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", COMPARED, ids=" ".join)
+def test_values_advantages_and_returns_are_those_of_one_process(found, run):
+    reference, result = found[run[0], "reference"]["advantages"], found[run]["advantages"]
+    assert result.keys() == (reference.keys() if run[1] in WITH_OTHERS else {"case"})
+    for name, ours in result.items():
+        theirs = reference[name]
+        assert ours.keys() == theirs.keys()
+        for key, of_all in theirs.items():
+            assert ours[key].keys() == of_all.keys()
+            for number, values in of_all.items():
+                near(ours[key][number], values, f"{name}: {key} of {number}")
+
+
+@pytest.mark.parametrize("run", COMPARED, ids=" ".join)
+def test_losses_and_gradients_are_those_of_one_process(found, run):
+    reference, result = found[run[0], "reference"], found[run]
+    assert reference["micro_batches"] > 1 and (run[1] != "large micro-batches" or result["micro_batches"] == 1)
+    assert result["metrics"].keys() == reference["metrics"].keys()
+    for name, theirs in reference["metrics"].items():
+        if name.startswith("routing/"):
+            continue  # they count tokens whose experts changed, of which rounding may decide one
+        near(result["metrics"][name], theirs, name, 2e-5)
+    assert result["coefficient"] == pytest.approx(reference["coefficient"], rel=1e-5)
+    for learner, updates in reference["grads"].items():
+        assert len(updates) == len(result["grads"][learner]) == (2 if learner == "policy" or run[0] == "gae" else 0)
+        for index, (ours, theirs) in enumerate(zip(result["grads"][learner], updates, strict=True)):
+            assert ours.keys() == theirs.keys()
+            assert max(np.abs(g).max() for g in theirs.values()) > 1e-3, "gradients too small to compare"
+            for tensor, grad in theirs.items():
+                near(ours[tensor], grad, f"update {index}: gradient of the {learner}'s {tensor}")
+
+
+@pytest.mark.parametrize("run", COMPARED, ids=" ".join)
+def test_weights_after_a_step_are_those_of_one_process(found, run):
+    reference, result = found[run[0], "reference"]["weights"], found[run]["weights"]
+    assert result.keys() == reference.keys() == ({"policy", "critic"} if run[0] == "gae" else {"policy"})
+    for learner, weights in reference.items():
+        for tensor, theirs in weights.items():
+            near(result[learner][tensor], theirs, f"the {learner}'s {tensor}")
+
+
+def test_what_was_compared_has_something_to_do(found):
+    metrics = found["gae", "reference"]["metrics"]
+    assert 0.02 < metrics["critic/clip_fraction"] < 0.98 and metrics["kl/reference"] > 0.02
+    assert metrics["critic/grad_norm"] > 0.1 and metrics["critic/explained_variance"] < 1
+    # By as much as it may move in 16 responses of a horizon of 160: a fifth of a tenth.
+    assert metrics["kl/coefficient"] == 0.1
+    assert found["gae", "reference"]["coefficient"] == pytest.approx(0.1 * 1.02, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["reference", "ep2"])
+def test_with_vp2o_replayed_routes_and_a_pruned_vocabulary(found, layout):
+    metrics = found["together", layout]["metrics"]
+    assert {"critic/loss", "critic/value", "kl/reference", "vp2o/attraction", "loss/policy"} <= metrics.keys()
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
+    assert metrics["update/skipped"] == metrics["critic/skipped"] == 0
+    old = np.concatenate([*found["together", layout]["advantages"]["case"]["old_log_probs"].values()])
+    assert 0.01 < np.isinf(old).mean() < 0.9, "nothing is pruned, or everything"
+
+
+# -- oracles ----------------------------------------------------------------------------------------------------------
+
+
+def over_group(algorithm: AlgorithmConfig, rewards: list[float], index: int) -> float:
+    """The advantage of one response among those to a prompt, by definition."""
+    mean, mine = sum(rewards) / len(rewards), rewards[index]
+    match algorithm.advantage:
+        case "grpo":
+            return (mine - mean) / math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+        case "dr_grpo" | "reinforce_plus_plus_baseline":
+            return mine - mean
+        case "rloo":
+            others = rewards[:index] + rewards[index + 1 :]
+            return mine - sum(others) / len(others)
+        case "tilt":
+            weights = [math.exp(r / algorithm.tilt_temperature) for r in rewards]
+            return len(rewards) * weights[index] / sum(weights)
+        case _:
+            return mine
+
+
+def expected(
+    algorithm: AlgorithmConfig, trajectories: list[Trajectory], found: dict[str, dict[int, np.ndarray]]
+) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """(advantages, returns) of each trajectory's counted tokens, by the definitions of papers/002, section 10.8, in fp64."""
+    kl = algorithm.kl.coefficient if algorithm.kl.placement == "reward" else 0.0
+    of_tokens: dict[int, list[float]] = {}
+    steps = {int(t.prompt_id): [i for i, counts in enumerate(t["loss_mask"]) if counts] for t in trajectories}
+    for number, places in steps.items():
+        of_tokens[number] = []
+        for i in places:
+            reward, old = 0.0, float(found["old_log_probs"][number][i]) if "old_log_probs" in found else -math.inf
+            if math.isfinite(old):
+                reward -= algorithm.entropy_reward * old
+                if kl:
+                    reward -= kl * (old - float(found["reference_log_probs"][number][i]))
+            of_tokens[number].append(reward)
+    whole = algorithm.advantage in ("grpo", "dr_grpo", "rloo", "tilt")
+    final: dict[tuple[int, int], float] = {}
+    sample = 0
+    samples = []
+    for t in trajectories:
+        sample += not t.part
+        samples.append(sample)
+    groups: dict[int, list[tuple[int, float]]] = {}
+    for t, number in zip(trajectories, samples, strict=True):
+        if not t.masked and not t.part:
+            shaped = sum(of_tokens[int(t.prompt_id)]) if whole else 0.0
+            groups.setdefault(t.group_id, []).append((number, t.reward + shaped))
+    for members in groups.values():
+        for index, (number, _) in enumerate(members):
+            final[number] = over_group(algorithm, [reward for _, reward in members], index)
+    advantages: dict[int, list[float]] = {}
+    returns: dict[int, list[float]] = {}
+    for t, number in zip(trajectories, samples, strict=True):
+        key = int(t.prompt_id)
+        places, reward = steps[key], final.get(number, 0.0)
+        if whole:
+            advantages[key] = [reward] * len(places)
+            continue
+        rewards = of_tokens[key]
+        if rewards:
+            rewards[-1] += reward
+        values, lam = [0.0] * (len(places) + 1), 1.0
+        if "values" in found:
+            values = [float(found["values"][key][i]) for i in places]
+            values.append(float(found["last"][key][0]) if t.finish_reason == "length" else 0.0)
+            lam = algorithm.lam
+        gamma = algorithm.gamma
+        advantages[key] = [
+            sum(
+                (gamma * lam) ** (later - now) * (rewards[later] + gamma * values[later + 1] - values[later])
+                for later in range(now, len(places))
+            )
+            for now in range(len(places))
+        ]
+        returns[key] = [advantage + value for advantage, value in zip(advantages[key], values, strict=False)]
+    if algorithm.whiten if algorithm.whiten is not None else not whole:
+        everything = [value for each in advantages.values() for value in each]
+        mean = sum(everything) / len(everything)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in everything) / len(everything))
+        advantages = {key: [(value - mean) / deviation for value in each] for key, each in advantages.items()}
+    return advantages, returns
+
+
+def algorithm_of(case: str) -> AlgorithmConfig:
+    return make_config("", CASES[case]).algorithm
+
+
+ALGORITHMS = {
+    "gae": OF_TOKENS | {"few": OF_TOKENS["gae, whitened"]},
+    "reinforce_plus_plus_baseline": {},
+    "grpo": WHOLE,
+    "together": {},
+}
+
+
+@pytest.mark.parametrize("run", [run for runs in RUNS.values() for run in runs], ids=" ".join)
+def test_advantages_are_those_of_their_definition(found, seed, run):
+    case = run[0]
+    algorithms = ALGORITHMS[case] if run[1] in WITH_OTHERS else {}
+    for name, algorithm in (algorithms | {"case": algorithm_of(case)}).items():
+        trajectories = make_trajectories(seed, parts=case != "grpo")
+        if name == "few":
+            trajectories = [t for t in trajectories if not t.part][3:9:5]
+        made = found[run]["advantages"][name]
+        advantages, returns = expected(algorithm, trajectories, made)
+        assert made["advantages"].keys() == advantages.keys()
+        for t in trajectories:
+            number, mask = int(t.prompt_id), t["loss_mask"]
+            near(made["advantages"][number][mask], advantages[number], f"{name}: advantages of {number}")
+            if algorithm.advantage == "gae":
+                near(made["returns"][number][mask], returns[number], f"{name}: returns of {number}")
+                assert not made["returns"][number][~mask].any()
+
+
+def test_parts_of_a_sample_have_no_single_reward_to_add_to(found):
+    for (case, layout), result in found.items():
+        if case == "gae" and layout in WITH_OTHERS:
+            assert "is several sequences; set placement: loss, or advantage: reinforce_plus_plus" in result["refused"]
+            assert "\n" not in result["refused"], layout
+
+
+def test_the_critic_is_what_transformers_makes_of_its_folder(found, models, seed):
+    """Values of the states before each token and behind the last, and the gradient of the first update's loss."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        models[2], dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    made = found["gae", "reference"]["advantages"]["case"]
+    trajectories = make_trajectories(seed)
+    losses, tokens = [], 0
+    for index, t in enumerate(trajectories):
+        number, mask = int(t.prompt_id), torch.from_numpy(t["loss_mask"])
+        values = model.score(model.model(torch.from_numpy(t.tokens)[None].long()).last_hidden_state)[0, :, 0]
+        before, last = values[t.prompt_length - 1 : -1], values[-1]
+        near(made["values"][number], before.detach(), f"values of {number}")
+        near(made["last"][number][0], last.detach(), f"the value behind {number}")
+        if index in share_of(len(trajectories), 0, 2):
+            returns = torch.from_numpy(made["returns"][number]).double()
+            losses.append((before - returns)[mask].square().sum() / 2)
+            tokens += int(mask.sum())
+    (torch.stack(losses).sum() / tokens).backward()
+    [first, _] = found["gae", "reference"]["grads"]["critic"]
+    compared = 0
+    for name, parameter in model.named_parameters():
+        if name in first and parameter.grad is not None:
+            near(first[name], parameter.grad.numpy(), f"gradient of {name}")
+            compared += 1
+    assert compared > 20 and "score.weight" in first

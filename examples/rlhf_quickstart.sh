@@ -36,7 +36,15 @@ megatron-rl train configs/rlhf_ppo.yaml --name "$name/ppo" "${policy[@]}" --data
 
 echo "== DPO on the same preferences"
 megatron-rl dpo configs/rlhf_dpo.yaml --name "$name/dpo" "${policy[@]}" --data.path "runs/$name/preferences.jsonl"
-megatron-rl eval configs/quickstart.yaml --name "$name/dpo_score" --seed "$seed" --data.seed "$seed" \
-  --model.path "runs/$name/dpo/hf"
 
-megatron-rl report "runs/$name/sft" "runs/$name/reward" "runs/$name/ppo" "runs/$name/dpo"
+echo "== the true score, and the reward model's, of all three policies on the same held-out prompts"
+checkpoint=$(find "runs/$name/ppo/checkpoints" -maxdepth 1 -name 'step_*' | sort | tail -n 1)
+rm -rf "runs/$name/ppo/hf"
+megatron-rl convert "$checkpoint" "runs/$name/ppo/hf"
+for one in sft ppo dpo; do
+  megatron-rl eval configs/rlhf_ppo.yaml --name "$name/scores/$one" --seed "$seed" --data.seed "$seed" \
+    --model.path "runs/$name/$one/hf" --rewards.models.preferred.path "runs/$name/reward/hf" >"runs/$name/$one.eval.json"
+done
+python examples/compare_policies.py "SFT=runs/$name/scores/sft" "PPO=runs/$name/scores/ppo" "DPO=runs/$name/scores/dpo"
+
+megatron-rl report "runs/$name/ppo" "runs/$name/sft" "runs/$name/reward" "runs/$name/dpo"

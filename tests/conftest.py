@@ -19,6 +19,7 @@ FAST = (
     "test_precision.py",
     "test_dialects.py",
     "test_conversation.py",
+    "test_later_rewards.py",
 )
 """Files of these folders that take seconds."""
 

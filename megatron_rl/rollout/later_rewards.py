@@ -155,6 +155,7 @@ class Server:
     async def _ask(self, session: aiohttp.ClientSession, tokens: list[int]) -> float:
         url, problem = f"{str(self.config.address).rstrip('/')}/classify", ""
         for attempt in range(ATTEMPTS):
+            await asyncio.sleep(0.5 * attempt)
             try:
                 async with session.post(url, json={"input_ids": tokens}) as answer:
                     found: Any = await answer.json(content_type=None)
@@ -163,7 +164,6 @@ class Server:
                 problem = f"it answers {answer.status}: {str(found)[:200]}"
             except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
                 problem = f"{type(error).__name__} {error}".strip()
-            await asyncio.sleep(0.5 * 2**attempt)
         raise UserError(
             f"rewards.models.{self.name}: no score from {url}: {problem}; it has to be SGLang's server of a classifier with one"
             " label (--is-embedding)"

@@ -1,0 +1,89 @@
+"""Refused before anything starts: keys of reward models, DPO and rewards that do nothing, and folders that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+from weights import classifier
+
+from megatron_rl.config import build_config
+from megatron_rl.errors import UserError
+from megatron_rl.launch.preference_checks import check_preferences
+
+REFUSED = {
+    "centered order": (
+        "reward",
+        {"reward_model": {"loss": "plackett_luce", "center": 0.1}},
+        r"reward_model\.center = 0\.1 does nothing",
+    ),
+    "top of a pair": (
+        "reward",
+        {"reward_model": {"top": 1}},
+        r"reward_model\.top = 1 does nothing: it is of plackett_luce",
+    ),
+    "margin of a score": (
+        "reward",
+        {"reward_model": {"loss": "squared_error", "margin": 1.0}},
+        r"reward_model\.margin = 1\.0 does nothing: it is of bradley_terry, hinge, squared_gap, and reward_model\.loss is",
+    ),
+    "smooth hinge": (
+        "dpo",
+        {"dpo": {"loss": "hinge", "label_smoothing": 0.1}},
+        r"dpo\.label_smoothing = 0\.1 does nothing",
+    ),
+    "mean of single responses": (
+        "dpo",
+        {"dpo": {"loss": "kto", "length_normalized": True}},
+        r"dpo\.length_normalized = True",
+    ),
+    "desirable pairs": (
+        "dpo",
+        {"dpo": {"desirable_weight": 2.0}},
+        r"dpo\.desirable_weight = 2\.0 does nothing: it is of kto",
+    ),
+    "kto of one": (
+        "dpo",
+        {"dpo": {"loss": "kto"}, "batch": {"prompts_per_step": 1}},
+        r"prompts_per_step = 1 with dpo\.loss = kto",
+    ),
+    "a model of nowhere": (
+        "train",
+        {"rewards": {"models": {"liked": {}}}},
+        r"rewards\.models\.liked has neither a path nor an",
+    ),
+    "all too long": (
+        "train",
+        {"rewards": {"overlong_buffer": 9}, "rollout": {"max_new_tokens": 8}},
+        r"overlong_buffer = 9 is more than rollout\.max_new_tokens = 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, tiny_model):
+    kind, changes, message = REFUSED[case]
+    config = build_config({"model": {"path": str(tiny_model("llama"))}, **changes})
+    with pytest.raises(UserError, match=message) as refusal:
+        check_preferences(config, kind, 1)
+    assert "\n" not in str(refusal.value)
+
+
+def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
+    policy, other = tiny_model("llama"), tiny_model("llama", "--tokenizer", "numbers", "--vocab", "64")
+    fits = classifier(policy, tmp_path / "fits", seed=0)
+    foreign = classifier(other, tmp_path / "foreign", seed=0)
+
+    def check(kind: str, **sections: dict) -> None:
+        check_preferences(build_config({"model": {"path": str(policy)}, **sections}), kind, 1)
+
+    check("train", rewards={"models": {"liked": {"path": str(fits)}}})
+    check("train", rewards={"models": {"liked": {"path": str(foreign), "address": "http://host:1"}}})
+    with pytest.raises(
+        UserError, match=r"rewards\.models\.liked\.path: .* has no head of one number; give the folder of a"
+    ):
+        check("train", rewards={"models": {"liked": {"path": str(policy)}}})
+    with pytest.raises(UserError, match=r"rewards\.models\.liked\.path = .*: has another tokenizer than"):
+        check("train", rewards={"models": {"liked": {"path": str(foreign)}}})
+    with pytest.raises(UserError, match=r"dpo\.reference = .*: has another tokenizer than"):
+        check("dpo", dpo={"reference": str(other)})
+    with pytest.raises(UserError, match=r"model folder nowhere: does not exist"):
+        check("ask", rewards={"models": {"liked": {"path": "nowhere"}}})

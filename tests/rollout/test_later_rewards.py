@@ -1,0 +1,164 @@
+"""Reward parts that come when responses are there: shaping, pooling, servers, and what is left out."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config import Config, build_config
+from megatron_rl.data.labels import Labels
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments import Prompt
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.later_rewards import LaterRewards, names_of, overlong, pooled
+from megatron_rl.trainer.advantages import Advantages
+from megatron_rl.trainer.units import with_last_state
+
+ALONE: Any = SimpleNamespace(gather_from_leaders=lambda value: [value], leaders_do=lambda work: work())
+"""Ranks of a run of one process."""
+
+
+class _Scorer(BaseHTTPRequestHandler):
+    """A server with SGLang's answers: the score of some tokens is their sum; it fails as often as it is told to."""
+
+    failures = 0
+    answer = staticmethod(lambda tokens: {"embedding": [float(sum(tokens))]})
+
+    def do_POST(self) -> None:
+        tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"]
+        fails = type(self).failures > 0
+        type(self).failures -= fails
+        self.send_response(503 if fails else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"message": "busy"} if fails else self.answer(tokens)).encode())
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def scorer() -> Iterator[tuple[type[_Scorer], str]]:
+    kind = type("Scorer", (_Scorer,), {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield kind, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join(20)
+    server.server_close()
+
+
+def trajectory(length: int = 4, **more: Any) -> Trajectory:
+    tokens = np.random.default_rng().integers(4, 60, 2 + length).astype(np.int32)
+    found = Trajectory(tokens=tokens, prompt_length=2, prompt_id="p", group_id=0, reward_parts={"correct": 1.0}, **more)
+    found["loss_mask"] = True
+    return found
+
+
+def later(models: dict, url: str = "", **more: Any) -> tuple[LaterRewards, Config]:
+    settings = {name: {"address": url, **of_model} for name, of_model in models.items()}
+    config = build_config({"rewards": {"models": settings, **more}})
+    task: Any = SimpleNamespace(weights={"correct": 0.5} | dict.fromkeys(names_of(config.rewards), 2.0))
+    return LaterRewards(config.rewards, ALONE, task, max_new_tokens=8), config
+
+
+PROMPTS = [Prompt("p", "question")]
+
+
+def test_scores_are_shaped_and_weighed(scorer):
+    _, url = scorer
+    rewards, _ = later({"liked": {"shift": 10.0, "scale": 4.0, "clip": 30.0}}, url)
+    found = [trajectory() for _ in range(5)]
+    rewards.score(found, PROMPTS)
+    for t in found:
+        score = min(30.0, (t.tokens.sum() - 10.0) / 4.0)
+        assert t.reward_parts["liked"] == pytest.approx(score)
+        assert t.reward == pytest.approx(0.5 * 1.0 + 2.0 * score)
+
+
+def test_normalized_scores_have_the_run_s_mean_and_deviation(scorer):
+    """Of all scores that were learned from so far, these included; an evaluation's do not count."""
+    _, url = scorer
+    rewards, _ = later({"liked": {"normalize": True}}, url)
+    seen: list[float] = []
+    for learns in (True, False, True):
+        found = [trajectory() for _ in range(7)]
+        rewards.score(found, PROMPTS, learns=learns)
+        scores = [float(t.tokens.sum()) for t in found]
+        seen += scores if learns else []
+        expected = (np.array(scores) - np.mean(seen)) / np.std(seen)
+        assert [t.reward_parts["liked"] for t in found] == pytest.approx(expected.tolist())
+    again, _ = later({"liked": {"normalize": True}}, url)
+    again.load_state_dict(json.loads(json.dumps(rewards.state_dict())))
+    ours, theirs = trajectory(), trajectory()
+    theirs.tokens = ours.tokens
+    rewards.score([ours], PROMPTS), again.score([theirs], PROMPTS)
+    assert ours.reward == theirs.reward
+
+
+def test_a_server_is_asked_again_and_then_named(scorer):
+    kind, url = scorer
+    rewards, _ = later({"liked": {}}, url)
+    kind.failures = 2
+    found = [trajectory()]
+    rewards.score(found, PROMPTS)
+    assert found[0].reward_parts["liked"] == float(found[0].tokens.sum())
+    kind.failures = 3
+    with pytest.raises(
+        UserError, match=r"rewards\.models\.liked: no score from http://127.* it answers 503: .*busy.*--is-embedding"
+    ):
+        rewards.score([trajectory()], PROMPTS)
+    kind.failures, kind.answer = 0, staticmethod(lambda tokens: {"embedding": [1.0, 2.0]})
+    with pytest.raises(UserError, match=r"it answers 200: .*one\s*label"):
+        rewards.score([trajectory()], PROMPTS)
+
+
+def test_what_is_masked_is_not_scored_and_parts_share_their_sample_s(scorer):
+    _, url = scorer
+    rewards, _ = later({"liked": {}}, url, overlong_buffer=4)
+    first, part, masked = trajectory(5), trajectory(part=1), trajectory(masked=True)
+    for t in (first, part, masked):
+        t.reward_parts |= {"liked": 0.0, "overlong": 0.0}
+    rewards.score([first, part, masked], PROMPTS)
+    assert first.reward_parts == {"correct": 1.0, "liked": float(first.tokens.sum()), "overlong": -0.25}
+    assert part.reward_parts == first.reward_parts and part.reward == first.reward
+    assert masked.reward_parts["liked"] == 0.0 and masked.reward == 0.5
+
+
+def test_overlong_is_dapo_s():
+    assert [overlong(n, longest=10, buffer=4) for n in (1, 6, 7, 8, 9, 10, 12)] == [0, 0, -0.25, -0.5, -0.75, -1, -1]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_response_s_score_is_that_of_its_own_states(pooling):
+    rng = np.random.default_rng()
+    plain = [trajectory(int(n)) for n in rng.integers(1, 9, 6)]
+    for t in plain:
+        t["loss_mask"] = rng.random(t.response_length) < 0.7
+        t["loss_mask"][-1] = True
+    closed = [with_last_state(t) for t in plain]
+    labels = Labels(closed)
+    values = torch.from_numpy(rng.normal(size=labels.count))
+    found, start = pooled(values, labels, closed, pooling), 0
+    for t, score in zip(plain, found, strict=True):
+        behind = values[start + 1 : start + t.response_length + 1].numpy()  # each response token
+        start += t.response_length + 1
+        assert score == pytest.approx(behind[-1] if pooling == "last" else behind[t["loss_mask"]].mean())
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_advantages_see_rewards_within_a_limit_and_whitened(whiten):
+    _, config = later({}, clip=2.0, whiten=whiten)
+    rewards = np.random.default_rng().normal(0, 3, 50)
+    trainer: Any = SimpleNamespace(ranks=ALONE)
+    seen = Advantages(config, trainer, None)._seen(rewards.tolist())
+    expected = rewards.clip(-2, 2)
+    assert seen == pytest.approx((((expected - expected.mean()) / expected.std()) if whiten else expected).tolist())

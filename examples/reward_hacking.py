@@ -42,6 +42,10 @@ ARMS: dict[str, Settings] = {
 }  # fmt: skip
 COMMON: Settings = {
     "rewards.models.preferred.path": "RUNS/reward/hf",
+    # Its own numbers, which mean the same in all steps.
+    "rewards.models.preferred.normalize": "false",
+    "rewards.models.preferred.clip": "null",
+    "rewards.models.preferred.scale": 2.0,
     "critic.path": "RUNS/reward/hf",
     "eval.every": 5,
     "eval.prompts": 100,
@@ -59,7 +63,7 @@ COLUMNS = {
 }
 PANELS = (
     Panel("True score: the numbers are sorted", "eval/reward/correct"),
-    Panel("Score of the reward model, in its deviations", "reward/preferred", smooth=3),
+    Panel("Score of the reward model, halved", "reward/preferred", smooth=3),
     Panel("KL to the reference, nats per token", "kl/reference", smooth=3),
 )
 

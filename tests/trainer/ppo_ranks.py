@@ -155,11 +155,12 @@ def advantages_of(
     ranks = trainer.ranks
     groups = share_of(PROMPTS, ranks.data_rank, ranks.data_size)
     mine = [replace(t, fields=dict(t.fields)) for t in trajectories if t.group_id in groups and ranks.is_leader]
-    advantages = Advantages(algorithm, trainer, critic if algorithm.advantage == "gae" else None)
+    whole = replace(trainer.config, algorithm=algorithm)
+    advantages = Advantages(whole, trainer, critic if algorithm.advantage == "gae" else None)
     advantages.of_responses(mine)
     samples = redistribute(mine, updates, ranks)
     batches = [trainer.pack(of_update) for of_update in samples]
-    objective = Policy(replace(trainer.config, algorithm=algorithm))
+    objective = Policy(whole)
     for index, of_update in enumerate(batches):
         trainer.compute_fields(of_update, objective.needs, Place(index, batches))
     scored: list[StateValues] = []

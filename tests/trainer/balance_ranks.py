@@ -95,7 +95,7 @@ def trains(model: str, trajectories: list[Trajectory], overrides: dict) -> dict[
         ranks = trainer.ranks
         for t in trajectories:
             t.routes = t.features = t.kept = None
-        mine = share_with_advantages(ranks, trajectories, config.algorithm)
+        mine = share_with_advantages(ranks, trajectories, config)
         if how == "balanced":
             updates = redistribute(mine, UPDATES, ranks)
         else:

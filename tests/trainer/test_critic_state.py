@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from test_checkpoint import tensors_of
 from weights import classifier
 
+pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -13,6 +13,9 @@ from ranks import run_ranks
 from safetensors.numpy import load_file
 from weights import scaled
 
+pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
+
+
 SAMPLES = 14
 # Adam divides a gradient by its own size, so that rounding turns the sign of a whole step where a gradient is nearly zero. With
 # this epsilon two steps differ by at most 2 lr/EPS = 2 times what the gradients do (1e-8), and a rounding (1e-7) each.

@@ -19,6 +19,9 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.launch.plan import share_of
 
+pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
+
+
 LAYOUTS = ("tp2_sp", "pp2", "pp2_interleaved", "ep2", "cp2", "dp2_distributed_optimizer")
 FOUR = {"tp2_cp2": {"parallel": {"tensor": 2, "context": 2}}, "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}}}
 LARGE = {"batch": {"tokens_per_micro_batch": 4096}}

@@ -11,6 +11,9 @@ from ranks import run_ranks
 from test_parity import EPS, TWO_RANKS
 from weights import classifier
 
+pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
+
+
 LAYOUTS = {
     name: TWO_RANKS[name] for name in ("tp2_sp", "pp2", "pp2_interleaved", "ep2", "cp2", "dp2_distributed_optimizer")
 }

@@ -117,12 +117,13 @@ def overlong(length: int, longest: int, buffer: int) -> float:
 
 
 def pooled(values: Tensor, labels: Labels, sequences: Sequence[Tokens], pooling: str) -> list[float]:
-    """Score of each sequence from the values [L] of its states, the one behind its last token included."""
+    """Score of each sequence from the values [L] of its states, as a reward model learns it (`reward.places`)."""
     rows = labels.rows(values.double())
-    if pooling != "mean":
-        return rows[torch.arange(len(sequences)), labels.lengths - 1].tolist()
     # Behind each token that the policy chose: one place further than it is predicted from.
     own = labels.rows(labels.of("loss_mask")).roll(1, 1)
+    if pooling != "mean":
+        last = (own * torch.arange(own.shape[1])).argmax(1)
+        return rows[torch.arange(len(sequences)), last].tolist()
     return ((rows * own).sum(1) / own.sum(1).clamp(min=1)).tolist()
 
 

@@ -88,7 +88,7 @@ class Trainer:
             all_reduce=self.context_sum if config.parallel.context > 1 else None,
         )
         self.chunks = model.make_chunks()
-        self.reference = self.make_frozen(reference) if reference else None
+        self.reference = self._make_reference(reference) if reference else None
         self._export_plan: list[WeightConversionTask] | None = None
         self.ddp: list[DistributedDataParallel] = []
         self._optimizer: ChainedOptimizer | None = None
@@ -133,8 +133,7 @@ class Trainer:
         waits = [d.no_sync for d in self.ddp]
         settings.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]: as Megatron's
 
-    def make_frozen(self, folder: str) -> list[GPTModel]:
-        """Chunks of the same model with the weights of a folder, for passes alone (`compute_log_probs`)."""
+    def _make_reference(self, folder: str) -> list[GPTModel]:
         chunks = self.model.make_chunks(weights=folder)
         for chunk in chunks:
             chunk.requires_grad_(False)

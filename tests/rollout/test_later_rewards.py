@@ -142,8 +142,9 @@ def test_a_response_s_score_is_that_of_its_own_states(pooling):
     rng = np.random.default_rng()
     plain = [trajectory(int(n)) for n in rng.integers(1, 9, 6)]
     for t in plain:
-        t["loss_mask"] = rng.random(t.response_length) < 0.7
-        t["loss_mask"][-1] = True
+        mask = rng.random(t.response_length) < 0.7
+        mask[rng.integers(t.response_length)] = True  # a conversation may end with what a tool said
+        t["loss_mask"] = mask
     closed = [with_last_state(t) for t in plain]
     labels = Labels(closed)
     values = torch.from_numpy(rng.normal(size=labels.count))
@@ -151,7 +152,8 @@ def test_a_response_s_score_is_that_of_its_own_states(pooling):
     for t, score in zip(plain, found, strict=True):
         behind = values[start + 1 : start + t.response_length + 1].numpy()  # each response token
         start += t.response_length + 1
-        assert score == pytest.approx(behind[-1] if pooling == "last" else behind[t["loss_mask"]].mean())
+        own = behind[t["loss_mask"]]
+        assert score == pytest.approx(own[-1] if pooling == "last" else own.mean())
 
 
 @pytest.mark.parametrize("whiten", [False, True])

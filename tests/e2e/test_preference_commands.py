@@ -13,6 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from megatron_rl.environments.task import HELD_OUT_SHARE, is_held_out
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.models.hf_folder import read_weights
 from tests.program import forked
@@ -26,7 +27,7 @@ def files(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     rng = random.Random()
     rows = []
-    while len(rows) < 60:
+    while len(rows) < 60 or sum(is_held_out(row["prompt"], HELD_OUT_SHARE) for row in rows) < 3:
         numbers = [rng.randrange(20) for _ in range(4)]
         if numbers != sorted(numbers):
             prompt, right, wrong = f"<{' '.join(map(str, numbers))}:", sorted(numbers), numbers
@@ -76,18 +77,15 @@ def test_a_reward_model_is_one_of_transformers(files, reward):
 
     model = AutoModelForSequenceClassification.from_pretrained(reward / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(reward / "hf")
-    held_out = [json.loads(line) for line in (files / "rows.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (files / "rows.jsonl").read_text().splitlines()]
     margins = []
-    for row in held_out:
-        sides = [
-            tokenizer.encode(row["prompt"]) + tokenizer.encode(row[k]) + [tokenizer.eos_token_id]
-            for k in ("chosen", "rejected")
-        ]
+    for row in (row for row in rows if is_held_out(row["prompt"], HELD_OUT_SHARE)):
+        texts = (row["prompt"], row["chosen"]), (row["prompt"], row["rejected"])
+        sides = [[*tokenizer.encode(p), *tokenizer.encode(r), tokenizer.eos_token_id] for p, r in texts]
         with torch.no_grad():
             chosen, rejected = (model(torch.tensor([side])).logits.item() for side in sides)
         margins.append(chosen - rejected)
-    # Of all rows; the held-out ones are some of them, so their mean lies within all.
-    assert min(margins) - 1e-4 <= lines[STEPS]["eval/margin"] <= max(margins) + 1e-4
+    assert margins and lines[STEPS]["eval/margin"] == pytest.approx(np.mean(margins), abs=1e-4)
 
 
 def test_a_resumed_reward_model_is_the_same_to_the_bit(files, reward):

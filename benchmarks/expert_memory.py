@@ -32,7 +32,8 @@ import torch
 import transformers
 from peak_memory import forward_and_backward, peak_bytes
 
-from megatron_rl.config import Config, build_config
+from megatron_rl.config import Config
+from megatron_rl.config_file import build_config
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.memory import CPU, GPU, Kernels, stage_activations
 from megatron_rl.models.sizes import Shape

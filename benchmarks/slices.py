@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import transformers
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.hooks import update_hooks

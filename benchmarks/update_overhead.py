@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from peak_memory import peak_bytes
 
-from megatron_rl.config import Config, CorrectionConfig, PruningConfig, VP2OConfig, build_config
+from megatron_rl.config import Config, CorrectionConfig, PruningConfig, VP2OConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.hooks import update_hooks

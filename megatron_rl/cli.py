@@ -162,7 +162,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         print(f"report: {page}")
         return None
     if args.command == "convert":
-        from megatron_rl.config import build_config
+        from megatron_rl.config_file import build_config
 
         sizes = {"tensor": args.tensor, "pipeline": args.pipeline, "expert": args.expert}
         parallel = build_config({"parallel": sizes}).parallel
@@ -175,7 +175,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
             print(f"wrote {out}")
         return None
 
-    from megatron_rl.config import load_config
+    from megatron_rl.config_file import load_config
 
     config = load_config(args.config, rest)
     if args.command == "plan":

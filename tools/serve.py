@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_rl.config import load_config
+from megatron_rl.config_file import load_config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.server import RolloutServer, reserve_port
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from megatron_rl.config import Config, to_yaml
+from megatron_rl.config import Config
+from megatron_rl.config_file import to_yaml
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError

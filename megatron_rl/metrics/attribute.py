@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.correction import divergence
-from megatron_rl.config import Config, KLConfig, OptimizerConfig, load_config
+from megatron_rl.config import Config, KLConfig, OptimizerConfig
+from megatron_rl.config_file import load_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.record import load_trajectories
 from megatron_rl.data.sequence import Sequence

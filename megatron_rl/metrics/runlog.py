@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config import parse_yaml
+from megatron_rl.config_file import parse_yaml
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, read_json_lines
 from megatron_rl.metrics.mismatch import BELOW

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.models.precision import Machine

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import yaml
 
-from megatron_rl.config import (
+from megatron_rl.config_file import (
     RENAMED_KEYS,
     RENAMED_VALUES,
     build_config,

@@ -11,7 +11,8 @@ import pytest
 from models.test_sizes import MODELS
 
 from megatron_rl.cli import main
-from megatron_rl.config import Config, ServerConfig, load_config
+from megatron_rl.config import Config, ServerConfig
+from megatron_rl.config_file import load_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.memory import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import make_plan, share_of
 

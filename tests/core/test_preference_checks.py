@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from weights import classifier
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.preference_checks import check_preferences
 

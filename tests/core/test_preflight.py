@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.algorithms.correction import DENOMINATORS
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.preflight import _check_correction, _check_servers, check_memory_savers, preflight
 from megatron_rl.models.precision import Machine

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from models.test_sizes import MODELS
 
-from megatron_rl.config import load_config
+from megatron_rl.config_file import load_config
 from megatron_rl.launch.memory import GB, estimate
 from megatron_rl.launch.preflight import check_memory_savers
 from megatron_rl.models.precision import Machine

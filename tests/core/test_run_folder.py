@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.config import Config, build_config, to_yaml
+from megatron_rl.config import Config
+from megatron_rl.config_file import build_config, to_yaml
 from megatron_rl.errors import UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.run import Run

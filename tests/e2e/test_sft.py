@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_rl.config import load_config
+from megatron_rl.config_file import load_config
 from megatron_rl.environments import build_task
 from megatron_rl.environments.stream import held_out_demonstrations
 from megatron_rl.metrics.logger import read_json_lines

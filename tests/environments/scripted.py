@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt, Task
 from megatron_rl.rollout.agent import Agents

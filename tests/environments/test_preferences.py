@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import Config, DataConfig, build_config
+from megatron_rl.config import Config, DataConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.environments import Judged, Preference, Prompt, PromptStream, Step, Task, build_task
 from megatron_rl.environments.preference_rows import FilePreferences
 from megatron_rl.environments.stream import held_out_comparisons

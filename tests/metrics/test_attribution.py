@@ -30,7 +30,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     the reference. "predicted" is "routes" for a run with route predictors, which are zero.
     """
 
-    from megatron_rl.config import build_config
+    from megatron_rl.config_file import build_config
     from megatron_rl.data.sequence import Sequence
     from megatron_rl.data.trajectory import Trajectory, WeightSpan
     from megatron_rl.metrics.attribute import attribute

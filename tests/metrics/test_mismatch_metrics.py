@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.data.packing import Layout, pack
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import Config, to_yaml
+from megatron_rl.config import Config
+from megatron_rl.config_file import to_yaml
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import vega
 from megatron_rl.metrics.logger import RunLogger

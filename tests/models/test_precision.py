@@ -7,7 +7,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from megatron_rl.config import PrecisionConfig, build_config
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.precision import (
     ROLLOUT_DTYPES,

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from weights import classifier
 
-from megatron_rl.config import ParallelConfig, build_config
+from megatron_rl.config import ParallelConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.errors import UserError
 from megatron_rl.models.build import load

@@ -39,7 +39,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from safetensors import safe_open  # noqa: E402
 
-from megatron_rl.config import ParallelConfig, build_config  # noqa: E402
+from megatron_rl.config import ParallelConfig  # noqa: E402
+from megatron_rl.config_file import build_config  # noqa: E402
 from megatron_rl.data.sequence import Sequence  # noqa: E402
 from megatron_rl.launch.hooks import update_hooks  # noqa: E402
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics  # noqa: E402

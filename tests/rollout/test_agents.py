@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.environments import Prompt, Task
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.tools import Tool, ToolLost

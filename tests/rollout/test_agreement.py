@@ -27,7 +27,7 @@ from tools.make_tiny_model import Sizes, make_tiny_model
 def trainer_log_probs(model: str, asked: list[tuple[str, list[Sequence], SamplingSupport]]) -> list[list]:
     """For each (precision, samples, support): per sample [response_length], from the trainer's scoring pass over packed
     micro-batches. Runs in a process of its own. precision: of the trainer, and switches of that section that are on."""
-    from megatron_rl.config import build_config
+    from megatron_rl.config_file import build_config
     from megatron_rl.trainer import parallel
     from megatron_rl.trainer.trainer import build_trainer
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.config import Config, ServerConfig, build_config
+from megatron_rl.config import Config, ServerConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import figures

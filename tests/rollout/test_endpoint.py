@@ -14,7 +14,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.environments import Prompt
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import EngineLost

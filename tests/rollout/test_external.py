@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import Config, build_config
+from megatron_rl.config import Config
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
 from megatron_rl.models.parallel_check import read_hf_config

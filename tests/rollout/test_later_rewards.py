@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config import Config, build_config
+from megatron_rl.config import Config
+from megatron_rl.config_file import build_config
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt

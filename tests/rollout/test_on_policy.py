@@ -15,7 +15,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.config import SyncConfig, build_config
+from megatron_rl.config import SyncConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.environments import build_task
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.dialects import without_end

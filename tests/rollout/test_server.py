@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import ServerConfig, build_config
+from megatron_rl.config import ServerConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import Machine

@@ -8,7 +8,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megatron_rl.config import RoutingConfig, build_config
+from megatron_rl.config import RoutingConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.routing.passes import RouteSelector
 from megatron_rl.routing.predictor import PredictorLoss

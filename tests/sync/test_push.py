@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config import ServerConfig, SyncConfig, build_config
+from megatron_rl.config import ServerConfig, SyncConfig
+from megatron_rl.config_file import build_config
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.engine import Engine

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import load_config
+from megatron_rl.config_file import load_config
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.metrics.vega import SERIES
 

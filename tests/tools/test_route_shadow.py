@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.config import build_config
+from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import METRICS_FILE
 from megatron_rl.routing.hook import Routes

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from megatron_rl.config import DataConfig, build_config, parse_overrides
+from megatron_rl.config import DataConfig
+from megatron_rl.config_file import build_config, parse_overrides
 from megatron_rl.environments.build import build_task
 
 

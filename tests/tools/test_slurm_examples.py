@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import key_paths, load_config
+from megatron_rl.config_file import key_paths, load_config
 from megatron_rl.launch.plan import make_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]

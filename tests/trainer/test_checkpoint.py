@@ -22,7 +22,7 @@ from megatron_rl.trainer.sharded_state import boxes
 
 def draws_around_a_load(model: str, folder: str) -> tuple[list, list]:
     """What each generator gives after a save, and again after the load. Runs in a process of its own."""
-    from megatron_rl.config import build_config
+    from megatron_rl.config_file import build_config
     from megatron_rl.rollout.sampling import SamplingSupport
     from megatron_rl.trainer import checkpoint, parallel
     from megatron_rl.trainer.trainer import build_trainer

@@ -1,8 +1,9 @@
 """A reward model with a planted flaw: is it exploited, and does the KL to the reference hold the policy back?
 
 Whoever judges the responses likes sorted numbers, and likes sevens more: the reward model learns both from the same pairs. PPO
-against it, without a KL, with a fixed coefficient, and with one that keeps the KL at a target. The true score, whether the
-numbers are sorted, is looked at and never learned from (Gao et al. 2023, "Scaling laws for reward model overoptimization").
+against it, without a KL, with a fixed coefficient, and with one that keeps the KL at a target, of which one is tiny. The true
+score, whether the numbers are sorted, is looked at and never learned from (Gao et al. 2023, "Scaling laws for reward model
+overoptimization").
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ LIKED = "7"
 BONUS, MOST = 0.5, 3
 """What a seven that was not asked for is worth to the judge, and how many of them are."""
 PROMPTS = 768
+FIXED: Settings = {"algorithm.kl.target": "null", "algorithm.kl.horizon": 10_000}
+TARGETS = {"KL at 0.05": 0.05, "KL at 0.01": 0.01}
 ARMS: dict[str, Settings] = {
-    "no KL": {"algorithm.kl.coefficient": 0.0, "algorithm.kl.placement": "loss", "algorithm.kl.target": "null",
-              "algorithm.kl.horizon": 10_000},
-    "KL 0.1": {"algorithm.kl.coefficient": 0.1, "algorithm.kl.target": "null", "algorithm.kl.horizon": 10_000},
-    "KL at 0.05": {"algorithm.kl.coefficient": 0.1, "algorithm.kl.target": 0.05, "algorithm.kl.horizon": 2_000},
-}  # fmt: skip
+    "no KL": FIXED | {"algorithm.kl.coefficient": 0.0, "algorithm.kl.placement": "loss"},
+    "KL 0.5": FIXED | {"algorithm.kl.coefficient": 0.5},
+} | {
+    arm: {"algorithm.kl.coefficient": 2.0, "algorithm.kl.target": target, "algorithm.kl.horizon": 500}
+    for arm, target in TARGETS.items()
+}
 COMMON: Settings = {
     "rewards.models.preferred.path": "RUNS/reward/hf",
     # Its own numbers, which mean the same in all steps.
@@ -47,14 +51,14 @@ COMMON: Settings = {
     "rewards.models.preferred.clip": "null",
     "rewards.models.preferred.scale": 2.0,
     "critic.path": "RUNS/reward/hf",
-    "eval.every": 5,
+    "eval.every": 10,
     "eval.prompts": 100,
     "eval.greedy": "false",
 }
 COLUMNS = {
     "before": ("true score before", ".3f"),
     "peak": ("peak", ".3f"),
-    "after": ("after", ".3f"),
+    "score": ("after", ".3f"),
     "preferred_before": ("reward model before", ".2f"),
     "preferred_after": ("after", ".2f"),
     "kl": ("KL to the reference, last quarter", ".3f"),
@@ -110,12 +114,13 @@ def figures(folder: Path) -> Figures:
     return {
         "before": scores[0],
         "peak": max(scores),
-        "after": scores[-1],
+        "score": scores[-1],
         "preferred_before": mean_of("reward/preferred", first[:4]),
         "preferred_after": mean_of("reward/preferred", last),
         "kl": mean_of("kl/reference", last),
         "coefficient": mean_of("kl/coefficient", last),
         "explained": mean_of("critic/explained_variance", last),
+        "entropy": mean_of("entropy", last),
     }
 
 

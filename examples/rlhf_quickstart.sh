@@ -23,7 +23,7 @@ megatron-rl sft configs/quickstart_sft.yaml --name "$name/sft" --seed "$seed" --
 
 echo "== preferences: of two responses to a prompt the one that is right"
 megatron-rl rollout configs/quickstart.yaml --name "$name/candidates" "${policy[@]}" --data.seed "$seed" \
-  --batch.prompts_per_step 1024
+  --batch.prompts_per_step 2048
 python tools/make_preferences.py "runs/$name/candidates/rollouts/step_000000.jsonl" "runs/$name/preferences.jsonl" \
   --by reward/correct --seed "$seed"
 

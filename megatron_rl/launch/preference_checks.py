@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.config import Config, DPOConfig, RewardModelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import Kind
-from megatron_rl.models.hf_folder import check_same_tokenizer
+from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
 from megatron_rl.models.parallel_check import check_parallel, is_classifier, read_hf_config
 
 WITH_MARGIN = ("bradley_terry", "hinge", "squared_gap")
@@ -18,6 +18,9 @@ def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
         _check_reward_model(config.reward_model)
     if kind == "dpo":
         _check_dpo(config)
+        _check_reference(config.model.path, config.dpo.reference, "dpo.reference")
+    if kind == "train":
+        _check_reference(config.model.path, config.policy_reference, "algorithm.kl.reference")
     if kind in ("train", "ask"):
         _check_scorers(config, world_size)
 
@@ -55,8 +58,12 @@ def _check_dpo(config: Config) -> None:
             "config: batch.prompts_per_step = 1 with dpo.loss = kto, whose baseline takes each prompt with the response to"
             " another one; use 2 or more"
         )
-    if dpo.reference is not None and dpo.reference != config.model.path:
-        check_same_tokenizer(config.model.path, dpo.reference, "dpo.reference")
+
+
+def _check_reference(policy: str, reference: str | None, key: str) -> None:
+    if reference is not None:
+        check_local_folder(reference, key)
+        check_same_tokenizer(policy, reference, key)
 
 
 def _check_scorers(config: Config, world_size: int) -> None:
@@ -66,6 +73,7 @@ def _check_scorers(config: Config, world_size: int) -> None:
             raise UserError(f"config: {key} has neither a path nor an address; give it the folder of a reward model")
         if model.path is None or model.address is not None:
             continue
+        check_local_folder(model.path, f"{key}.path")
         hf_config = read_hf_config(model.path)
         if not is_classifier(hf_config):
             raise UserError(

@@ -6,7 +6,6 @@ import importlib.util
 import math
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from packaging.version import Version
@@ -19,7 +18,7 @@ from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
 from megatron_rl.models.freeze import check_patterns
-from megatron_rl.models.hf_folder import check_same_tokenizer
+from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.models.sizes import Shape, parameter_names
@@ -207,8 +206,8 @@ def _check_critic(config: Config, world_size: int, machine: Machine) -> None:
             f"config: critic.warmup_steps = {critic.warmup_steps} leaves none of the {config.steps} steps to the policy; make"
             " it smaller, or steps larger"
         )
-    if critic.path is not None and not Path(critic.path).is_dir():
-        raise UserError(f"config: critic.path = {critic.path}: does not exist; give a local Hugging Face folder")
+    if critic.path is not None:
+        check_local_folder(critic.path, "critic.path")
     hf_config = read_hf_config(own.model.path)
     try:
         check_parallel(hf_config, config.parallel, world_size)

@@ -48,6 +48,12 @@ def check_weight_files(folder: Path) -> None:
             raise UserError(f"model folder {folder}: {file.name} lacks tensor {lost[0]}, which {INDEX} places there")
 
 
+def check_local_folder(folder: str | Path, key: str) -> None:
+    """Refuse the folder of a model that is not there. Errors: UserError naming the key of the config that gives it."""
+    if not Path(folder).is_dir():
+        raise UserError(f"config: {key} = {folder}: does not exist; give a local Hugging Face folder")
+
+
 def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> None:
     """Refuse a model that would read the tokens of the one in `folder` as others.
 

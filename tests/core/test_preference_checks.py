@@ -81,9 +81,17 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
         UserError, match=r"rewards\.models\.liked\.path: .* has no head of one number; give the folder of a"
     ):
         check("train", rewards={"models": {"liked": {"path": str(policy)}}})
+    with pytest.raises(
+        UserError, match=r"rewards\.models\.liked\.path = .*/none: does not exist; give a local Hugging Face folder"
+    ):
+        check("train", rewards={"models": {"liked": {"path": str(tmp_path / "none")}}})
+    for kind, key in (("dpo", "dpo"), ("train", "kl")):
+        for folder, why in (("none", "does not exist"), ("foreign", "has another tokenizer than")):
+            reference = {"coefficient": 0.1, "reference": str(tmp_path / folder)}
+            sections = {"dpo": {"reference": str(tmp_path / folder)}, "algorithm": {"kl": reference}}
+            with pytest.raises(UserError, match=rf"{key}\.reference = .*/{folder}: {why}"):
+                check(kind, **sections)
     with pytest.raises(UserError, match=r"rewards\.models\.liked\.path = .*: has another tokenizer than"):
         check("train", rewards={"models": {"liked": {"path": str(foreign)}}})
-    with pytest.raises(UserError, match=r"dpo\.reference = .*: has another tokenizer than"):
-        check("dpo", dpo={"reference": str(other)})
-    with pytest.raises(UserError, match=r"model folder nowhere: does not exist"):
+    with pytest.raises(UserError, match=r"rewards\.models\.liked\.path = nowhere: does not exist"):
         check("ask", rewards={"models": {"liked": {"path": "nowhere"}}})

@@ -18,7 +18,7 @@ import pytest
 from megatron_rl.data.record import file_of, load_trajectories
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.metrics.report import write_report
-from tests.program import command
+from tests.program import command, forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -56,9 +56,9 @@ def warm(config) -> Path:
 
 @pytest.mark.timeout(900)
 def test_two_leaders_train_on_conversations_and_resume(config, warm):
-    arguments = ["train", str(config), "--nproc", "2", "--model.path", str(warm)]
-    command(*arguments, "--steps", "1")
-    command(*arguments)
+    arguments = ["train", str(config), "--model.path", str(warm)]
+    for steps in (1, 2):
+        forked(*arguments, "--steps", str(steps), ranks=2)
     run = config.parent / "runs" / "grpo"
     lines = {line["step"]: line for line in read_json_lines(run / "metrics.jsonl")}
     assert sorted(lines) == [0, 1, 2]
@@ -81,7 +81,7 @@ def test_two_leaders_train_on_conversations_and_resume(config, warm):
 
 def test_an_agent_of_ones_own(config, warm):
     agent = f"{REPOSITORY / 'examples' / 'calculator_agent.py'}:calculator_agent"
-    command(
+    forked(
         *("train", str(config), "--name", "own", "--model.path", str(warm), "--steps", "1", "--checkpoint.every", "0"),
         *("--rollout.program", "openai_agent", "--agent.function", agent),
     )

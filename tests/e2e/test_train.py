@@ -18,6 +18,7 @@ import yaml
 
 from megatron_rl.cli import main
 from megatron_rl.metrics.logger import read_json_lines
+from tests.program import Program, forked
 
 STEPS = 4
 TIMEOUT = 420
@@ -38,7 +39,7 @@ def run(arguments: list[str], log: Path) -> subprocess.Popen:
         )
 
 
-def scheduler_of(process: subprocess.Popen) -> psutil.Process | None:
+def scheduler_of(process: subprocess.Popen | Program) -> psutil.Process | None:
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
             if "sglang::scheduler" in " ".join(child.cmdline()) or child.name().startswith("sglang::schedul"):
@@ -166,11 +167,7 @@ def test_the_mismatch_is_attributed(finished, capsys):
     It is the newest step with both its rollouts and its weights, from a checkpoint; with other weights nothing would agree.
     """
     run_dir, _ = finished
-    command = [sys.executable, "-m", "megatron_rl.cli", "report", str(run_dir), "--attribute"]
-    done = subprocess.run(
-        [*command, "--parallel.expert", "1"], capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = forked("report", str(run_dir), "--attribute", "--parallel.expert", "1", timeout=TIMEOUT)
     assert "Sources of the mismatch at step 2" in done.stdout and "Sources of" in (run_dir / "report.html").read_text()
     sources = {s["name"]: s for s in json.loads((run_dir / "attribution.json").read_text())["sources"]}
     assert list(sources) == ["routes", "tail", "attention", "precision", "all"]
@@ -205,8 +202,7 @@ def test_bad_input_is_one_line(finished, tmp_path, capsys, override, fragments):
     arguments = ["train", str(config), "--name", f"bad{tmp_path.name}", "--parallel.expert", "1"]
     arguments += [part.replace("RUN", str(finished[0])) for part in override]
     if override[0] in ("--rollout.addresses", "--rollout.sampling.temperature"):  # found by a trainer that has started
-        command = [sys.executable, "-m", "megatron_rl.cli", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        done = forked(*arguments, timeout=TIMEOUT, check=False)
         status, printed = done.returncode, done.stderr
     else:
         status, printed = main(arguments), capsys.readouterr().err

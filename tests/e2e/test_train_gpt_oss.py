@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_rl.metrics.logger import read_json_lines
-from tests.program import command
+from tests.program import forked
 from tests.weights import scaled
 
 STEPS = 3
@@ -37,7 +37,7 @@ def test_sinks_are_trained_and_both_sides_have_them(tiny_model, tmp_path):
         "eval": {"prompts": 0},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
-    command("train", str(tmp_path / "config.yaml"), "--nproc", "2", timeout=400)
+    forked("train", str(tmp_path / "config.yaml"), ranks=2, timeout=400)
     rows = [row for row in read_json_lines(tmp_path / "sinks" / "metrics.jsonl") if row["step"] > 0]
     assert len(rows) == STEPS
     for row in rows:
@@ -45,7 +45,7 @@ def test_sinks_are_trained_and_both_sides_have_them(tiny_model, tmp_path):
         assert row["response/length"] > 24, "responses of more than three windows of 8"
         # About 3e-14; of sinks that the engine keeps in bf16 it is 2e-10.
         assert row["mismatch/abs_median"] <= 5e-6 and row["mismatch/kl"] <= 1e-11
-    command("convert", str(tmp_path / "sinks" / "checkpoints" / f"step_{STEPS:06d}"), str(tmp_path / "hf"))
+    forked("convert", str(tmp_path / "sinks" / "checkpoints" / f"step_{STEPS:06d}"), str(tmp_path / "hf"))
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "hf"))
     sinks = [name for name in before if name.endswith(".self_attn.sinks")]
     assert len(sinks) == 2

@@ -11,7 +11,8 @@ import yaml
 from megatron_rl.cli import main
 from megatron_rl.data.record import file_of, load_trajectories
 from megatron_rl.metrics.logger import read_json_lines
-from tests.e2e.test_train import TIMEOUT, run, scheduler_of
+from tests.e2e.test_train import TIMEOUT, scheduler_of
+from tests.program import Program
 
 STEPS, LAYERS, MAX_AGE, KILLED_AFTER = 6, 2, 3, 4
 
@@ -41,7 +42,7 @@ def finished(tmp_path_factory, tiny_model):
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     log, run_dir = folder / "log.txt", folder / "drifting"
-    process = run(["train", str(path)], log)
+    process = Program("train", str(path), log=log)
     victim = None
     try:
         deadline = time.monotonic() + TIMEOUT

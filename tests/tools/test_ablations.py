@@ -14,9 +14,18 @@ import pytest
 from megatron_rl.config_file import load_config
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.metrics.vega import SERIES
+from tests.weights import classifier
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCRIPTS = ("noise_floor", "routing_replay", "vp2o_stability", "vp2o_diversity", "smollm2_ablation", "all_cures")
+SCRIPTS = (
+    "noise_floor",
+    "routing_replay",
+    "vp2o_stability",
+    "vp2o_diversity",
+    "smollm2_ablation",
+    "all_cures",
+    "reward_hacking",
+)
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -31,7 +40,7 @@ def of_script(request, monkeypatch):
             del sys.modules[name]
 
 
-def test_every_run_has_a_config_of_its_own(of_script, tiny_model):
+def test_every_run_has_a_config_of_its_own(of_script, tiny_model, tmp_path):
     """Names and settings are valid, arms differ from each other, seeds are outermost, and pairs are of arms that exist.
 
     "Valid" is what a run checks before it starts, with a model of another size.
@@ -41,9 +50,12 @@ def test_every_run_has_a_config_of_its_own(of_script, tiny_model):
     assert list(runs.values()) == sorted(runs.values(), key=lambda run: run[1])
     flags = importlib.import_module("ablations").flags
     model = tiny_model("qwen3_moe", "--layers", "2", "--experts", "16", "--tokenizer", "numbers")
+    reward_model = classifier(Path(model), tmp_path / "reward" / "hf", 0)
     configs = []
     for arm in of_script.arms.values():
-        settings = of_script.common | arm
+        settings = {
+            key: reward_model if value == "RUNS/reward/hf" else value for key, value in (of_script.common | arm).items()
+        }
         config = load_config(EXAMPLES.parent / of_script.config, flags(settings | {"model.path": model}))
         preflight(config, "train")
         configs.append((config, settings.get("model.path")))
@@ -94,6 +106,7 @@ def test_figures_come_out_of_a_log_and_are_none_where_it_has_none(of_script, tmp
         if step % 4 == 0:
             line |= {"eval/score": step / 8, "eval/greedy": 0.5}
             line |= {name: 0.5 for name in of_script.columns if name.startswith("eval/")}
+            line |= {panel.metric: 0.5 for panel in of_script.panels if panel.metric.startswith("eval/")}
             line |= {name.removeprefix("at/"): 0.5 for name in of_script.columns if name.startswith("at/")}
         lines.append(line)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

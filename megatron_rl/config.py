@@ -105,8 +105,8 @@ class DataConfig:
     """Options of the task itself (for reasoning_gym: those of the data set)."""
     verifier: str | None = None
     """exact | math | number_list | code (tests in the answer's column, run in the sandbox) | instructions (IFEval's and
-    IFBench's), or a function (response, answer) of your own as module:name or path/to/file.py:name; by default exact for
-    file and hub, else the task's own."""
+    IFBench's) | none (prompts without answers, for rewards.models), or a function (response, answer) of your own as
+    module:name or path/to/file.py:name; by default exact for file and hub, else the task's own."""
     prepare: str | None = None
     """A function of your own, as module:name or path/to/file.py:name, that is given each row of a file or a data set and
     returns it with the columns wanted here, or None to leave it out."""

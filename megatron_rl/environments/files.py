@@ -171,7 +171,8 @@ class RowTask(Task):
             file = where.rpartition(":")[0]
             for name, key in missing.items():
                 if name not in columns:
-                    raise UserError(f"data: {file} has no column '{name}' (data.{key}){nearest(name, columns)}")
+                    more = "; prompts without answers need data.verifier: none" if key == "answer_key" else ""
+                    raise UserError(f"data: {file} has no column '{name}' (data.{key}){nearest(name, columns)}{more}")
             raise UserError(f"data: {file} has no usable line ({skipped} skipped; the first: {first})")
         if skipped:
             log.warning("data: %d of %d lines skipped", skipped, skipped + len(prompts))
@@ -194,7 +195,7 @@ class RowTask(Task):
     def _needed(self, row: dict[str, Any]) -> list[str]:
         """The config's keys of the columns that the row has to have. Errors: ValueError saying what is wrong with it."""
         if not self.demonstrations:
-            return ["prompt_key", "answer_key"]
+            return ["prompt_key", "answer_key"] if self.parts else ["prompt_key"]
         text, prompt, response = self.data.text_key, self.data.prompt_key, self.data.response_key
         if self._is_text(row):
             return ["text_key"]

@@ -158,6 +158,12 @@ def _parse(text: str, parse: Callable[..., list]) -> list:
     return parse(text if in_tex else f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
 
 
+def unjudged(text: str, answer: Any) -> Parts:
+    """No parts: for prompts without answers, whose responses reward models judge."""
+    del text, answer
+    return {}
+
+
 @dataclass(frozen=True)
 class Verifier:
     """A function(response, answer, ...) -> parts, and how it is called."""
@@ -177,6 +183,7 @@ VERIFIERS = {
         follows, PARTS, pooled=("megatron_rl.environments.instruction_checkers",), extract=lambda text: text.strip()
     ),
     "math": Verifier(compare_math, pooled=("math_verify",), extract=math_answer),
+    "none": Verifier(unjudged, parts=(), extract=lambda text: text.strip()),
     "number_list": Verifier(number_list),
 }
 _EXTRAS = ("prompt", "truncated", "timeout_s")
@@ -239,7 +246,7 @@ class PooledCalls:
 
 
 class RowVerifier:
-    """The verifier that data.verifier names, for prompts with an answer.
+    """The verifier that data.verifier names, for prompts with an answer (`none`: without one).
 
     The user's own is a function score(response, answer, ...) -> number or numbers by name, with `prompt` (its text) and
     `truncated` where it has parameters of these names. It has the parts that data.rewards names, or `correct` alone, and runs

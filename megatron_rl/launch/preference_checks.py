@@ -20,6 +20,11 @@ def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
         _check_dpo(config)
         _check_reference(config.model.path, config.dpo.reference, "dpo.reference")
     if kind == "train":
+        if config.data.verifier == "none" and not config.rewards.models:
+            raise UserError(
+                "config: data.verifier: none judges no response, and rewards.models is empty, so that nothing gives a reward;"
+                " name a reward model, or another verifier"
+            )
         _check_reference(config.model.path, config.policy_reference, "algorithm.kl.reference")
     if kind in ("train", "ask"):
         _check_scorers(config, world_size)

@@ -85,6 +85,9 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
         UserError, match=r"rewards\.models\.liked\.path = .*/none: does not exist; give a local Hugging Face folder"
     ):
         check("train", rewards={"models": {"liked": {"path": str(tmp_path / "none")}}})
+    with pytest.raises(UserError, match=r"data\.verifier: none judges no response, .* name a reward model"):
+        check("train", data={"verifier": "none"})
+    check("train", data={"verifier": "none"}, rewards={"models": {"liked": {"path": str(fits)}}})
     for kind, key in (("dpo", "dpo"), ("train", "kl")):
         for folder, why in (("none", "does not exist"), ("foreign", "has another tokenizer than")):
             reference = {"coefficient": 0.1, "reference": str(tmp_path / folder)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,20 @@ def test_the_retool_recipe_is_the_articles():
     assert (config.rollout.max_new_tokens, config.rollout.context_length) == (16 * 1024, 24 * 1024)
     assert config.agent.tools == ["python"] and config.agent.max_turns > 1
     assert (config.eval.prompts, config.eval.samples) == (30, 30)
+
+
+@pytest.mark.parametrize("kind", ["reward", "dpo", "ppo"])
+def test_the_recipes_of_preferences_fit_one_node(kind):
+    """Trainer of 8 GPUs of 80 GB: PPO with its critic, reference and reward model, which are of the policy's size."""
+    file = CONFIGS / f"olmoe-1b-7b-{kind}.yaml"
+    config = load_config(file, ["--model.path", "policy", "--critic.path", "policy"])
+    models = {name: replace(model, path="policy") for name, model in config.rewards.models.items()}
+    found = estimate(replace(config, rewards=replace(config.rewards, models=models)), MODELS["OLMoE-1B-7B"], 8)
+    assert config.name == file.stem and found.fits(80 * GB)
+    said = re.search(r"at most\s#?\s*([\d.]+) GB each", file.read_text())
+    assert float(said[1]) == pytest.approx(found.usage.total / GB, rel=0.03)
+    companions = {"critic", "reference", "reward_models"}
+    assert (companions & {kind for kind, size in found.usage.kinds.items() if size}) == (
+        companions if kind == "ppo" else set()
+    )
+    assert config.rollout.context_length <= config.batch.tokens_per_micro_batch

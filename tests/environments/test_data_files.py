@@ -60,6 +60,19 @@ def test_a_missing_column_names_the_nearest(tmp_path):
         build_task(DataConfig(path=path))
 
 
+def test_prompts_without_answers_are_judged_by_reward_models_alone(tmp_path):
+    """Of a file of preferences the prompts; nothing but what a model says, once it is there, counts."""
+    lines = [{"prompt": f"{i} + 1 =", "chosen": f"{i}.", "rejected": "?"} for i in range(random.randint(30, 60))]
+    path = write(tmp_path / "a.jsonl", lines)
+    with pytest.raises(UserError, match=r"no column 'answer' .*; prompts without answers need data\.verifier: none"):
+        build_task(DataConfig(path=path))
+    task = build_task(DataConfig(path=path, verifier="none"), later_parts=["liked"])
+    prompts = [prompt for split in ("train", "eval") for prompt in task.prompts(split)]
+    assert {prompt.text for prompt in prompts} == {line["prompt"] for line in lines}
+    assert task.score(prompts, ["anything"] * len(prompts)) == [{}] * len(prompts)
+    assert task.parts == ("liked",) and task.weights == {"liked": 1.0}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -250,9 +250,9 @@ class ScorerConfig:
     """Subtracted from a score; then it is divided by scale."""
     scale: PositiveFloat = 1.0
     normalize: bool = False
-    """Subtract the mean of all scores of the run so far, and divide by their standard deviation."""
+    """Subtract the mean of all scores of the run so far, and divide by their standard deviation; not in evaluations."""
     clip: PositiveFloat | None = None
-    """Largest absolute value of a score, after all that."""
+    """Largest absolute value of a score, after all that; not in evaluations."""
 
 
 @section

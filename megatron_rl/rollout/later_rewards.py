@@ -54,7 +54,8 @@ class LaterRewards:
     def score(self, trajectories: list[Trajectory], prompts: Sequence[Prompt], *, learns: bool = False) -> None:
         """Set the parts, and the rewards anew, of this leader's trajectories. prompts: those that their group ids count.
 
-        learns: the scores count for the mean and deviation by which later ones are normalized. What is masked is not scored.
+        learns: the scores are normalized, count for the mean and deviation by which they are, and are clipped; those of an
+        evaluation are neither, so that all evaluations of a run have one scale. What is masked is not scored.
         Errors: UserError on all processes, for a server that does not answer.
         """
         if not names_of(self._config):
@@ -90,14 +91,13 @@ class LaterRewards:
 
     def _shaped(self, name: str, settings: ScorerConfig, scores: list[float], *, learns: bool) -> list[float]:
         values = torch.tensor(scores, dtype=torch.float64)
-        if name in self._seen:
-            if learns:
-                mine = self._ranks.gather_from_leaders(moments(values, torch.ones_like(values)))
-                self._seen[name] += torch.stack(mine).sum(0)
+        if learns and name in self._seen:
+            mine = self._ranks.gather_from_leaders(moments(values, torch.ones_like(values)))
+            self._seen[name] += torch.stack(mine).sum(0)
             mean, variance = mean_and_variance(self._seen[name])
             values = (values - mean) / (variance.sqrt() if variance > 0 else 1.0)
         values = (values - settings.shift) / settings.scale
-        limit = math.inf if settings.clip is None else settings.clip
+        limit = settings.clip if learns and settings.clip is not None else math.inf
         return values.clamp(-limit, limit).tolist()
 
     def state_dict(self) -> dict[str, list[float]]:

@@ -77,16 +77,18 @@ PROMPTS = [Prompt("p", "question")]
 def test_scores_are_shaped_and_weighed(scorer):
     _, url = scorer
     rewards, _ = later({"liked": {"shift": 10.0, "scale": 4.0, "clip": 30.0}}, url)
-    found = [trajectory() for _ in range(5)]
-    rewards.score(found, PROMPTS)
-    for t in found:
-        score = min(30.0, (t.tokens.sum() - 10.0) / 4.0)
-        assert t.reward_parts["liked"] == pytest.approx(score)
-        assert t.reward == pytest.approx(0.5 * 1.0 + 2.0 * score)
+    for learns in (True, False):
+        found = [trajectory() for _ in range(5)]
+        rewards.score(found, PROMPTS, learns=learns)
+        for t in found:
+            score = (t.tokens.sum() - 10.0) / 4.0
+            score = min(30.0, score) if learns else score
+            assert t.reward_parts["liked"] == pytest.approx(score)
+            assert t.reward == pytest.approx(0.5 * 1.0 + 2.0 * score)
 
 
 def test_normalized_scores_have_the_run_s_mean_and_deviation(scorer):
-    """Of all scores that were learned from so far, these included; an evaluation's do not count."""
+    """Of all scores that were learned from so far, these included; an evaluation's do not count, and stay as they are."""
     _, url = scorer
     rewards, _ = later({"liked": {"normalize": True}}, url)
     seen: list[float] = []
@@ -95,14 +97,15 @@ def test_normalized_scores_have_the_run_s_mean_and_deviation(scorer):
         rewards.score(found, PROMPTS, learns=learns)
         scores = [float(t.tokens.sum()) for t in found]
         seen += scores if learns else []
-        expected = (np.array(scores) - np.mean(seen)) / np.std(seen)
+        expected = (np.array(scores) - np.mean(seen)) / np.std(seen) if learns else np.array(scores)
         assert [t.reward_parts["liked"] for t in found] == pytest.approx(expected.tolist())
     again, _ = later({"liked": {"normalize": True}}, url)
     again.load_state_dict(json.loads(json.dumps(rewards.state_dict())))
     ours, theirs = trajectory(), trajectory()
     theirs.tokens = ours.tokens
-    rewards.score([ours], PROMPTS), again.score([theirs], PROMPTS)
+    rewards.score([ours], PROMPTS, learns=True), again.score([theirs], PROMPTS, learns=True)
     assert ours.reward == theirs.reward
+    assert ours.reward_parts["liked"] != float(ours.tokens.sum())
 
 
 def test_a_server_is_asked_again_and_then_named(scorer):

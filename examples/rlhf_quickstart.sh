@@ -43,8 +43,7 @@ rm -rf "runs/$name/ppo/hf"
 megatron-rl convert "$checkpoint" "runs/$name/ppo/hf"
 for one in sft ppo dpo; do
   megatron-rl eval configs/rlhf_ppo.yaml --name "$name/scores/$one" --seed "$seed" --data.seed "$seed" \
-    --model.path "runs/$name/$one/hf" --rewards.models.preferred.path "runs/$name/reward/hf" >"runs/$name/$one.eval.json"
+    --model.path "runs/$name/$one/hf" --rewards.models.preferred.path "runs/$name/reward/hf"
 done
-python examples/compare_policies.py "SFT=runs/$name/scores/sft" "PPO=runs/$name/scores/ppo" "DPO=runs/$name/scores/dpo"
-
-megatron-rl report "runs/$name/ppo" "runs/$name/sft" "runs/$name/reward" "runs/$name/dpo"
+megatron-rl report "runs/$name/"{sft,reward,ppo,dpo}
+megatron-rl report "runs/$name/scores/"{sft,ppo,dpo}

@@ -153,11 +153,11 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
                 return None
             Console().print(table(found))
         from megatron_rl.metrics.report import write_report
-        from megatron_rl.metrics.summary import before_after
+        from megatron_rl.metrics.summary import before_after, compared
 
         folders = [Path(run) for run in args.run]
         page = write_report(folders)
-        for table in filter(None, map(before_after, folders)):
+        for table in filter(None, [*map(before_after, folders), compared(folders)]):
             Console().print(table)
         print(f"report: {page}")
         return None

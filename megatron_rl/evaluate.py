@@ -16,7 +16,7 @@ from megatron_rl.environments.evaluation import average_at_n, collision, distinc
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.agents import agent_metrics
-from megatron_rl.metrics.logger import METRICS_FILE
+from megatron_rl.metrics.logger import METRICS_FILE, SCORES_FILE
 from megatron_rl.metrics.reduce import figures, over_ranks
 from megatron_rl.metrics.responses import readable, write_responses
 from megatron_rl.metrics.step import reward_metrics
@@ -97,7 +97,10 @@ def _mean_and_best(rewards: list[list[float]], sizes: list[int], sampler: str = 
 
 
 def evaluate_command(config: Config) -> None:
-    """`megatron-rl eval`: score the folder model.path as it is, and print the scores; no file of a run there changes."""
+    """`megatron-rl eval`: score the folder model.path as it is, and print and keep the scores; no file of a run there changes.
+
+    `megatron-rl report` compares several such folders.
+    """
     with Run(config, kind="ask") as run:
         if not run.eval_prompts:
             raise UserError(
@@ -108,6 +111,7 @@ def evaluate_command(config: Config) -> None:
         with Engine(run) as engine:
             engine.join()
             scores = evaluate(config, run, engine)
+            run.ranks.main_does(lambda: write_responses(run.folder / SCORES_FILE, [{"step": run.step} | scores]))
             run.logger.say(json.dumps(scores, indent=2))
             run.logger.say(f"responses are in {_responses_file(run)}")
 

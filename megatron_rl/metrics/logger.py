@@ -22,6 +22,8 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
+SCORES_FILE = "evals/scores.jsonl"
+"""One line, like those of the former, in a folder that `megatron-rl eval` has scored."""
 SAMPLES_FILE = "samples.jsonl"
 NOTE_EVERY_S = 30.0
 """Where there is no terminal, how often progress within a step is said."""

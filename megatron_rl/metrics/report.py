@@ -27,6 +27,7 @@ from megatron_rl.metrics.runlog import (
     probability_bound,
     read_run,
     repeated,
+    side_by_side,
 )
 from megatron_rl.metrics.samples import leading
 
@@ -68,6 +69,7 @@ def write_report(run_dirs: Path | str | Sequence[Path | str], output: Path | str
         runs=runs,
         facts=_facts(runs[0]) if len(runs) == 1 else [],
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
+        compared=side_by_side(runs),
         evaluations=[(run, title, found) for run in runs for title, found in evaluations(run.lines)],
         differences=_differences(runs),
         sections=sections,

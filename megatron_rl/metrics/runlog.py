@@ -15,7 +15,7 @@ import yaml
 
 from megatron_rl.config_file import parse_yaml
 from megatron_rl.errors import UserError
-from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, read_json_lines
+from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, SCORES_FILE, read_json_lines
 from megatron_rl.metrics.mismatch import BELOW
 
 Lines = Sequence[Mapping[str, Any]]
@@ -64,7 +64,8 @@ def read_run(folder: Path) -> RunLog:
     config = config if isinstance(config, dict) else {}
     samples = [s for s in read_json_lines(folder / SAMPLES_FILE) if isinstance(s.get("response"), str)]
     name = str(config.get("name") or folder.resolve().name)
-    return RunLog(name, folder, config, read_json_lines(folder / METRICS_FILE), samples)
+    lines = read_json_lines(folder / METRICS_FILE) or read_json_lines(folder / SCORES_FILE)
+    return RunLog(name, folder, config, lines, samples)
 
 
 def number(value: Any) -> float | None:
@@ -107,6 +108,13 @@ def evaluations(lines: Lines) -> list[tuple[str, Points]]:
     hidden = {"eval/prompts", *repeated([lines])}
     names = [name for name in metrics(lines) if name.startswith("eval/") and name not in hidden]
     return [(n.removeprefix("eval/").replace("_", " "), values) for n in names if (values := points(lines, n))]
+
+
+def side_by_side(runs: Sequence[RunLog]) -> dict[str, list[float]]:
+    """{title: the newest value of each run} of the eval metrics that all of several runs have."""
+    found = [{title: values[-1][1] for title, values in evaluations(run.lines)} for run in runs]
+    shared = [title for title in found[0] if all(title in of_run for of_run in found)] if len(runs) > 1 else []
+    return {title: [of_run[title] for of_run in found] for title in shared}
 
 
 def mean_of_last_quarter(lines: Lines, names: Collection[str]) -> dict[str, float]:

@@ -1,13 +1,14 @@
-"""The first and the last evaluation of a run, side by side, for the terminal."""
+"""The first and the last evaluation of a run, and the newest ones of several runs, side by side, for the terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Column, Table
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
-from megatron_rl.metrics.runlog import evaluations
+from megatron_rl.metrics.runlog import evaluations, read_run, side_by_side
 
 
 def before_after(run_dir: Path) -> Table | None:
@@ -21,4 +22,15 @@ def before_after(run_dir: Path) -> Table | None:
     for title, points in found:
         before, after = points[0][1], points[-1][1]
         table.add_row(title, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+    return table
+
+
+def compared(run_dirs: Sequence[Path]) -> Table | None:
+    """The newest scores of several runs, of the metrics that all of them have; None without one."""
+    found = side_by_side(runs := [read_run(folder) for folder in run_dirs])
+    if not found:
+        return None
+    table = Table("newest evaluation", *(Column(run.name, justify="right") for run in runs))
+    for title, values in found.items():
+        table.add_row(title, *(f"{value:.3f}" for value in values))
     return table

@@ -68,6 +68,8 @@ def test_eval_of_a_run_whose_server_dies(config, monkeypatch, capsys):
         said = capsys.readouterr().out
         assert f"responses are in {run / 'evals' / 'step_000000.jsonl'}" in said
         assert all(f'"eval/{name}"' in said for name in ("score", "score_unpruned", "pass@3", "pass_unpruned@3"))
+        [scores] = rows_of(run / "evals" / "scores.jsonl")
+        assert scores.pop("step") == 0 and json.dumps(scores, indent=2) in said
     assert asked == ["eval/0", "eval/0", "greedy"] * 2 and restarts == [1, 1, 1, 0, 0, 0]
     for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
         assert (run / name).read_text() == f"{name} of the training run\n"

@@ -14,7 +14,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import vega
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.metrics.report import write_report
-from megatron_rl.metrics.summary import before_after
+from megatron_rl.metrics.summary import before_after, compared
 from megatron_rl.metrics.vega import MOST_ROWS
 from tests.metrics.page import Page
 
@@ -115,6 +115,27 @@ def test_distinct_answers_are_shown_where_they_are_not_pass_at_n(tmp_path, disti
     table = before_after(run)
     assert ("Different right answers" in page.charts) == shown == ("distinct@4" in page.text)
     assert shown == ("distinct@4" in table.columns[0].cells) and "pass@4" in table.columns[0].cells
+
+
+def test_runs_are_compared_by_the_newest_of_what_all_have(tmp_path):
+    """A run that was trained, and one that was only evaluated."""
+    trained = write_lines(
+        tmp_path / "trained",
+        [{"step": step, "eval/score": step / 8, "eval/reward/correct": step / 4, "eval/loss": 1.0} for step in (0, 2)],
+    )
+    (scored := tmp_path / "scored" / "evals").mkdir(parents=True)
+    (scored.parent / "config.yaml").write_text("name: scored")
+    (scored / "scores.jsonl").write_text('{"step": 0, "eval/reward/correct": 0.875, "eval/score": 0.75}')
+    page = Page(write_report([trained, scored.parent]))
+    assert page.row("reward/correct", 3) == ["reward/correct", "0.500", "0.875"]
+    assert page.row("score", 3) == ["score", "0.250", "0.750"]
+    table = compared([trained, scored.parent])
+    assert [list(column.cells) for column in table.columns] == [
+        ["score", "reward/correct"],
+        ["0.250", "0.500"],
+        ["0.750", "0.875"],
+    ]
+    assert compared([trained]) is None and "Side by side" not in Page(write_report(trained)).text
 
 
 def test_lines_that_coincide_are_all_seen(tmp_path):

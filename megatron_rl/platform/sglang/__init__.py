@@ -1,8 +1,8 @@
 """What lets SGLang run where no GPU exists. Nothing here is used on a machine with CUDA.
 
 The folder `pythonpath/` is put first on PYTHONPATH of the server process alone. It holds stand-ins for the packages
-`sgl_kernel` and `torch_memory_saver`, and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry point
-group `sglang.srt.plugins`.
+`flashinfer`, `sgl_kernel` and `torch_memory_saver`, and a plugin, `sglang_on_cpu`, that SGLang itself finds through its entry
+point group `sglang.srt.plugins`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ REPLACED = {
     "package sgl_kernel": (
         "loads libcuda at import; the stand-in has the names that SGLang imports everywhere, and none of its operators,"
         " so that SGLang takes its torch-native paths"
+    ),
+    "package flashinfer": (
+        "a fifth of the time in which SGLang imports what it needs, for kernels that a CPU does not have; the stand-in is a"
+        " package that cannot be imported"
     ),
     "package torch_memory_saver": (
         "takes over the allocator of CUDA; the stand-in frees the same memory while a colocated server sleeps, and whoever"

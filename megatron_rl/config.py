@@ -190,6 +190,9 @@ class AlgorithmConfig:
     """Advantages of tokens: discount of a reward that comes one token later."""
     lam: Fraction = 0.95
     """gae: lambda, from 0 (one token and the next one's value) to 1 (all rewards to come)."""
+    bootstrap_truncated: bool = True
+    """gae: a response that a limit has ended would have gone on. true: in place of a score the value behind its last token
+    stands for what would have come (part `overlong` counts); false: it is scored as it is, as a verifier scores it 0."""
     whiten: bool | None = None
     """Whether advantages are brought to mean 0 and deviation 1 over all tokens of a step; null: those of tokens are."""
     tilt_temperature: PositiveFloat = 1.0
@@ -286,9 +289,9 @@ class DPOConfig:
     """Mean log-ratio of a response's tokens instead of their sum."""
     sft_coefficient: NonNegativeFloat = 0.0
     """Weight of the chosen responses' negative log-likelihood, mean over their tokens, beside the loss."""
-    desirable_weight: NonNegativeFloat = 1.0
+    desirable_weight: PositiveFloat = 1.0
     """kto: weight of the responses labeled as good."""
-    undesirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: PositiveFloat = 1.0
     reference: str | None = None
     """Hugging Face folder of the reference; by default model.path."""
     precompute_reference: bool = False
@@ -711,6 +714,11 @@ class Config:
     def run_dir(self) -> Path:
         """The run's folder."""
         return Path(self.runs_dir) / self.name
+
+    @property
+    def zero_truncated(self) -> bool:
+        """Whether a response that a limit has ended has a reward of 0, whatever is in it."""
+        return self.rollout.program != "single_turn" and self.agent.on_truncation == "zero"
 
     @property
     def policy_reference(self) -> str | None:

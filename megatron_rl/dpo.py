@@ -38,7 +38,8 @@ def dpo(config: Config) -> None:
         trainer = run.build()
         held_out = held_out_comparisons(run.held_out, run.program, config.rollout.context_length)
         folder = config.dpo.reference or config.model.path
-        reference = Reference(folder, run.folder / "reference_log_probs.npz", run.ranks)
+        file = run.folder / "reference_log_probs.npz"
+        reference = Reference(folder, file, run.ranks, precision=config.precision.train)
         if config.dpo.precompute_reference:
             reference.precompute(upcoming(run, held_out), lambda: run.scorer(folder))
 
@@ -103,7 +104,9 @@ def mismatched(comparisons: list[Comparison]) -> list[Comparison]:
         room = longest - prompt.prompt_length
         tokens = prompt.tokens[: prompt.prompt_length].tolist()
         answer = response.tokens[response.prompt_length :][:room].tolist()
-        crossed.append(Comparison(one.prompt_id, "label", [Sequence.demonstration(tokens, answer)], [0.0]))
+        sequence = Sequence.demonstration(tokens, answer)
+        sequence["loss_mask"] = response["loss_mask"][:room]  # a tool's words are not the policy's there either
+        crossed.append(Comparison(one.prompt_id, "label", [sequence], [0.0]))
     return crossed
 
 
@@ -144,7 +147,7 @@ def dpo_loss(
             "preference/rejected": mean(found.rewards[~good].sum(), int((~good).sum())),
             "preference/baseline": mean(baseline, 1),
         }
-    best = table.best
+    best = table.scores > 0.5 if config.loss == "kto" else table.best  # of a response by itself nothing is better
     sft = -policy[best].sum() / lengths[best].sum().clamp(min=1)
     loss = found.loss + config.sft_coefficient * sft if config.sft_coefficient else found.loss
     metrics |= {"preference/loss": mean(loss.detach(), 1), "preference/sft_loss": mean(sft.detach(), 1)}

@@ -8,6 +8,8 @@ from megatron_rl.data.sequence import Sequence
 
 TRUNCATED = ("length", "turns", "tokens", "time")
 """Endings that a limit brought about, before the policy ended."""
+OVERLONG = "overlong"
+"""The part of a reward that is about the response's length alone."""
 
 
 @dataclass

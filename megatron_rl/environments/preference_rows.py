@@ -103,6 +103,8 @@ class PreferenceRows(RowTask):
             raise ValueError(f"'{names[0]}' and '{names[1]}' are equal")
         stated = get(row, self.data.margin_key)
         margin = None if stated in (MISSING, None) else _number(stated, f"'{self.data.margin_key}'")
+        if margin is not None and margin < 0:
+            raise ValueError(f"'{self.data.margin_key}' is {margin:g}: the chosen response would be the worse one")
         return Preference("pair", (Judged(chosen, 1.0), Judged(rejected, 0.0)), margin)
 
     def _list(self, row: dict[str, Any]) -> Preference:

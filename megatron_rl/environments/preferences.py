@@ -60,6 +60,8 @@ class Preference:
             problem = f"has {len(scores)} responses"
         elif not all(map(math.isfinite, [*scores, self.margin or 0.0])):
             problem = "has a score or a margin that is no finite number"
+        elif (self.margin or 0.0) < 0:
+            problem = "has a margin below 0"
         elif self.kind == "pair" and scores[0] <= scores[1]:
             problem = "has a chosen response (the first) whose score is not the higher one"
         elif self.kind == "list" and len(set(scores)) == 1:

@@ -142,6 +142,12 @@ def _check_algorithm(config: Config) -> None:
     for key, idle, why, remedy in (
         ("algorithm.lam", not of_critic and algorithm.lam != default.lam, "is of gae", "set algorithm.advantage: gae"),
         (
+            "algorithm.bootstrap_truncated",
+            not of_critic and not algorithm.bootstrap_truncated,
+            "is of gae",
+            "set algorithm.advantage: gae",
+        ),
+        (
             "algorithm.gamma",
             algorithm.advantage not in OF_TOKENS and algorithm.gamma != default.gamma,
             "is of advantages that go from token to token",

@@ -121,7 +121,13 @@ class Run:
         self.scores: dict[int, float] = {}
         """eval/score by step, as far as the run was evaluated; without an engine -eval/loss."""
         self.kl = KLControl(config.algorithm.kl)
-        self.rewards = LaterRewards(config.rewards, self.ranks, self.task, max_new_tokens=config.rollout.max_new_tokens)
+        self.rewards = LaterRewards(
+            config.rewards,
+            self.ranks,
+            self.task,
+            max_new_tokens=config.rollout.max_new_tokens,
+            zero_truncated=config.zero_truncated,
+        )
         self.critic: Critic | None = None
         """Of PPO; after `build`."""
         self.current_clock = Clock()

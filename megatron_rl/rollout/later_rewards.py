@@ -17,7 +17,7 @@ from megatron_rl.algorithms.advantages import mean_and_variance, moments
 from megatron_rl.config import RewardsConfig, ScorerConfig
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.sequence import Sequence as Tokens
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.environments import Prompt, Task, combine
 from megatron_rl.errors import UserError
 from megatron_rl.trainer.critic import everywhere
@@ -25,8 +25,6 @@ from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.units import with_last_state
 
-OVERLONG = "overlong"
-"""Name of the part that is about a response's length."""
 ATTEMPTS, AT_A_TIME = 3, 64
 
 
@@ -38,8 +36,12 @@ def names_of(config: RewardsConfig) -> list[str]:
 class LaterRewards:
     """Adds these parts to the rewards of trajectories. Every process has one and calls it."""
 
-    def __init__(self, config: RewardsConfig, ranks: Ranks, task: Task, *, max_new_tokens: int) -> None:
+    def __init__(
+        self, config: RewardsConfig, ranks: Ranks, task: Task, *, max_new_tokens: int, zero_truncated: bool = False
+    ) -> None:
+        """zero_truncated: what a limit has ended has a reward of 0 (agent.on_truncation)."""
         self._config, self._ranks, self._task, self._longest = config, ranks, task, max_new_tokens
+        self._zero_truncated = zero_truncated
         self.models: dict[str, Trainer] = {}
         """Those that the trainer's processes score by; `build` makes them."""
         self._servers = {n: Server(n, m, config.timeout_s) for n, m in config.models.items() if m.address}
@@ -60,23 +62,29 @@ class LaterRewards:
         """
         if not names_of(self._config):
             return
-        judged = [t for t in trajectories if not t.part and not t.masked]
+        judged = [t for t in trajectories if self._judges(t)]
         for name, settings in self._config.models.items():
             if server := self._servers.get(name):
                 scores = self._ranks.leaders_do(lambda server=server: server.score(judged, prompts)) or []
             else:
                 scores = self._by_model(self.models[name], judged)
+                scores = (
+                    scores if self._ranks.is_leader else []
+                )  # its other processes have them too, and no trajectories
             for trajectory, score in zip(judged, self._shaped(name, settings, scores, learns=learns), strict=True):
                 trajectory.reward_parts[name] = score
         first = None
         for t in trajectories:
-            if self._config.overlong_buffer and not t.part and not t.masked:
+            if self._config.overlong_buffer and self._judges(t):
                 t.reward_parts[OVERLONG] = overlong(t.response_length, self._longest, self._config.overlong_buffer)
             if t.part and first is not None:
                 t.reward_parts = first.reward_parts
             else:
                 first = t
             t.reward = combine(t.reward_parts, self._task.weights)
+
+    def _judges(self, t: Trajectory) -> bool:
+        return not t.part and not t.masked and not (self._zero_truncated and t.truncated)
 
     def _by_model(self, model: Trainer, judged: list[Trajectory]) -> list[float]:
         """Scores of the leader's trajectories, by all processes of its copy of the model."""

@@ -12,7 +12,7 @@ from megatron_rl.algorithms import advantages
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.packing import Batch
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics
 from megatron_rl.registry import resolve
@@ -45,6 +45,8 @@ class Advantages:
     def __init__(self, config: Config, trainer: Trainer, critic: Critic | None) -> None:
         """trainer: of the policy, whose log-probs tokens may be paid by. critic: of gae."""
         self._rewards, self._trainer, self._critic = config.rewards, trainer, critic
+        self._bootstraps = config.algorithm.bootstrap_truncated and critic is not None and not config.zero_truncated
+        self._overlong_weight = config.data.rewards.get(OVERLONG, 1.0)
         self._config = algorithm = config.algorithm
         self._of_tokens = algorithm.advantage in OF_TOKENS
         self._shaped = algorithm.entropy_reward > 0 or (
@@ -59,7 +61,7 @@ class Advantages:
 
         What is masked gets none, and the others' baseline leaves it out. Where tokens are looked at later, it is the reward.
         """
-        judged = [t for t in trajectories if not t.masked and not t.part]
+        judged = [t for t in trajectories if not t.masked and not t.part and not self._goes_on(t)]
         found = self._seen([t.reward for t in judged])
         if self._config.advantage == "reinforce_plus_plus_baseline":
             found = self._over_groups(partial(advantages.group_relative, normalize=False), judged, found)
@@ -69,8 +71,19 @@ class Advantages:
         advantage = 0.0
         for trajectory in trajectories:
             if not trajectory.part:
-                advantage = 0.0 if trajectory.masked else next(mine)
+                if trajectory.masked:
+                    advantage = 0.0
+                else:
+                    advantage = self._penalty(trajectory) if self._goes_on(trajectory) else next(mine)
             trajectory["advantages"] = advantage
+
+    def _goes_on(self, trajectory: Trajectory) -> bool:
+        """Whether it was cut off, and its last state's value stands for what would have come: a score would count twice."""
+        return self._bootstraps and trajectory.truncated
+
+    def _penalty(self, trajectory: Trajectory) -> float:
+        """The part of the reward that is about the length alone."""
+        return self._overlong_weight * trajectory.reward_parts.get(OVERLONG, 0.0)
 
     def _seen(self, rewards: list[float]) -> list[float]:
         """Rewards as advantages see them: within a limit, and of mean 0 and deviation 1 over the step, where that is wanted."""
@@ -145,7 +158,7 @@ class Advantages:
             mask = of_update.rows(of_update.of("loss_mask"))
             final = torch.tensor([_given(t) for t in trajectories])
             rewards = advantages.token_rewards(final, mask, kl=-of_update.rows(of_tokens), kl_coefficient=1.0)
-            truncated = torch.tensor([float(t.truncated) for t in trajectories])
+            goes_on = torch.tensor([float(self._goes_on(t)) for t in trajectories])
             before = torch.zeros_like(rewards) if values is None else of_update.rows(values.before)
             advantage, returns = advantages.generalized(
                 rewards,
@@ -153,7 +166,7 @@ class Advantages:
                 mask,
                 gamma=self._config.gamma,
                 lam=1.0 if values is None else self._config.lam,
-                bootstrap=None if values is None else truncated * values.last,
+                bootstrap=None if values is None else goes_on * values.last,
             )
             found.append(of_update.flat(advantage))
             self._returns.append(of_update.flat(returns))

@@ -19,7 +19,7 @@ from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import Correction, TokenWeights, counts, token_weights
 from megatron_rl.config import AlgorithmConfig, Config
 from megatron_rl.data.packing import Batch
-from megatron_rl.metrics.reduce import Metrics, derived, mean
+from megatron_rl.metrics.reduce import Metrics, derived, mean, ratio
 from megatron_rl.registry import resolve
 
 CLOSE = "mismatch/close"
@@ -281,10 +281,11 @@ class Policy(Objective[HeadOutputs]):
         total = terms
         # What is dropped leaves the whole update: where the trainer finds a token next to impossible, its KL explodes too.
         stays = torch.where(corrected.vetoed | corrected.rejected, 0.0, count).to(terms)
+        of_reference: Metrics = {}
         if "reference_log_probs" in self.needs:
             estimate = kl.estimate(log_probs, batch["reference_log_probs"], algorithm.kl.estimator)
             estimate = torch.where(inside, estimate, torch.zeros_like(estimate))
-            sums["kl/reference"] = estimate.detach().sum()
+            of_reference = {"kl/reference": ratio(estimate.detach().sum(), mask.sum())}  # of no token there is none
             coefficient = algorithm.kl.coefficient if self.kl_coefficient is None else self.kl_coefficient
             if algorithm.kl.placement == "loss":
                 total = total + coefficient * stays * torch.where(stays > 0, estimate, torch.zeros_like(estimate))
@@ -299,7 +300,7 @@ class Policy(Objective[HeadOutputs]):
         seen = {"old_log_probs": old.detach(), "coverage": outputs.coverage.detach(), **vars(corrected)}
         if self.config.pruning.measure and outputs.margin is not None:
             seen["safe"] = outputs.margin.detach() >= math.log(self.config.pruning.rho)
-        metrics = _token_means(batch, sums)
+        metrics = _token_means(batch, sums) | of_reference
         metrics |= {name: mean(value, inside.sum()) for name, value in of_ratios.items()}  # of those that have one
         metrics["loss/policy"] = mean((terms.detach() * weights).sum(), counted)
         metrics["loss/counted"] = mean(counted, mask.sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,9 +22,10 @@ LOG_PROBS = "reference_log_probs"
 class Reference:
     """Summed log-probs of units, [units] fp64 on the host. Its methods are collective."""
 
-    def __init__(self, folder: str, file: Path, ranks: Ranks) -> None:
+    def __init__(self, folder: str, file: Path, ranks: Ranks, *, precision: str) -> None:
         """folder: the model's; file: where what is computed before the run is kept, for one that resumes."""
-        self._folder, self._file, self._ranks = folder, file, ranks
+        self._file, self._ranks = file, ranks
+        self._model = ranks.main_does(lambda: _state_of(Path(folder))) + f" {precision}"
         self._known: dict[str, Tensor] = {}
         """By what they are of (`_name`)."""
 
@@ -48,7 +50,7 @@ class Reference:
 
     def _name(self, table: Table) -> str:
         """A digest of all that the log-probs depend on."""
-        digest = hashlib.sha256(self._folder.encode())
+        digest = hashlib.sha256(self._model.encode())
         for sequence in table.sequences:
             digest.update(sequence.tokens.tobytes() + sequence["unit"].tobytes())
         return digest.hexdigest()
@@ -59,7 +61,7 @@ class Reference:
         try:
             with np.load(self._file) as found:
                 return {name: torch.from_numpy(found[name]) for name in found.files}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(f"{self._file}: damaged ({error}); remove it to have it computed again") from None
 
     def _write(self) -> None:
@@ -69,3 +71,9 @@ class Reference:
             partial.replace(self._file)
         except OSError as error:
             raise UserError(f"{self._file}: could not be written ({error.strerror or error})") from None
+
+
+def _state_of(folder: Path) -> str:
+    """What tells a folder's weights from those that were written there before."""
+    files = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
+    return f"{folder} " + " ".join(f"{name} {state.st_size} {state.st_mtime_ns}" for name, state in files)

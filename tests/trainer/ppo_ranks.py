@@ -39,6 +39,7 @@ WHOLE = {
 """Advantages of whole responses, whose sequences are one each."""
 OF_TOKENS = {
     "gae": AlgorithmConfig(advantage="gae", gamma=0.97, lam=0.9, whiten=False),
+    "gae, scored where it was cut off": AlgorithmConfig(advantage="gae", lam=0.7, bootstrap_truncated=False),
     "gae, whitened": AlgorithmConfig(advantage="gae", lam=0.5, kl=IN_REWARD, entropy_reward=0.05),
     "reinforce_plus_plus": AlgorithmConfig(advantage="reinforce_plus_plus", gamma=0.9, kl=IN_REWARD),
     "baseline": AlgorithmConfig(advantage="reinforce_plus_plus_baseline", entropy_reward=0.03),
@@ -76,7 +77,7 @@ def make_trajectories(seed: int, *, parts: bool = True, vocab: int = 64) -> list
     rng = np.random.default_rng(seed)
     found: list[Trajectory] = []
     for sample in range(PROMPTS * SAMPLES):
-        reward, masked = float(rng.normal()), sample == 1
+        reward, masked, overlong = float(rng.normal()), sample == 1, -float(rng.random())
         for part in range(1 + (2 if parts and sample in (1, 9, 15) else 0)):
             prompt, response = int(rng.integers(1, 15)), int(rng.integers(3, 26))
             mask = np.ones(response, bool)
@@ -98,6 +99,7 @@ def make_trajectories(seed: int, *, parts: bool = True, vocab: int = 64) -> list
                     },
                     finish_reason="length" if sample % 3 == 0 else "stop",
                     reward=reward,
+                    reward_parts={"correct": reward - overlong, "overlong": overlong},
                     masked=masked,
                     part=part,
                 )

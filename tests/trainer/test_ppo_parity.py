@@ -202,12 +202,15 @@ def expected(
             advantages[key] = [reward] * len(places)
             continue
         rewards = of_tokens[key]
+        goes_on = algorithm.advantage == "gae" and algorithm.bootstrap_truncated and t.finish_reason == "length"
+        if goes_on:  # nobody knows how good it would have been, but how long it is
+            reward = t.reward_parts["overlong"]
         if rewards:
             rewards[-1] += reward
         values, lam = [0.0] * (len(places) + 1), 1.0
         if "values" in found:
             values = [float(found["values"][key][i]) for i in places]
-            values.append(float(found["last"][key][0]) if t.finish_reason == "length" else 0.0)
+            values.append(float(found["last"][key][0]) if goes_on else 0.0)
             lam = algorithm.lam
         gamma = algorithm.gamma
         advantages[key] = [

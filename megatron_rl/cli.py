@@ -51,6 +51,13 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("config", metavar="CONFIG", help="YAML file")
     plan.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of the trainer, all of which train (8)")
     plan.add_argument("--memory", type=float, default=80, metavar="GB", help="of one GPU, in 10^9 bytes (80)")
+    plan.add_argument(
+        "--for",
+        dest="run",
+        choices=("train", "sft", "reward", "dpo"),
+        default="train",
+        help="the command that is to fit",
+    )
     plan.add_argument("--json", action="store_true", help="machine-readable, in bytes")
     convert = commands.add_parser("convert", help="Hugging Face safetensors <-> Megatron distributed checkpoint; FP8 export",
                                   allow_abbrev=False)  # fmt: skip
@@ -181,7 +188,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     if args.command == "plan":
         from megatron_rl.launch.fit import plan_command
 
-        return plan_command(config, args.gpus, args.memory, as_json=args.json)
+        return plan_command(config, args.gpus, args.memory, run=args.run, as_json=args.json)
     # Told before torch and its neighbors are imported, which takes long.
     from megatron_rl.environments.build import check_data
     from megatron_rl.launch.plan import FROM_DATA, check_group

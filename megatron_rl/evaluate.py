@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,20 +59,18 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         scores |= {
             f"eval/{name}": value for name, value in figures(over_ranks(run.ranks, [agent_metrics(sampled)])).items()
         }
-    rows = run.gather_from_leaders([{"greedy": False, **readable(run.tokenizer, t)} for t in sampled])
+    rows = run.gather_from_leaders([{"greedy": False, **_row(run, prompts, t)} for t in sampled])
     if config.eval.unpruned:
         whole = engine.ask(prompts, run.support.unpruned, samples=n, seed=f"eval/{run.step}")
         whole = _scored(run, engine, prompts, whole)
         scores |= _mean_and_best(run.gather_groups(_judged(whole), lambda t: t.reward), sizes, "_unpruned")
-        rows += run.gather_from_leaders(
-            [{"greedy": False, "unpruned": True, **readable(run.tokenizer, t)} for t in whole]
-        )
+        rows += run.gather_from_leaders([{"greedy": False, "unpruned": True, **_row(run, prompts, t)} for t in whole])
     if config.eval.greedy:
         greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1, seed="greedy")
         greedy = _scored(run, engine, prompts, greedy)
         if found := run.gather_groups(_judged(greedy), lambda t: t.reward):
             scores["eval/greedy"] = average_at_n(found)
-        rows += run.gather_from_leaders([{"greedy": True, **readable(run.tokenizer, t)} for t in greedy])
+        rows += run.gather_from_leaders([{"greedy": True, **_row(run, prompts, t)} for t in greedy])
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
     return scores
 
@@ -82,6 +81,12 @@ def _scored(run: Run, engine: Engine, prompts: Sequence[Prompt], trajectories: l
         engine.sleep()  # where they share GPUs
     run.rewards.score(trajectories, prompts)
     return trajectories
+
+
+def _row(run: Run, prompts: Sequence[Prompt], trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as people read it, and what was asked before the tokenizer and its chat template came."""
+    prompt = prompts[trajectory.group_id]
+    return {**readable(run.tokenizer, trajectory), "asked": prompt.messages or prompt.text}
 
 
 def _judged(trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -131,7 +136,7 @@ def rollout_command(config: Config) -> None:
         prompts = run.stream.next(config.batch.prompts_per_step)
         trajectories = engine.collect(prompts, step=0)
         run.rewards.score(trajectories, prompts)
-        rows = run.gather_from_leaders([readable(run.tokenizer, t) for t in trajectories])
+        rows = run.gather_from_leaders([_row(run, prompts, t) for t in trajectories])
         run.ranks.main_does(lambda: write_responses(folder / "step_000000.jsonl", rows))
         run.logger.say(json.dumps(figures(over_ranks(run.ranks, [reward_metrics(config, trajectories)])), indent=2))
         run.logger.say(f"trajectories are in {folder}: step_000000.jsonl to read, .npz for rollout.load")

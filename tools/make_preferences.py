@@ -43,7 +43,8 @@ def preferences(rows: Iterable[Row], by: str, count: int, seed: int) -> Iterator
     for prompt, responses in prompts.items():
         for better, worse in pairs_of(responses, by, count, random.Random(f"{seed}/{prompt}")):
             texts = {"chosen": better["response"], "rejected": worse["response"]}
-            yield {"prompt": better["prompt"], **texts, "gap": better[by] - worse[by]}
+            asked = better.get("asked", better["prompt"])  # without the chat template, which training applies again
+            yield {"prompt": asked, **texts, "gap": better[by] - worse[by]}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found))
-    print(f"{len(found)} pairs of {len({row['prompt'] for row in found})} prompts in {options.out}")
+    print(f"{len(found)} pairs of {len({str(row['prompt']) for row in found})} prompts in {options.out}")
     return 0
 
 

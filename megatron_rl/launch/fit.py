@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.memory import EXACT, GB, Estimate, estimate, remedies, server_use
+from megatron_rl.launch.plan import Kind
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.sizes import Shape
 
@@ -23,7 +24,7 @@ MEANING = {
     "fp8_weights": "Transformer Engine's copies, one a direction of the products",
     "gradients": "buffers of all micro-batches' sums",
     "optimizer": "Adam's moments, and fp32 weights where bf16 ones are trained",
-    "reference": "frozen, of algorithm.kl",
+    "reference": "frozen, of algorithm.kl or dpo",
     "critic": "of algorithm.advantage: gae, with its gradients and its own Adam",
     "predictors": "of routes, with their own Adam",
     "reward_models": "frozen, of rewards.models",
@@ -45,18 +46,20 @@ MEANING = {
 """What each kind of bytes on a GPU is."""
 
 
-def plan_command(config: Config, gpus: int, memory_gb: float, *, as_json: bool = False) -> None:
+def plan_command(config: Config, gpus: int, memory_gb: float, *, run: Kind = "train", as_json: bool = False) -> None:
     """Print whether training with this config fits on so many trainer GPUs of so many GB (10^9 bytes)."""
     hf_config = read_hf_config(config.model.path)
-    found = estimate(config, hf_config, gpus)
-    report = as_dict(config, hf_config, found, int(memory_gb * GB))
+    found = estimate(config, hf_config, gpus, run=run)
+    report = as_dict(config, hf_config, found, int(memory_gb * GB), run)
     if as_json:
         print(json.dumps(report, indent=1))
     else:
         _print_tables(report)
 
 
-def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory: int) -> dict[str, Any]:
+def as_dict(
+    config: Config, hf_config: PreTrainedConfig, found: Estimate, memory: int, run: Kind = "train"
+) -> dict[str, Any]:
     """The fields that `--json` prints; all sizes in bytes.
 
     per_gpu: use of the pipeline stage that needs most. Its total is what is resident plus the largest of `phases`, which follow
@@ -64,7 +67,7 @@ def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory
     memory.
     """
     usage = found.usage
-    helps = remedies(config, hf_config, found, usage.largest)
+    helps = remedies(config, hf_config, found, usage.largest, run=run)
     best = helps[0] if helps else None
     return {
         "model": config.model.path,
@@ -89,16 +92,18 @@ def as_dict(config: Config, hf_config: PreTrainedConfig, found: Estimate, memory
     }
 
 
-def check_fits(config: Config, hf_config: PreTrainedConfig, gpus: int, memory: int) -> None:
+def check_fits(config: Config, hf_config: PreTrainedConfig, gpus: int, memory: int, run: Kind = "train") -> None:
     """Refuse a run whose weights, gradients, optimizer and other certain bytes exceed a GPU's `memory` bytes.
 
     A run that may not fit if all responses are as long as they may be, under the assumptions of `memory.py`, gets a warning.
     Errors: UserError.
     """
-    found = estimate(config, hf_config, gpus)
+    found = estimate(config, hf_config, gpus, run=run)
     usage, here = found.usage, f"they have {memory / GB:.1f}"
     figures = ", ".join(f"{kind} {usage.resident[kind] / GB:.1f}" for kind in EXACT if usage.resident[kind])
-    helps = [f"{r.key}: {r.value}" for r in remedies(config, hf_config, found, usage.largest) if r.key != "gpus"]
+    helps = [
+        f"{r.key}: {r.value}" for r in remedies(config, hf_config, found, usage.largest, run=run) if r.key != "gpus"
+    ]
     remedy = f"; {helps[0]} needs less, as do more GPUs" if helps else "; use more GPUs"
     if usage.least > memory:
         raise UserError(

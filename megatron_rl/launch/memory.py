@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import Plan, make_plan
+from megatron_rl.launch.plan import Kind, Plan, make_plan, reference_of
 from megatron_rl.models.freeze import is_frozen
 from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, read_hf_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
@@ -116,14 +116,16 @@ class Estimate:
         return self.usage.total <= memory
 
 
-def estimate(config: Config, hf_config: PreTrainedConfig, gpus: int, kernels: Kernels = GPU) -> Estimate:
+def estimate(
+    config: Config, hf_config: PreTrainedConfig, gpus: int, kernels: Kernels = GPU, *, run: Kind = "train"
+) -> Estimate:
     """Estimate training with this config on `gpus` trainer GPUs. Errors: UserError for sizes that do not divide."""
     if gpus < 1:
         raise UserError(f"plan: --gpus {gpus}: the trainer needs at least one")
     check_parallel(hf_config, config.parallel, gpus)
     plan = make_plan(config.batch, config.parallel, gpus)
     shape = Shape.from_config(hf_config)
-    stages = [stage_usage(config, shape, plan, stage, kernels) for stage in range(config.parallel.pipeline)]
+    stages = [stage_usage(config, shape, plan, stage, kernels, run) for stage in range(config.parallel.pipeline)]
     usage = max(stages, key=lambda usage: usage.total)
     save, push = save_cost(config, shape, gpus), push_cost(config, shape)
     return Estimate(gpus, model_counts(shape), usage, save, push, host_bytes(config, shape, gpus))
@@ -132,13 +134,16 @@ def estimate(config: Config, hf_config: PreTrainedConfig, gpus: int, kernels: Ke
 # -- one GPU -----------------------------------------------------------------------------------------------------------
 
 
-def stage_usage(config: Config, shape: Shape, plan: Plan, stage: int, kernels: Kernels = GPU) -> Usage:
+def stage_usage(
+    config: Config, shape: Shape, plan: Plan, stage: int, kernels: Kernels = GPU, run: Kind = "train"
+) -> Usage:
     """Bytes on a GPU of one pipeline stage."""
     weights = rank_weights(shape, config.parallel, stage, transformer_engine=kernels.transformer_engine)
     moe_layers = [i for i in stage_layers(shape, config.parallel, stage) if i in shape.moe_layers]
     tokens = _StepTokens.of(config, plan)
     resident = (
         parameter_bytes(config, weights, plan.world_size)
+        | {"reference": _reference_bytes(config, weights, run)}
         | {"predictors": _predictor_bytes(config, shape, moe_layers)}
         | _batch_bytes(config, shape, moe_layers, tokens)
         | _vp2o_bytes(config, shape, moe_layers)
@@ -149,7 +154,7 @@ def stage_usage(config: Config, shape: Shape, plan: Plan, stage: int, kernels: K
 
 
 def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[str, int]:
-    """Bytes of the weights, gradients, optimizer state and reference that one rank holds.
+    """Bytes of the weights, gradients and optimizer state that one rank holds.
 
     2 + 4 + 12 bytes a parameter in bf16 (the last shared by the data-parallel ranks), 4 + 4 + 8 in fp32. Padding of Megatron's
     buffers (below 256 bytes a tensor) is left out.
@@ -159,15 +164,19 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
     held = count(weights)
     # A pattern that names single experts does not match the * of all.
     trained = [w for w in weights if not is_frozen(w.name, config.model.freeze)]
-    reference = config.algorithm.kl.coefficient > 0
     copies = sum(w.size for w in weights if w.is_matrix) if recipe.fp8_recipe else 0
     return {
         "weights": held * width,
         "fp8_weights": 2 * copies,  # of Transformer Engine's layers, one a direction of their products
         "gradients": GRADIENT_WIDTH[config.precision.gradients] * count(trained),
         "optimizer": int(optimizer_width(config) * sharded(config, trained, gpus)),
-        "reference": held * width if reference else 0,
     }
+
+
+def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:
+    """Of the frozen reference's weights, on the model's own layout."""
+    held = reference_of(config, run) is not None
+    return TRAIN[config.precision.train].dtype.itemsize * count(weights) if held else 0
 
 
 def optimizer_width(config: Config) -> float:
@@ -271,7 +280,7 @@ def _companion_bytes(config: Config, shape: Shape, stage: int, gpus: int, kernel
     if config.algorithm.advantage == "gae":
         settings = critic_config(config)
         found = parameter_bytes(settings, weights_of(config.critic.path), gpus)
-        critic = sum(found.values()) - found["reference"]
+        critic = sum(found.values())
     own = [model.path for model in config.rewards.models.values() if not model.address]
     return {"critic": critic, "reward_models": sum(width * count(weights_of(path)) for path in own)}
 
@@ -532,7 +541,9 @@ def _savers(config: Config) -> list[tuple[str, Any]]:
     return tries if config.vp2o.enabled else [*tries, ("precision.gradients", "bf16")]
 
 
-def remedies(config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: str) -> list[Remedy]:
+def remedies(
+    config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: str, *, run: Kind = "train"
+) -> list[Remedy]:
     """Changes of one key that lower the total, the best for this kind first. Sizes that do not divide are left out."""
     parallel, found = config.parallel, []
     tries = [
@@ -548,7 +559,8 @@ def remedies(config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: s
         ),
         ("model.head_chunk_tokens", max(256, config.model.head_chunk_tokens // 2)),
         ("routing.cached_tokens", max(1, config.routing.cached_tokens // 2)),
-        ("algorithm.kl.coefficient", 0.0),
+        *([("algorithm.kl.coefficient", 0.0)] if run == "train" else []),
+        *([("dpo.precompute_reference", True)] if run == "dpo" else []),
         ("gpus", 2 * now.gpus),
     ]
     for key, value in tries:
@@ -556,7 +568,7 @@ def remedies(config: Config, hf_config: PreTrainedConfig, now: Estimate, kind: s
         if gpus == now.gpus and other == config:
             continue
         try:
-            then = estimate(other, hf_config, gpus).usage
+            then = estimate(other, hf_config, gpus, run=run).usage
         except UserError:
             continue
         saves = now.usage.total - then.total

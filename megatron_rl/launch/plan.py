@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.config import BatchConfig, ParallelConfig
+from megatron_rl.config import BatchConfig, Config, ParallelConfig
 from megatron_rl.errors import UserError
 
 Kind = Literal["train", "sft", "reward", "dpo", "score", "ask"]
@@ -17,6 +17,14 @@ FROM_DATA = ("sft", "reward", "dpo", "score")
 """Kinds that need data alone, without an engine."""
 LOOKS = ("score", "ask")
 """Kinds that train nothing, and leave a run's files as they are."""
+
+
+def reference_of(config: Config, kind: Kind) -> str | None:
+    """Folder of the reference that a run of this kind holds beside its model from the first step on; None: none."""
+    dpo = config.dpo
+    if kind == "dpo" and not dpo.precompute_reference:
+        return dpo.reference or config.model.path
+    return config.policy_reference if kind == "train" else None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
     """Errors: UserError naming a key that does nothing here, or a folder that cannot be used."""
     if kind == "reward":
         _check_reward_model(config.reward_model)
+        _check_pooling(config)
+    if kind in ("train", "dpo"):
+        _check_start(config, kind)
     if kind == "dpo":
         _check_dpo(config)
         _check_reference(config.model.path, config.dpo.reference, "dpo.reference")
@@ -46,6 +49,16 @@ def _check_reward_model(config: RewardModelConfig) -> None:
             raise _idle("reward_model", key, value, why, f"leave {key} out, or change the loss")
 
 
+def _check_pooling(config: Config) -> None:
+    hf_config, pooling = read_hf_config(config.model.path), config.reward_model.pooling
+    known = getattr(hf_config, "reward_pooling", "last")
+    if is_classifier(hf_config) and known != pooling:
+        raise UserError(
+            f"config: reward_model.pooling = {pooling}, and the reward model {config.model.path} has learned with"
+            f" {known}; set pooling: {known}"
+        )
+
+
 def _check_dpo(config: Config) -> None:
     dpo, default = config.dpo, DPOConfig()
     for key, idle, why in (
@@ -62,6 +75,21 @@ def _check_dpo(config: Config) -> None:
         raise UserError(
             "config: batch.prompts_per_step = 1 with dpo.loss = kto, whose baseline takes each prompt with the response to"
             " another one; use 2 or more"
+        )
+
+
+def _check_start(config: Config, kind: Kind) -> None:
+    """A reference that nobody names is the policy's start, and a checkpoint is no folder that it could be read from."""
+    key, named = (
+        ("dpo.reference", config.dpo.reference)
+        if kind == "dpo"
+        else ("algorithm.kl.reference", config.algorithm.kl.reference)
+    )
+    wanted = kind == "dpo" or config.policy_reference is not None
+    if config.checkpoint.load and wanted and named is None:
+        raise UserError(
+            f"config: checkpoint.load without {key}: the policy would begin as {config.checkpoint.load}, and its reference as"
+            f" {config.model.path}; convert the checkpoint and give its folder as model.path, or name the reference"
         )
 
 

@@ -123,7 +123,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if kind not in LOOKS:
         check_memory_savers(config, machine)
         if torch.cuda.is_available():
-            check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1])
+            check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1], kind)
     if kind == "train" and machine.gpu and shares_expandable_memory(config, os.environ):
         raise UserError(
             "config: sync.transport = tensor shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks for"

@@ -21,7 +21,7 @@ from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind
+from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, reference_of
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock
 from megatron_rl.metrics.logger import RunLogger
@@ -151,7 +151,7 @@ class Run:
             support=self.support if training else SamplingSupport(),
             hooks=update_hooks(config) if training else [],
             value_head=self.kind == "reward",
-            reference=self._reference(),
+            reference=reference_of(config, self.kind),
         )
         if training and config.algorithm.advantage == "gae":
             self._build_critic()
@@ -199,13 +199,6 @@ class Run:
         config = replace(self.config, model=replace(self.config.model, path=folder, freeze=[]))
         support = SamplingSupport()
         return build_trainer(config, self.ranks, total_updates=None, support=support, value_head=value_head)
-
-    def _reference(self) -> str | None:
-        """Folder of the reference that the trainer has beside its model; None: it has none."""
-        dpo = self.config.dpo
-        if self.kind == "dpo" and not dpo.precompute_reference:
-            return dpo.reference or self.config.model.path
-        return self.config.policy_reference if self.kind == "train" else None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

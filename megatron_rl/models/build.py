@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -181,6 +182,12 @@ class Model:
     def _classifier(self) -> dict[str, Any]:
         """What config.json says of a model with a value head."""
         name = architecture(self.hf_config).replace("ForCausalLM", CLASSIFIER)
+        pad, ends = (getattr(self.hf_config, f"{which}_token_id", None) for which in ("pad", "eos"))
+        if pad is not None and pad in (ends if isinstance(ends, list) else [ends]) and self.pooling == "last":
+            logging.getLogger(__name__).warning(
+                f"{self.path}: pad_token_id is an end-of-sequence token, which transformers' classifiers therefore pass over:"
+                " they read the state before it, where this model's score is behind it; SGLang and megatron_rl read that"
+            )
         label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers counts them
         return {"architectures": [name], "tie_word_embeddings": False, "reward_pooling": self.pooling, **label}
 

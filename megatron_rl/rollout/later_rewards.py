@@ -18,7 +18,7 @@ from megatron_rl.config import RewardsConfig, ScorerConfig
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.sequence import Sequence as Tokens
 from megatron_rl.data.trajectory import OVERLONG, Trajectory
-from megatron_rl.environments import Prompt, Task, combine
+from megatron_rl.environments import Prompt, Task, combine, encode_text
 from megatron_rl.errors import UserError
 from megatron_rl.trainer.critic import everywhere
 from megatron_rl.trainer.parallel import Ranks
@@ -67,10 +67,8 @@ class LaterRewards:
             if server := self._servers.get(name):
                 scores = self._ranks.leaders_do(lambda server=server: server.score(judged, prompts)) or []
             else:
-                scores = self._by_model(self.models[name], judged)
-                scores = (
-                    scores if self._ranks.is_leader else []
-                )  # its other processes have them too, and no trajectories
+                of_copy = self._by_model(self.models[name], judged)  # which all processes of the copy have
+                scores = of_copy if self._ranks.is_leader else []
             for trajectory, score in zip(judged, self._shaped(name, settings, scores, learns=learns), strict=True):
                 trajectory.reward_parts[name] = score
         first = None
@@ -182,7 +180,9 @@ class Server:
 def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, trajectory: Trajectory) -> list[int]:
     """Prompt and response as the reward model's own tokenizer has them: by its chat template, where it has one."""
     if not tokenizer.chat_template:
-        return list(tokenizer.encode(prompt.text + trajectory.text))
+        tokens, _ = encode_text(tokenizer, trajectory.text)  # as it has learned: the end of sequence is scored too
+        cut = trajectory.truncated and tokenizer.eos_token_id is not None
+        return [*prompt.encode(tokenizer).tokens, *(tokens[:-1] if cut else tokens)]
     asked = prompt.messages or [{"role": "user", "content": prompt.text}]
     messages = [*asked, {"role": "assistant", "content": trajectory.text}]
     return list(

@@ -289,3 +289,17 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(UserError, match="does not divide the 12 processes"):
         plan("Qwen3-30B-A3B", 12)
+
+
+def test_the_reference_of_dpo_is_counted_where_it_stays():
+    """The weights once more; the KL of RL is of no other command."""
+    config = recipe("OLMoE-1B-7B", algorithm__kl__coefficient=0.1)
+    early = changed(config, "dpo.precompute_reference", True)
+    cases = (("train", config, 1), ("dpo", config, 1), ("dpo", early, 0), ("reward", config, 0), ("sft", config, 0))
+    for run, one, size in cases:
+        found = estimate(one, MODELS["OLMoE-1B-7B"], 8, run=run).usage.kinds
+        assert found.get("reference", 0) == size * found["weights"], run
+    now = estimate(config, MODELS["OLMoE-1B-7B"], 8, run="dpo")
+    helps = {remedy.key: remedy for remedy in remedies(config, MODELS["OLMoE-1B-7B"], now, "reference", run="dpo")}
+    assert helps["dpo.precompute_reference"].saves_of_kind == now.usage.kinds["reference"]
+    assert "algorithm.kl.coefficient" not in helps

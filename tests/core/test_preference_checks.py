@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 from weights import classifier
 
@@ -73,7 +76,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     foreign = classifier(other, tmp_path / "foreign", seed=0)
 
     def check(kind: str, **sections: dict) -> None:
-        check_preferences(build_config({"model": {"path": str(policy)}, **sections}), kind, 1)
+        check_preferences(build_config({"model": {"path": str(policy)}} | sections), kind, 1)
 
     check("train", rewards={"models": {"liked": {"path": str(fits)}}})
     check("train", rewards={"models": {"liked": {"path": str(foreign), "address": "http://host:1"}}})
@@ -88,6 +91,24 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     with pytest.raises(UserError, match=r"data\.verifier: none judges no response, .* name a reward model"):
         check("train", data={"verifier": "none"})
     check("train", data={"verifier": "none"}, rewards={"models": {"liked": {"path": str(fits)}}})
+    mean = tmp_path / "mean"
+    shutil.copytree(fits, mean)
+    hf_config = json.loads((mean / "config.json").read_text()) | {"reward_pooling": "mean"}
+    (mean / "config.json").write_text(json.dumps(hf_config))
+    check("reward", model={"path": str(mean)}, reward_model={"pooling": "mean"})
+    with pytest.raises(
+        UserError, match=r"pooling = last, and the reward model .*/mean has learned with mean; set pooling"
+    ):
+        check("reward", model={"path": str(mean)})
+    start = {"checkpoint": {"load": "runs/x/checkpoints/step_000010"}}
+    check("train", **start)
+    check("dpo", dpo={"reference": str(policy)}, **start)
+    for kind, key, section in (
+        ("dpo", "dpo", {}),
+        ("train", r"algorithm\.kl", {"algorithm": {"kl": {"coefficient": 0.1}}}),
+    ):
+        with pytest.raises(UserError, match=rf"checkpoint\.load without {key}\.reference: .* its reference as .*llama"):
+            check(kind, **section, **start)
     for kind, key in (("dpo", "dpo"), ("train", "kl")):
         for folder, why in (("none", "does not exist"), ("foreign", "has another tokenizer than")):
             reference = {"coefficient": 0.1, "reference": str(tmp_path / folder)}

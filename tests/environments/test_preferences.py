@@ -284,6 +284,7 @@ BAD = [
     ("pair", {"chosen": [user("a")], "rejected": [user("a"), assistant("b")]}, "'chosen' is empty"),
     ("pair", {"margin": "wide"}, "'margin' is 'wide', no finite number"),
     ("pair", {"margin": NAN}, "'margin' is nan, no finite number"),
+    ("pair", {"margin": -0.5}, "'margin' is -0.5: the chosen response would be the worse one"),
     ("list", {"responses": ["a"], "scores": [1]}, "'responses' has one response"),
     ("list", {"responses": []}, "'responses' is empty"),
     ("list", {"responses": "a, b"}, "'responses' is no list"),

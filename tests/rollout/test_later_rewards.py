@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from megatron_rl.config import Config
 from megatron_rl.config_file import build_config
@@ -19,7 +20,8 @@ from megatron_rl.data.labels import Labels
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.later_rewards import LaterRewards, names_of, overlong, pooled
+from megatron_rl.rollout.later_rewards import LaterRewards, _encoded, names_of, overlong, pooled
+from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.trainer.advantages import Advantages
 from megatron_rl.trainer.units import with_last_state
 
@@ -123,6 +125,22 @@ def test_a_server_is_asked_again_and_then_named(scorer):
     kind.failures, kind.answer = 0, staticmethod(lambda tokens: {"embedding": [1.0, 2.0]})
     with pytest.raises(UserError, match=r"it answers 200: .*one\s*label"):
         rewards.score([trajectory()], PROMPTS)
+
+
+def test_a_server_without_a_chat_template_is_sent_what_the_model_has_learned_from(tiny_model):
+    """Prompt and response encoded apart, and the end of the sequence, unless a limit came before it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("llama", "--tokenizer", "numbers", "--vocab", "64"))
+    tokenizer.chat_template = None
+    program: Any = SimpleNamespace(tokenizer=tokenizer)
+    prompt = Prompt("p", "<3 1 2>:")
+    for reason in ("stop", "length"):
+        found = trajectory(finish_reason=reason)
+        found.text = "1 2 3"
+        wanted = SingleTurn.sequence(program, prompt.encode(tokenizer), found.text).tokens.tolist()
+        assert wanted[-1] == tokenizer.eos_token_id
+        assert _encoded(tokenizer, prompt, found) == (wanted if reason == "stop" else wanted[:-1])
+    with pytest.raises(UserError, match="is a conversation, but the model's tokenizer has no chat template"):
+        _encoded(tokenizer, Prompt("p", "last", messages=[{"role": "user", "content": "last"}]), trajectory())
 
 
 def test_what_is_masked_is_not_scored_and_parts_share_their_sample_s(scorer):

@@ -24,6 +24,15 @@ def rows(rng: random.Random, prompts: int) -> list[dict]:
     return found
 
 
+def test_prompts_are_what_was_asked_without_the_chat_template(tmp_path):
+    asked = [{"role": "user", "content": "2 + 2 ="}]
+    one = {"prompt_id": "p", "prompt": "<|user|>2 + 2 =<|assistant|>", "asked": asked}
+    scored = [one | {"response": text, "reward": reward} for text, reward in (("4", 1), ("5", 0))]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scored))
+    assert main([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["prompt"] == asked
+
+
 @pytest.mark.parametrize("most", [1, 3, 100])
 def test_pairs(most, tmp_path, capsys):
     rng = random.Random()

@@ -19,6 +19,8 @@ FAST = (
     "test_precision.py",
     "test_dialects.py",
     "test_conversation.py",
+    "test_dpo_loss.py",
+    "test_kl_control.py",
     "test_later_rewards.py",
 )
 """Files of these folders that take seconds."""

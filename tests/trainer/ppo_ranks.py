@@ -83,6 +83,8 @@ def make_trajectories(seed: int, *, parts: bool = True, vocab: int = 64) -> list
             mask = np.ones(response, bool)
             first, length = int(rng.integers(0, response)), int(rng.integers(0, 6))
             mask[first : first + length] = False
+            if sample in (3, 8):  # the few: of a single token there is no deviation
+                mask[:] = True
             if sample in (2, 10):
                 mask[: 1 + length // 2] = False
             if masked or sample == 6:

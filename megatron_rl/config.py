@@ -59,6 +59,27 @@ class ModelConfig:
 
 
 @section
+class LoRAConfig:
+    """Low-rank adapters, which are trained in the place of the model's weights: by SFT, DPO, reward models and RL alike."""
+
+    rank: Count = 0
+    """Rank r of each adapter, B A with A [r, in] and B [out, r]; 0: there are none, and all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """What an adapter adds to a layer is alpha / rank x B A x."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that an update leaves out. In RL the policy that samples has none: keep it at 0 there."""
+    targets: list[str] = dataclasses.field(
+        default_factory=lambda: ["*.self_attention.linear_*", "*.mlp.linear_fc*", "*.mlp.*experts.*linear_fc*"]
+    )
+    """Linear layers that get an adapter: glob patterns over the names of their weights, as those of model.freeze. By default
+    all of attention and experts; *.mlp.router.* adds the routers."""
+    kind: Literal["lora", "dora"] = "lora"
+    """lora (Hu et al. 2021), or dora (Liu et al. 2024): the length of each row of the weights is trained by itself."""
+    path: str | None = None
+    """Folder in PEFT's format whose adapters these start as. By default B is zero: the policy starts as the model itself."""
+
+
+@section
 class DataConfig:
     """Prompts, their rewards and the order in which they come."""
 
@@ -686,6 +707,7 @@ class Config:
     seed: int = 0
     steps: Positive = 100
     model: ModelConfig = ModelConfig()
+    lora: LoRAConfig = LoRAConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.config_file import to_yaml
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import PromptStream, build_task, fitting
@@ -196,7 +196,7 @@ class Run:
 
     def scorer(self, folder: str, *, value_head: bool = False) -> Trainer:
         """A frozen model of another folder on the same layout, for passes alone (all ranks)."""
-        config = replace(self.config, model=replace(self.config.model, path=folder, freeze=[]))
+        config = replace(self.config, model=replace(self.config.model, path=folder, freeze=[]), lora=LoRAConfig())
         support = SamplingSupport()
         return build_trainer(config, self.ranks, total_updates=None, support=support, value_head=value_head)
 

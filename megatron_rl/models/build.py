@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import ParallelConfig, PrecisionConfig
+from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.errors import UserError, together
+from megatron_rl.models.adapters import ADAPTER, WRAPPED, Adapter, adapters, add_adapters, merged_tasks
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, make_bridge
 from megatron_rl.models.freeze import EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
@@ -58,13 +59,20 @@ class Model:
     """Patterns of parameters that are not trained (`models.freeze`)."""
     value_head: bool = False
     """Whether its head gives one number for each token, and not logits."""
+    lora: LoRAConfig = LoRAConfig()
+    """Adapters, with a rank above 0."""
+    seed: int = 0
+    """Of the adapters' start."""
     pooling: Literal["last", "mean"] = "last"
     """How such numbers make the score of a response, of a reward model (ours alone: transformers takes the last)."""
 
-    def make_chunks(self, load_weights: bool = True, weights: str | Path | None = None) -> list[GPTModel]:
+    def make_chunks(
+        self, load_weights: bool = True, weights: str | Path | None = None, *, adapt: bool = True
+    ) -> list[GPTModel]:
         """This rank's model chunks, one per virtual pipeline stage, without DDP; parallel_state must be initialized.
 
         weights: another folder of the same architecture. Without load_weights the parameters are uninitialized memory.
+        adapt: give them the adapters of `lora`.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.config._pg_collection = groups
@@ -90,6 +98,8 @@ class Model:
             self.load_hf_weights(chunks, weights)
         if self.freeze:
             self._freeze(chunks)
+        if self.lora.rank and adapt:
+            self._add_adapters(chunks)
         if self.recipe.block is not None and not torch.cuda.is_available():  # FP8, simulated
             from megatron_rl.models.fake_quant import FakeQuantizer
 
@@ -100,16 +110,46 @@ class Model:
 
     def parameter_names(self, chunks: list[GPTModel]) -> list[dict[str, torch.nn.Parameter]]:
         """This rank's parameters of each chunk by their plain names (`models.freeze`) in the whole model."""
+        return [
+            {names[local]: parameter for local, parameter in chunk.named_parameters()}
+            for chunk, names in zip(chunks, self._names(chunks), strict=True)
+        ]
+
+    def _names(self, chunks: list[GPTModel]) -> list[dict[str, str]]:
+        """Of each chunk: by a parameter's local name the plain one; that of a layer with an adapter is as without."""
         tied = self.config.share_embeddings_and_output_weights
 
         def name_of(local: str, stage: int) -> str:
-            whole = _megatron_local_name_to_global([*chunks], self.config, local, stage)
-            return plain_name(whole, tied=tied)
+            layer, of_adapter, rest = local.partition(ADAPTER)
+            # Megatron-Bridge numbers an expert's own weights alone.
+            asked = f"{layer}.weight" if of_adapter else local
+            whole = plain_name(_megatron_local_name_to_global([*chunks], self.config, asked, stage), tied=tied)
+            whole = whole.replace(WRAPPED, ".")
+            return whole.removesuffix(".weight") + of_adapter + rest if of_adapter else whole
 
         return [
-            {name_of(local, stage): parameter for local, parameter in chunk.named_parameters()}
+            {local: name_of(local, stage) for local, _ in chunk.named_parameters()}
             for stage, chunk in enumerate(chunks)
         ]
+
+    def adapters(self, chunks: list[GPTModel]) -> list[Adapter]:
+        """This rank's adapters."""
+        if not self.lora.rank:
+            return []
+        names = self._names(chunks)
+        return [found for chunk, of_chunk in zip(chunks, names, strict=True) for found in adapters(chunk, of_chunk)]
+
+    def _add_adapters(self, chunks: list[GPTModel]) -> None:
+        for chunk, names in zip(chunks, self._names(chunks), strict=True):
+            add_adapters(self.lora, chunk, names, seed=self.seed)
+            if self.value_head and chunk.post_process:
+                chunk.output_layer.requires_grad_(True)
+            self._begin_graph(chunk, {*names.values()})
+
+    def _begin_graph(self, chunk: GPTModel, names: Set[str]) -> None:
+        """What is computed again in the backward has gradients only if its input has, which a frozen embedding puts out."""
+        if self.config.recompute_granularity and EMBEDDING in names and chunk.pre_process:
+            chunk.embedding.register_forward_hook(_with_gradient)
 
     def _freeze(self, chunks: list[GPTModel]) -> None:
         named = self.parameter_names(chunks)
@@ -120,9 +160,7 @@ class Model:
             for name, parameter in names.items():
                 if is_frozen(name, self.freeze):
                     parameter.requires_grad_(False)
-            # What is computed again in the backward has gradients only if its input has.
-            if self.config.recompute_granularity and EMBEDDING in names and chunk.pre_process:
-                chunk.embedding.register_forward_hook(_with_gradient)
+            self._begin_graph(chunk, names.keys())
 
     def load_hf_weights(self, chunks: list[GPTModel], path: str | Path | None = None) -> None:
         """Read the folder's safetensors into the chunks. Errors: UserError naming the file or tensor, on all ranks."""
@@ -150,6 +188,10 @@ class Model:
         tasks = cast("list[WeightConversionTask]", self.bridge.build_conversion_tasks(self.hf_config, chunks))
         return [task for task in tasks if foreign or not task.global_param_name.endswith(PREDICTOR_WEIGHT)]
 
+    def merged(self, chunks: list[GPTModel], plan: list[WeightConversionTask]) -> Iterator[WeightConversionTask]:
+        """The plan's tasks one after the other, adapters being part of the weights. Collective."""
+        return merged_tasks(plan, self.adapters(chunks))
+
     @torch.no_grad()
     def export_hf_weights(
         self, chunks: list[GPTModel], plan: list[WeightConversionTask] | None = None
@@ -165,7 +207,7 @@ class Model:
             SimpleNamespace(config=self.hf_config),  # no files: tensors are exported as the model has them
             cpu=False,
             show_progress=False,
-            conversion_tasks=plan or self.export_plan(chunks),
+            conversion_tasks=self.merged(chunks, plan or self.export_plan(chunks)),
             merge_adapter_weights=False,
         )
         for name, tensor in exported:
@@ -237,6 +279,8 @@ def load(
     moe_permute_fusion: bool = True,
     moe_aux_loss: float = 0.0,
     freeze: Sequence[str] = (),
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
     attention_sinks: Literal["exact", "ignored"] = "exact",
     value_head: bool = False,
     pooling: Literal["last", "mean"] = "last",
@@ -245,7 +289,7 @@ def load(
 
     precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
     experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
-    freeze: patterns of parameters that are not trained. attention_sinks: as in ModelConfig. value_head: one number a token
+    freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks: as in ModelConfig. value_head: one number a token
     instead of logits, by the folder's own head (a classifier's) or, of a language model, by one that starts at zero. pooling:
     as in RewardModelConfig.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
@@ -282,7 +326,18 @@ def load(
         raise UserError(f"model folder {hf_path}: Megatron refuses these settings: {one_line(error)}") from None
     # After finalize, which refuses it together with the allgather dispatcher: packed micro-batches differ in length.
     config.variable_seq_lengths = parallel.pipeline > 1
-    return Model(Path(hf_path), hf_config, config, bridge, TRAIN[precision], tuple(freeze), value_head, pooling)
+    return Model(
+        Path(hf_path),
+        hf_config,
+        config,
+        bridge,
+        TRAIN[precision],
+        tuple(freeze),
+        value_head,
+        lora or LoRAConfig(),
+        seed,
+        pooling,
+    )
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.bridge.peft.lora_layers import LoRALinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -19,7 +20,8 @@ class GroupedExperts(SequentialMLP):
 
     The activation runs once over all tokens, and an expert without tokens costs nothing but its zero gradient. Expert
     tensor parallelism needs no more: the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and
-    fc2 fit each other. Experts whose linear layers were wrapped (LoRA, quantizers) take Megatron's own path.
+    fc2 fit each other. Low-rank adapters are two such products more. Experts whose linear layers were wrapped otherwise
+    (ModelOpt's quantizers) take Megatron's own path.
     """
 
     quantizer: FakeQuantizer | None = None
@@ -31,14 +33,14 @@ class GroupedExperts(SequentialMLP):
         """Tokens `[N, hidden]` sorted by expert, counts `[E]`, router weights `[N]` -> `[N, hidden]`, weighted."""
         config = self.config
         plain = all(
-            type(e.linear_fc1) is ColumnParallelLinear and type(e.linear_fc2) is RowParallelLinear
+            type(_base(e.linear_fc1)) is ColumnParallelLinear and type(_base(e.linear_fc2)) is RowParallelLinear
             for e in self.local_experts
         )
         if not plain or config.fp8 or config.fp4 or config.moe_apply_probs_on_input or not config.gated_linear_unit:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         counts = tokens_per_expert.tolist()
         fc1, fc2 = ([getattr(e, name) for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
-        biases = None if fc1[0].bias is None else torch.stack([layer.bias for layer in fc1])
+        biases = None if fc1[0].bias is None else torch.stack([layer.bias for layer in fc1])  # a wrapped layer's own
         hidden = self._grouped_linear(permuted_local_hidden_states, counts, fc1, biases)
         probs = permuted_probs.unsqueeze(-1)
         if (
@@ -66,14 +68,25 @@ class GroupedExperts(SequentialMLP):
         self,
         x: torch.Tensor,
         counts: list[int],
-        layers: Sequence[ColumnParallelLinear | RowParallelLinear],
+        layers: Sequence[ColumnParallelLinear | RowParallelLinear | LoRALinear],
         biases: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        weights = [cast("torch.Tensor", layer.weight) for layer in layers]
+        weights = [cast("torch.Tensor", _base(layer).weight) for layer in layers]
         if self.quantizer is not None:
             x, weights = self.quantizer.inputs(x, counts), [self.quantizer.weight(w) for w in weights]
-        return _GroupedLinear.apply(x, counts, biases, scales, *weights)
+        out = _GroupedLinear.apply(x, counts, biases, scales, *weights)
+        adapters: list[Any] = [a.adapter for a in layers if isinstance(a, LoRALinear) and a._adapter_enabled]
+        if adapters:
+            low = _GroupedLinear.apply(adapters[0].dropout(x), counts, None, None, *[a.linear_in.weight for a in adapters])
+            added = _GroupedLinear.apply(low, counts, None, None, *[a.linear_out.weight for a in adapters])
+            out = out + added * (adapters[0].alpha / adapters[0].dim)
+        return out
+
+
+def _base(layer: torch.nn.Module) -> torch.nn.Module:
+    """The layer that an adapter goes with, or the layer itself."""
+    return layer.to_wrap if isinstance(layer, LoRALinear) else layer
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -97,20 +110,26 @@ class _GroupedLinear(torch.autograd.Function):
             if biases is not None:
                 out[rows] += biases[expert] if scales is None else scales[rows] * biases[expert]
         ctx.counts, ctx.biased, ctx.weighted = counts, biases is not None, biases is not None and scales is not None
-        ctx.save_for_backward(x, *((scales, biases) if ctx.weighted else (None, None)), *weights)
+        inputs = x if any(ctx.needs_input_grad[4:]) else None  # frozen weights ask for none
+        ctx.save_for_backward(inputs, *((scales, biases) if ctx.weighted else (None, None)), *weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
         x, scales, biases, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = torch.empty_like(x)
-        grad_weights = [None if count else torch.zeros_like(w) for count, w in zip(ctx.counts, weights, strict=True)]
+        grad_x = grad.new_empty((grad.shape[0], weights[0].shape[1]))
+        needed = ctx.needs_input_grad[4:]
+        grad_weights = [
+            None if count or not need else torch.zeros_like(w)
+            for count, need, w in zip(ctx.counts, needed, weights, strict=True)
+        ]
         grad_biases = grad.new_zeros((len(weights), grad.shape[1])) if ctx.biased else None
         grad_scales = torch.empty_like(scales) if ctx.weighted else None
         for expert, rows in _rows(ctx.counts):
             grad_x[rows] = torch.mm(grad[rows], weights[expert])
-            grad_weights[expert] = torch.mm(grad[rows].t(), x[rows])
+            if needed[expert]:
+                grad_weights[expert] = torch.mm(grad[rows].t(), x[rows])
             if grad_biases is not None and grad_scales is not None:
                 of_output = grad[rows].to(scales.dtype)
                 grad_scales[rows] = (of_output @ biases[expert].to(scales.dtype)).unsqueeze(-1)

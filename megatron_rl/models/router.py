@@ -29,6 +29,7 @@ class ReplayRouter(TopKRouter):
         super().__init__(*args, **kwargs)
         self.router_replay = RouteSelector()
         self.predictor: RoutePredictor | None = None
+        self.adapter: RouterAdapter | None = None
 
     def add_predictor(self) -> None:
         """Give it an evolution predictor, at zero. The policy's optimizer and gradient buffers never see its weight."""
@@ -38,6 +39,8 @@ class ReplayRouter(TopKRouter):
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[s, b, d] -> [s, b, E] logits."""
         logits = super().gating(input)
+        if self.adapter is not None and self.adapter.enabled:
+            logits = logits + self.adapter(input).to(logits.dtype)
         route_pass = self.router_replay.route_pass
         if route_pass is None:
             return logits
@@ -78,6 +81,37 @@ class ReplayRouter(TopKRouter):
             dense_output=dense_output,
             router_replay=router_replay,  # pyright: ignore[reportArgumentType]: it has the interface
         )
+
+
+class RouterAdapter(torch.nn.Module):
+    """A low-rank adapter of a router, whole on every rank as the router is; like Megatron-Bridge's, which would cut it.
+
+    Under sequence parallelism each rank routes other tokens, and Megatron adds up the gradients of weights that say so.
+    """
+
+    input_is_parallel = False
+
+    def __init__(self, router: ReplayRouter, rank: int, alpha: float) -> None:
+        super().__init__()
+        experts, hidden = router.weight.shape
+        self.dim, self.alpha, self.enabled = rank, alpha, True
+        self.linear_in = torch.nn.Linear(hidden, rank, bias=False, dtype=router.weight.dtype)
+        self.linear_out = torch.nn.Linear(rank, experts, bias=False, dtype=router.weight.dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = router.config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., d] -> [..., E], computed in fp32 as logits are."""
+        low = torch.nn.functional.linear(hidden.float(), self.linear_in.weight.float())
+        return torch.nn.functional.linear(low, self.linear_out.weight.float()) * (self.alpha / self.dim)
+
+    def enable_adapter_layers(self) -> None:
+        """Count from now on."""
+        self.enabled = True
+
+    def disable_adapter_layers(self) -> None:
+        """Add nothing from now on."""
+        self.enabled = False
 
 
 class _Given(RouteObserver):

@@ -23,6 +23,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
+from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.models.parallel_check import expert_count
@@ -134,7 +135,9 @@ class Trainer:
         settings.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]: as Megatron's
 
     def _make_reference(self, folder: str) -> list[GPTModel]:
-        chunks = self.model.make_chunks(weights=folder)
+        if self.model.lora.rank and Path(folder) == self.model.path:
+            return self.chunks  # with their adapters off: no second copy
+        chunks = self.model.make_chunks(weights=folder, adapt=False)
         for chunk in chunks:
             chunk.requires_grad_(False)
             chunk.eval()
@@ -192,7 +195,8 @@ class Trainer:
             # It is not pruned: its own safe set would give tokens that the policy samples a log-prob of -inf, and the policy an
             # infinite KL.
             support = self.support.unpruned
-            found["reference_log_probs"] = self.compute_log_probs(batches, self.reference, support=support)
+            with adapters_off(self.reference or []):
+                found["reference_log_probs"] = self.compute_log_probs(batches, self.reference, support=support)
         for name, values in found.items():
             for batch, of_batch in zip(batches, values, strict=True):
                 if of_batch is not None:
@@ -406,9 +410,12 @@ class Trainer:
 
         Collective. Errors: as export_weights.
         """
-        mine = {t.global_param_name: t.param_weight for t in self._exported() if t.param_weight is not None}
-        hashes = to_integers([fingerprint_tensor(weight) for weight in mine.values()])
-        return dict(zip(mine, hashes, strict=True))
+        mine = {
+            task.global_param_name: fingerprint_tensor(task.param_weight)
+            for task in self.model.merged(self.chunks, self._exported())
+            if task.param_weight is not None
+        }
+        return dict(zip(mine, to_integers([*mine.values()]), strict=True))
 
     def _exported(self) -> list[WeightConversionTask]:
         """The parameters as they are."""
@@ -474,6 +481,8 @@ def build_trainer(
         moe_permute_fusion=not any(hook.reads_outputs for hook in hooks),
         moe_aux_loss=config.model.moe_aux_loss,
         freeze=config.model.freeze,
+        lora=config.lora,
+        seed=config.seed,
         attention_sinks=config.model.attention_sinks,
         value_head=value_head,
         pooling=config.reward_model.pooling,

@@ -127,6 +127,14 @@ SWAPS = (
         missing="Transformer Engine",
     ),
     Swap(
+        "megatron.bridge.peft.utils",
+        "all((HAVE_TE_COL_LINEAR, HAVE_TE_LN_COL_LINEAR, HAVE_TE_ROW_LINEAR, HAVE_TE_LINEAR,"
+        " HAVE_TE_COL_GRP_LINEAR, HAVE_TE_ROW_GRP_LINEAR))",
+        "isinstance(TEColumnParallelLinear, type)",
+        "Megatron has the names of its Transformer Engine layers without it too, as mocks: isinstance of them is an error",
+        missing="Transformer Engine",
+    ),
+    Swap(
         "megatron.training.checkpointing",
         "from modelopt.torch.opt.plugins import save_modelopt_state, save_sharded_modelopt_state",
         "raise ImportError('left out at start-up')",

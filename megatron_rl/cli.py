@@ -59,15 +59,24 @@ def make_parser() -> argparse.ArgumentParser:
         help="the command that is to fit",
     )
     plan.add_argument("--json", action="store_true", help="machine-readable, in bytes")
-    convert = commands.add_parser("convert", help="Hugging Face safetensors <-> Megatron distributed checkpoint; FP8 export",
-                                  allow_abbrev=False)  # fmt: skip
-    convert.add_argument("source", metavar="SOURCE", help="Hugging Face folder, or a checkpoint folder step_N")
+    convert = commands.add_parser(
+        "convert",
+        help="Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export",
+        allow_abbrev=False,
+    )
+    convert.add_argument(
+        "source", metavar="SOURCE", help="Hugging Face folder, adapters (PEFT), or a checkpoint folder step_N"
+    )
     convert.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
     for size in ("tensor", "pipeline", "expert"):
         convert.add_argument(
             f"--{size}", type=int, default=1, metavar="N", help=f"{size} parallel size of this conversion"
         )
     convert.add_argument("--quantize", choices=("fp8",), help="write a Hugging Face folder of FP8 weights in blocks")
+    convert.add_argument("--base", metavar="FOLDER", help="model that adapters go with, where it is not where it was")
+    convert.add_argument(
+        "--adapter", action="store_true", help="of a checkpoint of adapters: write them alone, in PEFT's format"
+    )
     convert.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
     report = commands.add_parser(
         "report", help="one HTML page of a run: curves and sample rollouts", allow_abbrev=False
@@ -177,7 +186,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
             return _torchrun(args.nproc, arguments)
         from megatron_rl.models.convert import convert
 
-        out = convert(Path(args.source), Path(args.out), parallel, args.quantize)
+        base = Path(args.base) if args.base else None
+        out = convert(Path(args.source), Path(args.out), parallel, args.quantize, base=base, adapter=args.adapter)
         if os.environ.get("RANK", "0") == "0":
             print(f"wrote {out}")
         return None

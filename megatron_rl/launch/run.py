@@ -329,9 +329,11 @@ class Run:
             saving.finish(self.config.checkpoint.timeout_s)
 
     def save_hf(self) -> Path:
-        """Write the current weights as a Hugging Face folder `hf` in the run's folder."""
+        """Write the current weights as a Hugging Face folder `hf` in the run's folder, and adapters as `adapter` too."""
         out = self.folder / "hf"
         self.trainer.save_hf(out)
+        if self.config.lora.rank:
+            self.trainer.save_adapter(self.folder / "adapter")
         return out
 
     def stop_tokens(self) -> list[int]:

@@ -29,6 +29,7 @@ from megatron_rl.models.router import ReplayRouter, RouterAdapter
 
 ADAPTER = ".adapter."
 """In the names of all parameters of adapters."""
+EXPERTS = ".mlp.experts."
 WRAPPED = ".to_wrap."
 """In the names of the weights that an adapter goes with."""
 
@@ -72,6 +73,22 @@ class Adapter:
         return _join(self._of(self.module.linear_out.weight), self.group, 0)
 
     @property
+    def is_expert(self) -> bool:
+        """Whether its weights are those of an expert, of which expert-parallel ranks have others."""
+        return EXPERTS in self.name
+
+    @property
+    def gated(self) -> bool:
+        """Whether the layer's rows are those of a gate and, behind them, of what it gates."""
+        return self.name.endswith(".linear_fc1") and bool(self.module.config.gated_linear_unit)
+
+    @torch.no_grad()
+    def set(self, down: Tensor, up: Tensor) -> None:
+        """Change this rank's parts of A and B."""
+        self._of(self.module.linear_in.weight).copy_(down)
+        self._of(self.module.linear_out.weight).copy_(up)
+
+    @property
     def magnitude(self) -> torch.nn.Parameter | None:
         """DoRA: the length of each row [out]."""
         return self.module.weight_magnitude if isinstance(self.layer, DoRALinear) else None
@@ -108,9 +125,7 @@ def is_target(name: str, targets: Iterable[str]) -> bool:
     return is_frozen(name, targets) and name.endswith(".weight") and (".linear_" in name or ".router." in name)
 
 
-def add_adapters(
-    config: LoRAConfig, chunk: GPTModel, names: Mapping[str, str], *, seed: int
-) -> list[str]:
+def add_adapters(config: LoRAConfig, chunk: GPTModel, names: Mapping[str, str], *, seed: int) -> list[str]:
     """Give a chunk's target layers their adapters; all its other weights are frozen. Returns the layers' names.
 
     names: by the local name of each parameter its (plain) name in the whole model.
@@ -147,7 +162,7 @@ def adapters(chunk: torch.nn.Module, names: Mapping[str, str]) -> Iterator[Adapt
         if isinstance(module, ReplayRouter) and module.adapter is not None:
             yield Adapter(names[f"{local}.weight"].removesuffix(".weight"), module, module.weight)
         elif isinstance(module, AdapterWrapper):
-            grouped = module.adapter.linear_in.weight.ndim == 3
+            grouped = module.adapter.get_submodule("linear_in").get_parameter("weight").ndim == 3
             weights = [
                 (name, weight) for name, weight in module.to_wrap.named_parameters(recurse=False) if weight.ndim == 2
             ]
@@ -185,9 +200,7 @@ def adapters_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
             module.enable_adapter_layers()
 
 
-def merged_tasks(
-    tasks: Iterable[WeightConversionTask], found: Iterable[Adapter]
-) -> Iterator[WeightConversionTask]:
+def merged_tasks(tasks: Iterable[WeightConversionTask], found: Iterable[Adapter]) -> Iterator[WeightConversionTask]:
     """The export tasks of a model, with the merged weight of each layer that has an adapter: one at a time.
 
     Collective over the tensor-parallel ranks.
@@ -196,6 +209,4 @@ def merged_tasks(
     for task in tasks:
         name = task.global_param_name.replace(WRAPPED, ".")
         adapter = by_weight.get(id(task.param_weight))
-        yield replace(
-            task, global_param_name=name, param_weight=adapter.merged() if adapter else task.param_weight
-        )
+        yield replace(task, global_param_name=name, param_weight=adapter.merged() if adapter else task.param_weight)

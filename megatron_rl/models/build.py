@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.errors import UserError, together
+from megatron_rl.models import peft_folder
 from megatron_rl.models.adapters import ADAPTER, WRAPPED, Adapter, adapters, add_adapters, merged_tasks
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, make_bridge
 from megatron_rl.models.freeze import EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
@@ -44,6 +45,8 @@ from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.models.spec import layer_spec
 from megatron_rl.models.value_head import give_value_head
 
+NO_ADAPTERS = LoRAConfig()
+
 
 @dataclass(frozen=True)
 class Model:
@@ -59,7 +62,7 @@ class Model:
     """Patterns of parameters that are not trained (`models.freeze`)."""
     value_head: bool = False
     """Whether its head gives one number for each token, and not logits."""
-    lora: LoRAConfig = LoRAConfig()
+    lora: LoRAConfig = NO_ADAPTERS
     """Adapters, with a rank above 0."""
     seed: int = 0
     """Of the adapters' start."""
@@ -145,6 +148,21 @@ class Model:
             if self.value_head and chunk.post_process:
                 chunk.output_layer.requires_grad_(True)
             self._begin_graph(chunk, {*names.values()})
+        if self.lora.path:
+            self._load_adapters(chunks, Path(self.lora.path))
+
+    def _load_adapters(self, chunks: list[GPTModel], path: Path) -> None:
+        """Start from an adapter folder. Collective. Errors: UserError where it has what the model has not."""
+        folder = peft_folder.read_folder(path)
+        taken = peft_folder.fill(self.adapters(chunks), folder, self.bridge.mapping_registry(), self.config)
+        if folder.score is not None and self.value_head and chunks[-1].post_process:
+            chunks[-1].output_layer.get_parameter("weight").data.copy_(folder.score)
+        everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyones, taken)
+        if left := sorted(folder.layers.keys() - {layer for layers in everyones for layer in layers}):
+            raise UserError(
+                f"config: lora.path = {path}: has an adapter of {left[0]}, and lora.targets none; add its layer there"
+            )
 
     def _begin_graph(self, chunk: GPTModel, names: Set[str]) -> None:
         """What is computed again in the backward has gradients only if its input has, which a frozen embedding puts out."""
@@ -207,7 +225,7 @@ class Model:
             SimpleNamespace(config=self.hf_config),  # no files: tensors are exported as the model has them
             cpu=False,
             show_progress=False,
-            conversion_tasks=self.merged(chunks, plan or self.export_plan(chunks)),
+            conversion_tasks=cast("Any", self.merged(chunks, plan or self.export_plan(chunks))),
             merge_adapter_weights=False,
         )
         for name, tensor in exported:
@@ -232,6 +250,22 @@ class Model:
             )
         label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers counts them
         return {"architectures": [name], "tie_word_embeddings": False, "reward_pooling": self.pooling, **label}
+
+    def gather_adapters(self, chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
+        """All adapters in PEFT's format, on rank 0; a value head is with them. Collective."""
+        found = peft_folder.gather(self.adapters(chunks))
+        tensors = peft_folder.to_peft(found, self.bridge.mapping_registry(), self.config)
+        if self.value_head:
+            heads: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            last = chunks[-1]
+            head = last.output_layer.get_parameter("weight").detach().cpu().clone() if last.post_process else None
+            dist.gather_object(head, heads)
+            tensors |= {peft_folder.HEAD: next(head for head in heads if head is not None)} if heads else {}
+        return tensors
+
+    def write_adapters(self, tensors: dict[str, torch.Tensor], out: Path) -> None:
+        """Write the answer of gather_adapters as a folder. Not collective. Errors: OSError."""
+        peft_folder.write_folder(out, tensors, self.lora, self.path)
 
     def save_hf(
         self,
@@ -289,9 +323,9 @@ def load(
 
     precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
     experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
-    freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks: as in ModelConfig. value_head: one number a token
-    instead of logits, by the folder's own head (a classifier's) or, of a language model, by one that starts at zero. pooling:
-    as in RewardModelConfig.
+    freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks: as in
+    ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a classifier's) or, of a language
+    model, by one that starts at zero. pooling: as in RewardModelConfig.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
@@ -334,7 +368,7 @@ def load(
         TRAIN[precision],
         tuple(freeze),
         value_head,
-        lora or LoRAConfig(),
+        lora or NO_ADAPTERS,
         seed,
         pooling,
     )

@@ -36,19 +36,37 @@ from megatron_rl.models.parallel_check import (
     one_line,
     read_hf_config,
 )
+from megatron_rl.models.peft_folder import CONFIG, merge_folder
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Megatron's options for sharded weights, the same as in the trainer's checkpoints."""
 
 
-def convert(source: Path, out: Path, parallel: ParallelConfig, quantize: Literal["fp8"] | None = None) -> Path:
+def convert(
+    source: Path,
+    out: Path,
+    parallel: ParallelConfig,
+    quantize: Literal["fp8"] | None = None,
+    *,
+    base: Path | None = None,
+    adapter: bool = False,
+) -> Path:
     """Convert in the direction that `source` asks for; returns `out`. Every rank calls (torchrun, or one process).
 
-    quantize: write a Hugging Face folder of block FP8 weights, from either kind of source.
+    quantize: write a Hugging Face folder of block FP8 weights, from either kind of source. A source of adapters, in PEFT's
+    format or a checkpoint, becomes the whole model of folder `base` (by default the one that they were trained on), with them
+    in its weights; or with `adapter` a folder in PEFT's format.
     Errors: UserError when source is neither a Hugging Face folder nor a checkpoint, or out exists.
     """
     if out.exists():
         raise UserError(f"convert: {out} exists; remove it or choose another folder")
+    adapters = next((folder for folder in (source, source / "adapter") if (folder / CONFIG).is_file()), None)
+    if adapters is not None:
+        return _convert_adapters(source, adapters, out, quantize, base, adapter=adapter)
+    if base or adapter:
+        raise UserError(
+            f"convert: {'--base' if base else '--adapter'} is of adapters, and {source} has none; leave it out"
+        )
     if (source / "hf" / "config.json").is_file():
         return megatron_to_hf(source, out, parallel, quantize)
     if not (source / "config.json").is_file():
@@ -58,6 +76,26 @@ def convert(source: Path, out: Path, parallel: ParallelConfig, quantize: Literal
     if quantize:
         return quantize_folder(source, out)
     return hf_to_megatron(source, out, parallel)
+
+
+def _convert_adapters(
+    source: Path, adapters: Path, out: Path, quantize: str | None, base: Path | None, *, adapter: bool
+) -> Path:
+    """By rank 0 of all: there is nothing to compute but sums."""
+    if quantize:
+        raise UserError(
+            f"convert: {source} has adapters; write the whole model first, then convert that with --quantize"
+        )
+    if int(os.environ.get("RANK", "0")):
+        return out
+    try:
+        if adapter:
+            shutil.copytree(adapters, out)
+        else:
+            merge_folder(adapters, out, base, source / "hf" if (source / "hf").is_dir() else None)
+    except OSError as error:
+        raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
+    return out
 
 
 def hf_to_megatron(hf_dir: str | Path, out_dir: str | Path, parallel: ParallelConfig) -> Path:

@@ -78,13 +78,15 @@ class GroupedExperts(SequentialMLP):
         out = _GroupedLinear.apply(x, counts, biases, scales, *weights)
         adapters: list[Any] = [a.adapter for a in layers if isinstance(a, LoRALinear) and a._adapter_enabled]
         if adapters:
-            low = _GroupedLinear.apply(adapters[0].dropout(x), counts, None, None, *[a.linear_in.weight for a in adapters])
+            low = _GroupedLinear.apply(
+                adapters[0].dropout(x), counts, None, None, *[a.linear_in.weight for a in adapters]
+            )
             added = _GroupedLinear.apply(low, counts, None, None, *[a.linear_out.weight for a in adapters])
             out = out + added * (adapters[0].alpha / adapters[0].dim)
         return out
 
 
-def _base(layer: torch.nn.Module) -> torch.nn.Module:
+def _base(layer: Any) -> Any:
     """The layer that an adapter goes with, or the layer itself."""
     return layer.to_wrap if isinstance(layer, LoRALinear) else layer
 

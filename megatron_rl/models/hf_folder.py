@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from megatron_rl.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1024**3
+_DIGESTED_BYTES = 2**20
 
 
 def check_weight_files(folder: Path) -> None:
@@ -46,6 +48,19 @@ def check_weight_files(folder: Path) -> None:
         lost = sorted(name for name, holder in where.items() if holder == file.name and name not in present)
         if lost:
             raise UserError(f"model folder {folder}: {file.name} lacks tensor {lost[0]}, which {INDEX} places there")
+
+
+def weights_digest(folder: Path) -> str:
+    """What tells a folder's weights from others, without reading them all: names, sizes, and both ends of each file."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_DIGESTED_BYTES))
+            file.seek(max(0, size - _DIGESTED_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def check_local_folder(folder: str | Path, key: str) -> None:

@@ -27,7 +27,10 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.adapters import ADAPTER
 from megatron_rl.models.dist_write import Write, read
+from megatron_rl.models.freeze import HEAD
+from megatron_rl.models.hf_folder import weights_digest
 from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.optimizer import gather_parameters, torch_adams
 from megatron_rl.trainer.parallel import Ranks
@@ -54,12 +57,21 @@ def step_of(path: Path) -> int:
 
 def _model_state(trainer: Trainer) -> dict[str, Any]:
     if len(trainer.chunks) == 1:
-        return {"model": trainer.chunks[0].sharded_state_dict(metadata=dict(_METADATA))}
+        return {"model": _trained(trainer, trainer.chunks[0].sharded_state_dict(metadata=dict(_METADATA)))}
     states = {}
     for index, chunk in enumerate(trainer.chunks):
         parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        states[f"model{index}"] = chunk.sharded_state_dict(metadata=dict(_METADATA))
+        states[f"model{index}"] = _trained(trainer, chunk.sharded_state_dict(metadata=dict(_METADATA)))
     return states
+
+
+def _trained(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
+    """A chunk's state; of a model with adapters without its weights, which stay as they are in the model's folder."""
+    if not trainer.model.lora.rank:
+        return state
+    endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
+    head = (HEAD,) if trainer.model.value_head else ()
+    return {name: part for name, part in state.items() if ADAPTER in name or name.endswith((*endings, *head))}
 
 
 def _tracker() -> CudaRNGStatesTracker:
@@ -107,9 +119,14 @@ def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedS
         return []
     model = {key: value for key, value in state.items() if key.startswith("model")}
     optimizers: list[Any] = trainer.optimizer.chained_optimizers
-    parts = [ShardedState(part, model, apart=bool(trainer.config.model.freeze)) for part in optimizers]
+    parts = [ShardedState(part, model, apart=_has_holes(trainer)) for part in optimizers]
     state["optimizer"] = {index: part.sharded for index, part in enumerate(parts)}
     return parts
+
+
+def _has_holes(trainer: Trainer) -> bool:
+    """Whether a weight may have optimizer state in one layer and none in another."""
+    return bool(trainer.config.model.freeze)
 
 
 def _companions(trainer: Trainer) -> dict[str, Trainer]:
@@ -161,6 +178,7 @@ class Save:
             "world_size": ranks.world_size,
             "scheduler": trainer.scheduler.state_dict(),
             "freeze": sorted(trainer.config.model.freeze),
+            "lora": _lora_of(trainer),
             "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
             "companions": {
                 name: {"scheduler": one.scheduler.state_dict(), "freeze": sorted(one.config.model.freeze)}
@@ -168,6 +186,7 @@ class Save:
             },
             "extra": extra,
         }
+        self._adapters = trainer.model.gather_adapters(trainer.chunks) if trainer.model.lora.rank else {}
         self._write = self._attempt(ranks.all_do, lambda: Write(state, self._partial, background=background))
 
     def written(self) -> bool:
@@ -199,6 +218,8 @@ class Save:
 
     def _name(self) -> None:
         self._trainer.model.save_hf_metadata(self._partial / "hf")
+        if self._adapters:
+            self._trainer.model.write_adapters(self._adapters, self._partial / "adapter")
         _sync_folder(self._partial)
         shutil.rmtree(self.path, ignore_errors=True)
         os.replace(self._partial, self.path)
@@ -243,6 +264,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
                 " (checkpoint.load)"
             )
         _check_frozen(path, f"{name}.freeze" if name else "model.freeze", states[name], learner)
+    _check_lora(path, common.get("lora", {}), trainer)
     same_size = common["world_size"] == ranks.world_size
     for name, learner in learners.items():
         learner.scheduler.num_steps = 0  # Megatron adds to what it finds, and Adam's bias correction goes by the sum
@@ -279,6 +301,38 @@ def _check_frozen(path: Path, key: str, state: dict[str, Any], learner: Trainer)
         )
 
 
+def _lora_of(trainer: Trainer) -> dict[str, Any]:
+    """What the adapters of a checkpoint belong to; nothing where there are none. Collective."""
+    lora, folder = trainer.model.lora, trainer.model.path
+    if not lora.rank:
+        return {}
+    settings = {"rank": lora.rank, "alpha": lora.alpha, "kind": lora.kind, "targets": sorted(lora.targets)}
+    return settings | {"model": trainer.ranks.main_does(lambda: weights_digest(folder))}
+
+
+def _check_lora(path: Path, saved: dict[str, Any], trainer: Trainer) -> None:
+    """Errors: UserError where the checkpoint's adapters are of other settings, or of another model."""
+    now = _lora_of(trainer)
+    for key in sorted(saved.keys() | now.keys()):
+        if saved.get(key) == now.get(key):
+            continue
+        if not saved or not now:
+            what = "adapters" if saved else "all weights"
+            raise UserError(
+                f"checkpoint {path}: has {what}, and the config says lora.rank = {trainer.config.lora.rank}; set it back, or"
+                f" start another run from its weights: megatron-rl convert {path} OUT, and model.path: OUT"
+            )
+        if key == "model":
+            raise UserError(
+                f"checkpoint {path}: its adapters belong to other weights than those now in {trainer.model.path}; put the"
+                " model back with which the run began"
+            )
+        raise UserError(
+            f"checkpoint {path}: has adapters of lora.{key} = {saved.get(key)}, and the config says {now.get(key)}; set it"
+            " back, or start another run"
+        )
+
+
 def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
     """Restore the model's weights alone; the optimizer starts anew.
 
@@ -286,7 +340,9 @@ def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
     """
     trainer.residence.require("all")
     state = _model_state(trainer)
-    known = read_common(path)["hooks"] if hooks else {}
+    common = read_common(path)
+    _check_lora(path, common.get("lora", {}), trainer)
+    known = common["hooks"] if hooks else {}
     _leave_out(state, (hook for hook in trainer.hooks if hook.name not in known))
     _load_model(trainer, _load(state, path))
     if trainer.trains:
@@ -382,8 +438,11 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
         if len(names) > 1:
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
         endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
+        frozen = bool(trainer.model.lora.rank)  # a checkpoint of adapters has no other weights
         own = {key: value for key, value in chunk.state_dict().items() if key.endswith(endings)}
-        chunk.load_state_dict({**own, **loaded[name]})
+        lost = chunk.load_state_dict({**own, **loaded[name]}, strict=not frozen)
+        if wrong := [*lost.unexpected_keys, *(key for key in lost.missing_keys if ADAPTER in key)]:
+            raise RuntimeError(f"the checkpoint's adapters are not those of the model: {wrong[0]}")
 
 
 def _one_line(error: BaseException) -> str:

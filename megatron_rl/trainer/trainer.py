@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
 from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
@@ -430,6 +432,24 @@ class Trainer:
         self.residence.require("weights")
         gather_parameters(self.ddp)
         self.model.save_hf(self.chunks, out)
+
+    def save_adapter(self, out: Path) -> None:
+        """The adapters as a folder in PEFT's format. Collective. Errors: as export_weights; UserError."""
+        self.residence.require("weights")
+        gather_parameters(self.ddp)
+        tensors = self.model.gather_adapters(self.chunks)
+
+        def write() -> None:
+            partial = out.with_name(out.name + ".partial")
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                self.model.write_adapters(tensors, partial)
+                shutil.rmtree(out, ignore_errors=True)
+                partial.rename(out)
+            except OSError as error:
+                raise UserError(f"adapter folder {out}: could not be written ({error.strerror or error})") from None
+
+        self.ranks.main_does(write)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

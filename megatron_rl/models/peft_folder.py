@@ -1,0 +1,300 @@
+"""Adapters in the format of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors.
+
+There each projection and each expert is a layer of its own. Megatron fuses some of them (q, k and v; gate and up), with one
+adapter over the fused rows: its A is that of all of them, and its B is cut by rows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.param_mapping import split_qkv_weights
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.config import LoRAConfig
+from megatron_rl.errors import UserError
+from megatron_rl.models.adapters import Adapter
+from megatron_rl.models.hf_folder import copy_metadata, read_weights, write_weights
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+SCORE = "score.weight"
+HEAD = PREFIX + SCORE
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to one layer: scale x B A."""
+
+    down: Tensor
+    """A [r, in]."""
+    up: Tensor
+    """B [out, r]."""
+    magnitude: Tensor | None = None
+    """[out], of DoRA."""
+
+    def merged(self, weight: Tensor, scale: float) -> Tensor:
+        """The layer's weight [out, in] with it, computed in fp32 and rounded once."""
+        merged = weight.float() + scale * (self.up.float() @ self.down.float())
+        if self.magnitude is not None:
+            merged *= (self.magnitude.float() / merged.norm(dim=1)).unsqueeze(1)
+        return merged.to(weight.dtype)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def hf_layers(registry: MegatronMappingRegistry, config: Any, name: str, rows: int) -> list[tuple[str, Tensor]]:
+    """Hugging Face's layers of one of Megatron's, each with its rows [n] of the fused weight.
+
+    Errors: UserError for a layer that PEFT's format has no form for.
+    """
+    mapping = registry.megatron_to_hf_lookup(f"{name}.weight")
+    hf_param: Any = mapping.hf_param if mapping else ""
+    every = torch.arange(rows)
+    if isinstance(hf_param, str) and hf_param.endswith(".weight"):
+        return [(hf_param.removesuffix(".weight"), every)]
+    parts: Sequence[Tensor] = ()
+    if isinstance(hf_param, Mapping) and set(hf_param) == {"q", "k", "v"}:
+        parts = [part.flatten() for part in split_qkv_weights(config, every.view(-1, 1), feature_dim=1)]
+        hf_param = [hf_param[each] for each in ("q", "k", "v")]
+    elif isinstance(hf_param, Mapping) and set(hf_param) == {"gate", "up"}:
+        parts, hf_param = every.chunk(2), [hf_param["gate"], hf_param["up"]]
+    if not parts:
+        raise UserError(
+            f"config: lora.targets has {name}: PEFT's format has no adapters of {hf_param or 'such layers'}, which hold all"
+            " experts of a layer in one tensor; take *.self_attention.linear_* alone"
+        )
+    return [(each.removesuffix(".weight"), part) for each, part in zip(hf_param, parts, strict=True)]
+
+
+# -- from and to the model ---------------------------------------------------------------------------------------------
+
+
+def gather(adapters: Iterable[Adapter]) -> dict[str, LowRank]:
+    """All adapters of the model, whole and on the host, by their layers' names; on rank 0. Collective."""
+    mine: dict[str, LowRank] = {}
+    for adapter in adapters:
+        down, up, magnitude = adapter.down(), adapter.up(), adapter.magnitude
+        if adapter.gated and adapter.group is not None:  # each rank has its part of both halves
+            halves = [part.chunk(2) for part in up.chunk(adapter.group.size())]
+            up = torch.cat([torch.cat(half) for half in zip(*halves, strict=True)])
+        if _is_ours(adapter):
+            host = [None if t is None else t.detach().cpu().clone() for t in (down, up, magnitude)]
+            mine[adapter.name] = LowRank(*host)  # pyright: ignore[reportArgumentType]: the first two are there
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, parts)
+    return {name: found for part in parts or [] for name, found in sorted(part.items())}
+
+
+def _is_ours(adapter: Adapter) -> bool:
+    """Whether this rank is the one, of those that hold the same, that gives it."""
+    if adapter.is_expert:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    return first_copy and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def to_peft(found: Mapping[str, LowRank], registry: MegatronMappingRegistry, config: Any) -> dict[str, Tensor]:
+    """The tensors of an adapter_model.safetensors."""
+    tensors = {}
+    for name, low_rank in found.items():
+        for layer, rows in hf_layers(registry, config, name, len(low_rank.up)):
+            tensors[f"{PREFIX}{layer}{A}"] = low_rank.down.clone()
+            tensors[f"{PREFIX}{layer}{B}"] = low_rank.up[rows].contiguous()
+            if low_rank.magnitude is not None:
+                tensors[f"{PREFIX}{layer}{MAGNITUDE}"] = low_rank.magnitude[rows].contiguous()
+    return tensors
+
+
+def write_folder(folder: Path, tensors: dict[str, Tensor], lora: LoRAConfig, base: Path) -> None:
+    """Write a folder in PEFT's format; base: that of the model. Errors: OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if HEAD in tensors else "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": _target_modules(layers, base),
+        "modules_to_save": ["score"] if HEAD in tensors else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": lora.kind == "dora",
+        "use_rslora": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _target_modules(layers: set[str], base: Path) -> list[str]:
+    """Last parts of the layers' names, or whole names where other layers of the model have the same last part."""
+    last = {layer.rpartition(".")[2] for layer in layers}
+    others = {name.removesuffix(".weight") for name in _names(base) if name.endswith(".weight")} - layers
+    return sorted(layers if any(other.rpartition(".")[2] in last for other in others) else last)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            yield from opened.keys()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """An adapter folder, by the names of Hugging Face's layers."""
+
+    path: Path
+    settings: dict[str, Any]
+    layers: dict[str, LowRank]
+    score: Tensor | None
+    """[1, hidden], the head of a reward model."""
+
+    def scale(self, layer: str) -> float:
+        """By which B A of a layer counts."""
+        rank = self.layers[layer].down.shape[0]
+        alpha = float(self.settings.get("lora_alpha", 8))
+        return alpha / rank**0.5 if self.settings.get("use_rslora") else alpha / rank
+
+
+def read_folder(folder: Path) -> PeftFolder:
+    """Read an adapter folder. Errors: UserError naming what is missing, damaged, or not supported."""
+    try:
+        settings = json.loads((folder / CONFIG).read_text())
+        with safe_open(folder / WEIGHTS, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    except FileNotFoundError as error:
+        raise UserError(f"adapter folder {folder}: {Path(error.filename or '').name} is missing") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"adapter folder {folder}: damaged ({' '.join(str(error).split())[:200]})") from None
+    for key, supported in (
+        ("peft_type", ("LORA",)),
+        ("bias", ("none", None)),
+        ("fan_in_fan_out", (False, None)),
+        ("alpha_pattern", ({}, None)),
+        ("modules_to_save", ([], ["score"], None)),
+    ):
+        if (value := settings.get(key)) not in supported:
+            raise UserError(f"adapter folder {folder}: {key} = {value} is not supported; only {supported[0]} is")
+    score = tensors.pop(HEAD, None)
+    layers = {}
+    for name in sorted(tensors):
+        layer = name.removeprefix(PREFIX)
+        if name.endswith(A) and name.removesuffix(A) + B in tensors:
+            key = name.removesuffix(A)
+            layers[layer.removesuffix(A)] = LowRank(tensors[name], tensors[key + B], tensors.get(key + MAGNITUDE))
+        elif not name.endswith((B, MAGNITUDE)):
+            raise UserError(f"adapter folder {folder}: tensor {name} is not supported: neither LoRA's nor DoRA's")
+    if not layers:
+        raise UserError(f"adapter folder {folder}: {WEIGHTS} has no adapters")
+    return PeftFolder(folder, settings, layers, score)
+
+
+def fill(adapters: Iterable[Adapter], folder: PeftFolder, registry: MegatronMappingRegistry, config: Any) -> list[str]:
+    """Give a model's adapters what the folder has of them; others stay as they are. Returns the layers that it took.
+
+    Where q, k and v, or gate and up, have A's of their own, the adapter of the fused layer takes up the sum of their ranks.
+    Errors: UserError where an adapter has too small a rank for the folder's.
+    """
+    taken = []
+    for adapter in adapters:
+        group = adapter.group
+        rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
+        down, up = adapter.down(), adapter.up()
+        layers = hf_layers(registry, config, adapter.name, len(up))
+        found = [(folder.layers[layer], folder.scale(layer), rows) for layer, rows in layers if layer in folder.layers]
+        if not found:
+            continue
+        taken += [layer for layer, _ in layers if layer in folder.layers]
+        shared = all(torch.equal(part.down, found[0][0].down) for part, *_ in found)
+        parts = found[:1] if shared else found
+        wanted = sum(part.down.shape[0] for part, *_ in parts)
+        if wanted > adapter.module.dim:
+            raise UserError(
+                f"config: lora.rank = {adapter.module.dim} is too small for lora.path = {folder.path}: {adapter.name} needs"
+                f" {wanted}" + ("" if shared else ", as the layers that it fuses have A's of their own")
+            )
+        up.zero_()
+        start = 0
+        for part, scale, rows in found:
+            ranks = part.down.shape[0]
+            down[start : start + ranks] = part.down.to(down)
+            up[rows, start : start + ranks] = (part.up.float() * (scale / adapter.scale)).to(up)
+            start += 0 if shared else ranks
+        if adapter.gated and size > 1:
+            up = torch.cat(
+                [torch.cat(halves) for halves in zip(*(half.chunk(size) for half in up.chunk(2)), strict=True)]
+            )
+        adapter.set(down.chunk(size, 1 if adapter.module.input_is_parallel else 0)[rank], up.chunk(size)[rank])
+        if adapter.magnitude is not None:
+            for part, _, rows in found:
+                if part.magnitude is not None:
+                    adapter.magnitude.data[rows] = part.magnitude.to(adapter.magnitude)
+    return taken
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+
+def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Path | None = None) -> None:
+    """Write the model that an adapter folder belongs to, with the adapters in its weights, as a Hugging Face folder.
+
+    base: that model's folder, by default the one that the adapter folder names. metadata: folder of config.json and tokenizer
+    that the result gets. Errors: UserError.
+    """
+    adapter = read_folder(folder)
+    base = base or Path(adapter.settings.get("base_model_name_or_path") or "")
+    if not (base / "config.json").is_file():
+        raise UserError(
+            f"adapter folder {folder}: belongs to the model {base}, which is not there; name its folder with --base"
+        )
+    if "quantization_config" in json.loads((base / "config.json").read_text()):
+        raise UserError(f"adapter folder {folder}: its model {base} is quantized; adapters go with plain weights alone")
+    left = set(adapter.layers)
+
+    def merged() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in read_weights(base):
+            layer = name.removesuffix(".weight")
+            if name == "lm_head.weight" and adapter.score is not None:
+                continue
+            if layer in adapter.layers:
+                left.discard(layer)
+                fits = (adapter.layers[layer].up.shape[0], adapter.layers[layer].down.shape[1])
+                if fits != weight.shape:
+                    wrong = f"its {layer} goes with a weight of {list(fits)}, and the model {base} has {list(weight.shape)}"
+                    raise UserError(f"adapter folder {folder}: {wrong}; name another --base")
+                yield name, adapter.layers[layer].merged(weight, adapter.scale(layer))
+            else:
+                yield name, weight
+        if adapter.score is not None:
+            yield SCORE, adapter.score
+
+    config = json.loads((base / "config.json").read_text())
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    partial = out.with_name(out.name + ".partial")
+    copy_metadata(metadata or base, partial, dtype)
+    write_weights(partial, merged())
+    if left:
+        raise UserError(
+            f"adapter folder {folder}: {sorted(left)[0]} is no layer of the model {base}; name another --base"
+        )
+    partial.rename(out)

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.stein import neighborhood
 from megatron_rl.config import AlgorithmConfig, Config, CriticConfig, PruningConfig, RefreshConfig, VP2OConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
+from megatron_rl.launch.lora_checks import check_lora
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
 from megatron_rl.models.freeze import check_patterns
@@ -117,6 +118,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if kind not in LOOKS:
         _check_vp2o(config, hf_config, kind)
         _check_weights(config, hf_config, kind)
+        check_lora(config, hf_config, kind)
     if kind != "ask":
         _check_packages(config, machine)
         _check_kernels(config, hf_config, machine)

@@ -49,18 +49,22 @@ def check_patterns(
     *,
     vp2o: bool = False,
     in_all_layers: bool = False,
+    all_may: bool = False,
     key: str = "model.freeze",
 ) -> None:
     """Refuse a list that misses the model, leaves nothing to train, or that other parts cannot train beside.
 
     names: (plain) of all parameters of the model. vp2o: it changes gradients of experts, which then have to be there.
-    in_all_layers: a weight of one layer or expert is frozen with those of all others, or not at all. key: the config's.
+    in_all_layers: a weight of one layer or expert is frozen with those of all others, or not at all. all_may: nothing
+    need be left. key: the config's.
     Errors: UserError naming the pattern.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(f"config: {key}: '{pattern}' matches no parameter of the model; {_near(pattern, names)}")
     frozen = {name for name in names if is_frozen(name, patterns)}
+    if all_may:
+        return
     if len(frozen) == len(names):
         raise UserError(f"config: {key} leaves no parameter to train; take a pattern out")
     weight, bias = _WEIGHT_AND_BIAS
@@ -71,10 +75,10 @@ def check_patterns(
                 f"config: {key} has {name} and not {of_layer}: Megatron's layers with a frozen weight give their bias no"
                 f" gradient; freeze both (*{weight.removesuffix('weight')}*)"
             )
-    trained = {_any_number(name): name for name in names - frozen}
-    if in_all_layers and (single := sorted(name for name in frozen if _any_number(name) in trained)):
+    trained = {any_number(name): name for name in names - frozen}
+    if in_all_layers and (single := sorted(name for name in frozen if any_number(name) in trained)):
         raise UserError(
-            f"config: {key} has {single[0]} and not {trained[_any_number(single[0])]}: Megatron's checkpoints of an"
+            f"config: {key} has {single[0]} and not {trained[any_number(single[0])]}: Megatron's checkpoints of an"
             " optimizer that is not distributed hold those of all layers and experts, or none; set"
             " parallel.distributed_optimizer: true"
         )
@@ -85,14 +89,14 @@ def check_patterns(
         )
 
 
-def _any_number(name: str) -> str:
+def any_number(name: str) -> str:
     """The name with * for the numbers of layer and expert."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _near(pattern: str, names: Set[str]) -> str:
     """A hint with the patterns nearest to one that matches nothing: of whole names, and of their parts."""
-    every = sorted({_any_number(name) for name in names})
+    every = sorted({any_number(name) for name in names})
     parts = [name.split(".") for name in every]
     every += sorted({f"*.{part}.*" for name in parts for part in name[:-1]} | {f"*.{name[-1]}" for name in parts})
     near = difflib.get_close_matches(pattern, every, 3, 0.4)

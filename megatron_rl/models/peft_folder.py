@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,28 +56,33 @@ class LowRank:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def hf_layers(registry: MegatronMappingRegistry, config: Any, name: str, rows: int) -> list[tuple[str, Tensor]]:
-    """Hugging Face's layers of one of Megatron's, each with its rows [n] of the fused weight.
+def check_form(registry: MegatronMappingRegistry, name: str) -> list[str]:
+    """Hugging Face's layers of one of Megatron's: q, k and v; gate and up; or one.
 
     Errors: UserError for a layer that PEFT's format has no form for.
     """
     mapping = registry.megatron_to_hf_lookup(f"{name}.weight")
     hf_param: Any = mapping.hf_param if mapping else ""
-    every = torch.arange(rows)
-    if isinstance(hf_param, str) and hf_param.endswith(".weight"):
-        return [(hf_param.removesuffix(".weight"), every)]
-    parts: Sequence[Tensor] = ()
-    if isinstance(hf_param, Mapping) and set(hf_param) == {"q", "k", "v"}:
-        parts = [part.flatten() for part in split_qkv_weights(config, every.view(-1, 1), feature_dim=1)]
-        hf_param = [hf_param[each] for each in ("q", "k", "v")]
-    elif isinstance(hf_param, Mapping) and set(hf_param) == {"gate", "up"}:
-        parts, hf_param = every.chunk(2), [hf_param["gate"], hf_param["up"]]
-    if not parts:
+    parts = [hf_param]
+    for fused in (("q", "k", "v"), ("gate", "up")):
+        if isinstance(hf_param, Mapping) and set(hf_param) == set(fused):
+            parts = [hf_param[part] for part in fused]
+    if not all(isinstance(part, str) and part.endswith(".weight") for part in parts):
         raise UserError(
             f"config: lora.targets has {name}: PEFT's format has no adapters of {hf_param or 'such layers'}, which hold all"
             " experts of a layer in one tensor; take *.self_attention.linear_* alone"
         )
-    return [(each.removesuffix(".weight"), part) for each, part in zip(hf_param, parts, strict=True)]
+    return [part.removesuffix(".weight") for part in parts]
+
+
+def hf_layers(registry: MegatronMappingRegistry, config: Any, name: str, rows: int) -> list[tuple[str, Tensor]]:
+    """Hugging Face's layers of one of Megatron's, each with its rows [n] of the fused weight. Errors: as check_form."""
+    layers, every = check_form(registry, name), torch.arange(rows)
+    if len(layers) == 3:
+        parts = [part.flatten() for part in split_qkv_weights(config, every.view(-1, 1), feature_dim=1)]
+    else:
+        parts = every.chunk(len(layers))
+    return [*zip(layers, parts, strict=True)]
 
 
 # -- from and to the model ---------------------------------------------------------------------------------------------
@@ -280,7 +285,9 @@ def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Pa
                 left.discard(layer)
                 fits = (adapter.layers[layer].up.shape[0], adapter.layers[layer].down.shape[1])
                 if fits != weight.shape:
-                    wrong = f"its {layer} goes with a weight of {list(fits)}, and the model {base} has {list(weight.shape)}"
+                    wrong = (
+                        f"its {layer} goes with a weight of {list(fits)}, and the model {base} has {list(weight.shape)}"
+                    )
                     raise UserError(f"adapter folder {folder}: {wrong}; name another --base")
                 yield name, adapter.layers[layer].merged(weight, adapter.scale(layer))
             else:
@@ -291,10 +298,13 @@ def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Pa
     config = json.loads((base / "config.json").read_text())
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
     partial = out.with_name(out.name + ".partial")
-    copy_metadata(metadata or base, partial, dtype)
-    write_weights(partial, merged())
-    if left:
-        raise UserError(
-            f"adapter folder {folder}: {sorted(left)[0]} is no layer of the model {base}; name another --base"
-        )
-    partial.rename(out)
+    try:
+        copy_metadata(metadata or base, partial, dtype)
+        write_weights(partial, merged())
+        if left:
+            raise UserError(
+                f"adapter folder {folder}: {sorted(left)[0]} is no layer of the model {base}; name another --base"
+            )
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

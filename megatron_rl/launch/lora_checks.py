@@ -1,0 +1,131 @@
+"""Checks of adapters: keys that do nothing, layers that are not there, and what adapters cannot go with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from megatron_rl.config import Config, LoRAConfig
+from megatron_rl.errors import UserError
+from megatron_rl.launch.plan import Kind
+from megatron_rl.models.adapters import EXPERTS, is_target
+from megatron_rl.models.bridges import make_bridge
+from megatron_rl.models.freeze import any_number, check_patterns
+from megatron_rl.models.hf_folder import check_local_folder
+from megatron_rl.models.parallel_check import expert_tensor_size
+from megatron_rl.models.peft_folder import check_form, read_folder
+from megatron_rl.models.precision import TRAIN
+from megatron_rl.models.sizes import Shape, parameter_names
+
+
+def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
+    """Errors: UserError naming the key."""
+    lora = config.lora
+    if not lora.rank:
+        _check_idle(lora)
+        return
+    names = parameter_names(Shape.from_config(hf_config))
+    targets = _targets(lora, names)
+    _check_layout(config, targets)
+    if lora.kind == "dora":
+        _check_dora(config, targets, names)
+    registry = make_bridge(hf_config).mapping_registry()
+    for name in {any_number(name): name for name in targets}.values():
+        check_form(registry, name.removesuffix(".weight"))
+    for key, contradicts, why, remedy in (
+        (
+            f"model.freeze = {config.model.freeze}",
+            bool(config.model.freeze),
+            "adapters leave all weights as they are",
+            "leave it out",
+        ),
+        (
+            "vp2o.enabled",
+            config.vp2o.enabled and kind == "train",
+            "it transforms gradients of the experts' weights, which have none",
+            "set it to false",
+        ),
+        (
+            f"precision.train = {config.precision.train}",
+            TRAIN[config.precision.train].block is not None,
+            "the engine rounds the merged weights, and the trainer would round the model's own",
+            "take bf16 or fp32",
+        ),
+        (
+            f"lora.dropout = {lora.dropout:g} with algorithm.on_policy",
+            lora.dropout > 0 and config.algorithm.on_policy and kind == "train",
+            "an update's policy lacks a part of what sampled",
+            "set it to 0",
+        ),
+    ):
+        if contradicts:
+            raise UserError(f"config: {key} with lora.rank = {lora.rank}: {why}; {remedy}, or set lora.rank: 0")
+    if lora.path is not None:
+        check_local_folder(lora.path, "lora.path")
+        folder = read_folder(Path(lora.path))
+        if bool(folder.settings.get("use_dora")) != (lora.kind == "dora"):
+            found = "dora" if folder.settings.get("use_dora") else "lora"
+            raise UserError(f"config: lora.path = {lora.path}: has adapters of kind {found}; set lora.kind: {found}")
+
+
+def _check_idle(lora: LoRAConfig) -> None:
+    """Refuse settings of adapters that there are none of."""
+    for key in ("alpha", "dropout", "targets", "kind", "path"):
+        if getattr(lora, key) != getattr(LoRAConfig(), key):
+            raise UserError(
+                f"config: lora.{key} does nothing without adapters; set lora.rank, such as 16, or leave it out"
+            )
+
+
+def _targets(lora: LoRAConfig, names: set[str]) -> list[str]:
+    """Names of the weights that get an adapter. Errors: UserError for patterns that choose none, or some layers alone."""
+    chosen = sorted(name for name in names if is_target(name, lora.targets))
+    if lora.targets != LoRAConfig().targets:  # the default is for all families
+        linear = {name for name in names if is_target(name, ["*"])}
+        for pattern in lora.targets:
+            check_patterns([pattern], linear, key="lora.targets", all_may=True)
+    if not chosen:
+        raise UserError("config: lora.targets chooses no linear layer; leave it out to take attention and experts")
+    others = {any_number(name): name for name in names - set(chosen)}
+    for name in chosen:
+        if other := others.get(any_number(name)):
+            raise UserError(
+                f"config: lora.targets has {name} and not {other}: checkpoints hold the adapters of all layers as one tensor;"
+                " take the same linear layers in all of them"
+            )
+    return chosen
+
+
+def _check_layout(config: Config, targets: list[str]) -> None:
+    lora, parallel = config.lora, config.parallel
+    experts = [name for name in targets if EXPERTS in name]
+    if experts and expert_tensor_size(parallel) > 1:
+        raise UserError(
+            f"config: parallel.expert_tensor = {expert_tensor_size(parallel)} with an adapter of {experts[0]}: Megatron-Bridge"
+            " computes such adapters wrongly; set it to 1, or leave experts out of lora.targets"
+        )
+    if lora.rank % parallel.tensor:
+        raise UserError(
+            f"config: lora.rank = {lora.rank} is not divisible by parallel.tensor = {parallel.tensor}, over which A is cut;"
+            f" take {-(-lora.rank // parallel.tensor) * parallel.tensor}"
+        )
+
+
+def _check_dora(config: Config, targets: list[str], names: set[str]) -> None:
+    """Refuse what Megatron-Bridge's layer computes wrongly."""
+    if config.parallel.tensor > 1:
+        raise UserError(
+            f"config: lora.kind = dora with parallel.tensor = {config.parallel.tensor}: Megatron-Bridge's layer takes the length"
+            " of a row from this rank's columns alone; set parallel.tensor: 1, or lora.kind: lora"
+        )
+    if wrong := [name for name in targets if EXPERTS in name or ".router." in name]:
+        raise UserError(
+            f"config: lora.kind = dora has no form for {wrong[0]}; take attention and dense layers alone: lora.targets:"
+            " ['*.self_attention.linear_*', '*.mlp.linear_fc*'], or lora.kind: lora"
+        )
+    if biased := [name for name in targets if name.removesuffix("weight") + "bias" in names]:
+        raise UserError(
+            f"config: lora.kind = dora of {biased[0]}, whose layer has a bias, which Megatron-Bridge would scale too; leave it"
+            " out of lora.targets, or take lora.kind: lora"
+        )

@@ -116,8 +116,8 @@ def _check_dora(config: Config, targets: list[str], names: set[str]) -> None:
     """Refuse what Megatron-Bridge's layer computes wrongly."""
     if config.parallel.tensor > 1:
         raise UserError(
-            f"config: lora.kind = dora with parallel.tensor = {config.parallel.tensor}: Megatron-Bridge's layer takes the length"
-            " of a row from this rank's columns alone; set parallel.tensor: 1, or lora.kind: lora"
+            f"config: lora.kind = dora with parallel.tensor = {config.parallel.tensor}: Megatron-Bridge takes the length of"
+            " a row from this rank's columns alone; set parallel.tensor: 1, or lora.kind: lora"
         )
     if wrong := [name for name in targets if EXPERTS in name or ".router." in name]:
         raise UserError(

@@ -87,7 +87,7 @@ def _targets(lora: LoRAConfig, names: set[str]) -> list[str]:
             check_patterns([pattern], linear, key="lora.targets", all_may=True)
     if not chosen:
         raise UserError("config: lora.targets chooses no linear layer; leave it out to take attention and experts")
-    others = {any_number(name): name for name in names - set(chosen)}
+    others = {any_number(name): name for name in sorted(names - set(chosen), reverse=True)}
     for name in chosen:
         if other := others.get(any_number(name)):
             raise UserError(

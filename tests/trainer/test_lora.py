@@ -1,0 +1,160 @@
+"""Adapters in training: every layout against one process, checkpoints of them alone, and what they cannot go with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from layouts import make_samples
+from ranks import run_ranks
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_rl.config_file import build_config
+from megatron_rl.errors import UserError
+from megatron_rl.launch.lora_checks import check_lora
+from megatron_rl.models.parallel_check import read_hf_config
+
+pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
+
+# As in test_parity.py: Adam's first steps differ by what the gradients do, and by a rounding.
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1}
+LORA = {"rank": 4, "alpha": 6.0, "targets": ["*.linear_*", "*.router.*"]}
+LAYOUTS = {
+    "tp2_sp": {"tensor": 2, "expert_tensor": 1},
+    "ep2": {"expert": 2},
+    "pp2": {"pipeline": 2},
+    "pp2_interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2": {"context": 2},
+    "dp2_distributed_optimizer": {"distributed_optimizer": True},
+    "dp2_replicated_optimizer": {"distributed_optimizer": False},
+}
+FOUR = {"tp2_ep2": {"tensor": 2, "expert": 2, "expert_tensor": 1}, "pp2_ep2": {"pipeline": 2, "expert": 2}}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return str(tiny_model("qwen3_moe", "--layers", "4"))
+
+
+@pytest.fixture(scope="module")
+def start(model, tmp_path_factory):
+    """Adapters whose B is not zero."""
+    out = tmp_path_factory.mktemp("adapters") / "start"
+    run_ranks(1, "lora_ranks:write_start", (model, LORA, str(out)))
+    return {"lora": LORA | {"path": str(out)}, "optimizer": OPTIMIZER, "algorithm": {"kl": {"coefficient": 0.1}}}
+
+
+@pytest.fixture(scope="module")
+def found(model, start):
+    samples = make_samples(int(np.random.SeedSequence().entropy % 2**32), 12, 200)
+    one = {"one": {}, "recompute": {"model": {"recompute": "full"}}}
+    layouts = [start | overrides for overrides in one.values()]
+    results = dict(zip(one, run_ranks(1, "lora_ranks:train_as", (model, samples, layouts))[0], strict=True))
+    for world, of_world in ((2, LAYOUTS), (4, FOUR)):
+        layouts = [start | {"parallel": parallel} for parallel in of_world.values()]
+        ranks = run_ranks(world, "lora_ranks:train_as", (model, samples, layouts), timeout=540.0)
+        results |= dict(zip(of_world, ranks[0], strict=True))
+    return results
+
+
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *FOUR, "recompute"])
+def test_layouts_train_as_one_process(layout, found):
+    """Log-probs, loss, the gradient of every A and B, and both after two updates."""
+    one, other = found["one"], found[layout]
+    assert one["log_probs"].keys() == other["log_probs"].keys()
+    assert max(abs(value - other["log_probs"][key]) for key, value in one["log_probs"].items()) < 1e-5
+    for name in ("loss/policy", "kl/reference", "update/grad_norm"):
+        assert other["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-5, abs=1e-6), name
+    largest = max(float(gradient.abs().max()) for gradient in one["grads"].values())
+    assert all(float(gradient.abs().max()) > 0 for gradient in one["grads"].values())
+    assert largest_difference(one["grads"], other["grads"]) < 1e-5 * max(1.0, largest)
+    assert largest_difference(one["adapters"], other["adapters"]) < 1e-5
+    assert largest_difference(one["weights"], other["weights"]) < 1e-5
+
+
+def test_the_reference_is_the_model_without_them(found):
+    """The KL to it is that of B's which are not zero, though there is no second copy."""
+    assert found["one"]["metrics"]["kl/reference"] > 1e-3
+
+
+def test_what_was_saved_goes_on_to_the_bit(model, start, tmp_path):
+    """Two updates, a save, a load and two more are four; the checkpoint has adapters alone, in PEFT's format too."""
+    samples = make_samples(1, 6, 200)
+    overrides = start | {"parallel": {"expert": 2}}
+    results = run_ranks(2, "lora_ranks:go_on", (model, samples, overrides, str(tmp_path)), timeout=400.0)
+    expected, found, files = results[0]
+    assert largest_difference(expected, found) == 0
+    path = next(tmp_path.glob("step_*"))
+    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors", "hf/config.json"} <= set(files)
+    tensors = [
+        name
+        for name, kind in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        if hasattr(kind, "size")
+    ]
+    assert tensors
+    assert all(
+        ".adapter.linear_" in name for name in tensors
+    )  # of the model's own weights, and their moments, there are none
+    for world, parallel in ((1, {}), (2, {"tensor": 2, "expert_tensor": 1})):
+        loaded, written = run_ranks(world, "lora_ranks:load_as", (model, start | {"parallel": parallel}, str(path)))[0]
+        assert largest_difference(loaded, written) == 0
+    with pytest.raises(AssertionError, match=r"has adapters of lora\.rank = 4, and the config says 8"):
+        changed = start | {"lora": start["lora"] | {"rank": 8}}
+        run_ranks(1, "lora_ranks:load_as", (model, changed, str(path)))
+    with pytest.raises(AssertionError, match=r"has adapters, and the config says lora\.rank = 0"):
+        run_ranks(1, "lora_ranks:load_as", (model, {}, str(path)))
+
+
+BAD = {
+    "lora.alpha does nothing without adapters": {"lora": {"alpha": 8.0}},
+    r"lora\.targets: '\*\.linear_q' matches no parameter .* did you mean": {
+        "lora": {"rank": 4, "targets": ["*.linear_q"]}
+    },
+    r"lora\.targets has decoder\.layers\.0.* and not decoder\.layers\.[123]": {
+        "lora": {"rank": 4, "targets": ["decoder.layers.0.*"]}
+    },
+    r"parallel\.expert_tensor = 2 with an adapter of .*experts": {
+        "lora": {"rank": 4},
+        "parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2},
+    },
+    r"lora\.rank = 3 is not divisible by parallel\.tensor = 2.*take 4": {
+        "lora": {"rank": 3},
+        "parallel": {"tensor": 2, "expert_tensor": 1},
+    },
+    r"lora\.kind = dora has no form for .*experts": {"lora": {"rank": 4, "kind": "dora"}},
+    r"lora\.kind = dora with parallel\.tensor = 2": {
+        "lora": {"rank": 4, "kind": "dora"},
+        "parallel": {"tensor": 2, "expert_tensor": 1},
+    },
+    r"model\.freeze = .* with lora\.rank = 4": {"lora": {"rank": 4}, "model": {"freeze": ["embedding.*"]}},
+    r"vp2o\.enabled with lora\.rank = 4": {"lora": {"rank": 4}, "vp2o": {"enabled": True}},
+    r"precision\.train = fp8.* with lora\.rank = 4": {"lora": {"rank": 4}, "precision": {"train": "fp8_blockwise"}},
+    r"lora\.path = /gone: does not exist": {"lora": {"rank": 4, "path": "/gone"}},
+    r"lora\.dropout = 0\.1 with algorithm\.on_policy": {
+        "lora": {"rank": 4, "dropout": 0.1},
+        "algorithm": {"on_policy": True},
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_adapters_cannot_go_with_is_refused_by_one_line(message, model):
+    """By the key, with the remedy."""
+    overrides = dict(BAD[message])
+    overrides["model"] = {"path": model, **overrides.get("model", {})}
+    with pytest.raises(UserError, match=message) as refused:
+        check_lora(build_config(overrides), read_hf_config(model), "train")
+    assert "\n" not in str(refused.value)
+
+
+def test_experts_in_one_tensor_have_no_form_in_peft(tiny_model):
+    """gpt-oss: the line says which layers to take."""
+    folder = str(tiny_model("gpt_oss"))
+    config = build_config({"model": {"path": folder}, "lora": {"rank": 4}})
+    with pytest.raises(UserError, match=r"PEFT's format has no adapters of .*gate_up_proj.*take \*\.self_attention"):
+        check_lora(config, read_hf_config(folder), "sft")

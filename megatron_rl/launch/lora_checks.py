@@ -9,9 +9,8 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import Kind
-from megatron_rl.models.adapters import EXPERTS, is_target
 from megatron_rl.models.bridges import make_bridge
-from megatron_rl.models.freeze import any_number, check_patterns
+from megatron_rl.models.freeze import EXPERTS, any_number, check_patterns, is_target
 from megatron_rl.models.hf_folder import check_local_folder
 from megatron_rl.models.parallel_check import expert_tensor_size
 from megatron_rl.models.peft_folder import check_form, read_folder

@@ -13,13 +13,23 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import Kind, Plan, make_plan, reference_of
-from megatron_rl.models.freeze import is_frozen
+from megatron_rl.models.freeze import ADAPTER, is_frozen
 from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, read_hf_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
-from megatron_rl.models.sizes import Counts, Shape, Weight, count, model_counts, rank_weights, stage_layers, whole_model
+from megatron_rl.models.sizes import (
+    Counts,
+    Shape,
+    Weight,
+    adapter_weights,
+    count,
+    model_counts,
+    rank_weights,
+    stage_layers,
+    whole_model,
+)
 from megatron_rl.routing.cost import cache_cost
 from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.routing.table import route_dtype
@@ -138,7 +148,8 @@ def stage_usage(
     config: Config, shape: Shape, plan: Plan, stage: int, kernels: Kernels = GPU, run: Kind = "train"
 ) -> Usage:
     """Bytes on a GPU of one pipeline stage."""
-    weights = rank_weights(shape, config.parallel, stage, transformer_engine=kernels.transformer_engine)
+    options = {"transformer_engine": kernels.transformer_engine, "lora": config.lora}
+    weights = rank_weights(shape, config.parallel, stage, **options)
     moe_layers = [i for i in stage_layers(shape, config.parallel, stage) if i in shape.moe_layers]
     tokens = _StepTokens.of(config, plan)
     resident = (
@@ -162,8 +173,7 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
     recipe = TRAIN[config.precision.train]
     width = recipe.dtype.itemsize
     held = count(weights)
-    # A pattern that names single experts does not match the * of all.
-    trained = [w for w in weights if not is_frozen(w.name, config.model.freeze)]
+    trained = trained_weights(config, weights)
     copies = sum(w.size for w in weights if w.is_matrix) if recipe.fp8_recipe else 0
     return {
         "weights": held * width,
@@ -173,10 +183,20 @@ def parameter_bytes(config: Config, weights: list[Weight], gpus: int) -> dict[st
     }
 
 
+def trained_weights(config: Config, weights: list[Weight]) -> list[Weight]:
+    """Those that have gradients and optimizer state."""
+    if config.lora.rank:
+        return [w for w in weights if ADAPTER in w.name or (w.part == "head" and w.shape[0] == 1)]
+    # A pattern that names single experts does not match the * of all.
+    return [w for w in weights if not is_frozen(w.name, config.model.freeze)]
+
+
 def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:
-    """Of the frozen reference's weights, on the model's own layout."""
-    held = reference_of(config, run) is not None
-    return TRAIN[config.precision.train].dtype.itemsize * count(weights) if held else 0
+    """Of the frozen reference's weights, on the model's own layout; with adapters it is the model itself, without them."""
+    folder = reference_of(config, run)
+    own = config.lora.rank > 0 and folder == config.model.path
+    held = 0 if folder is None or own else count([w for w in weights if ADAPTER not in w.name])
+    return TRAIN[config.precision.train].dtype.itemsize * held
 
 
 def optimizer_width(config: Config) -> float:
@@ -195,8 +215,12 @@ def optimizer_width(config: Config) -> float:
 
 def host_bytes(config: Config, shape: Shape, gpus: int) -> int:
     """Host memory of the largest process: fp32 weights, moments and gradients of its share under optimizer.cpu_offload."""
-    stages = [rank_weights(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
+    stages = [_trained_of_stage(config, shape, stage) for stage in range(config.parallel.pipeline)]
     return int(16 * config.optimizer.cpu_offload * max(sharded(config, weights, gpus) for weights in stages))
+
+
+def _trained_of_stage(config: Config, shape: Shape, stage: int) -> list[Weight]:
+    return trained_weights(config, rank_weights(shape, config.parallel, stage, lora=config.lora))
 
 
 def sharded(config: Config, weights: list[Weight], gpus: int) -> int:
@@ -267,19 +291,20 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
 def _companion_bytes(config: Config, shape: Shape, stage: int, gpus: int, kernels: Kernels) -> dict[str, int]:
     """Bytes of the critic, with its gradients and optimizer, and of the weights of reward models, on a rank of a stage."""
 
-    def weights_of(folder: str | None) -> list[Weight]:
+    def weights_of(folder: str | None, lora: LoRAConfig | None = None) -> list[Weight]:
         same = not folder or folder == config.model.path
         own = (
             replace(shape, tied=False, value_head=True)
             if same
             else Shape.from_config(read_hf_config(folder or ""), value_head=True)
         )
-        return rank_weights(own, config.parallel, stage, transformer_engine=kernels.transformer_engine)
+        options = {"transformer_engine": kernels.transformer_engine, "lora": lora}
+        return rank_weights(own, config.parallel, stage, **options)
 
     critic, width = 0, TRAIN[config.precision.train].dtype.itemsize
     if config.algorithm.advantage == "gae":
         settings = critic_config(config)
-        found = parameter_bytes(settings, weights_of(config.critic.path), gpus)
+        found = parameter_bytes(settings, weights_of(config.critic.path, config.lora), gpus)
         critic = sum(found.values())
     own = [model.path for model in config.rewards.models.values() if not model.address]
     return {"critic": critic, "reward_models": sum(width * count(weights_of(path)) for path in own)}
@@ -341,7 +366,8 @@ def _phases(
 def _step_work(config: Config, weights: list[Weight], gpus: int) -> int:
     """Temporaries of the optimizer's step: bf16 gradients of its share in fp32, unless it takes them as they are."""
     as_they_are = config.optimizer.precision_aware or config.optimizer.cpu_offload
-    return 0 if config.precision.gradients == "fp32" or as_they_are else 4 * sharded(config, weights, gpus)
+    of_step = trained_weights(config, weights)
+    return 0 if config.precision.gradients == "fp32" or as_they_are else 4 * sharded(config, of_step, gpus)
 
 
 def stage_activations(
@@ -468,13 +494,16 @@ def save_cost(config: Config, shape: Shape, gpus: int) -> dict[str, int]:
     """
     width = TRAIN[config.precision.train].dtype.itemsize
     shared = changed(config, "parallel.distributed_optimizer", True)
-    stages = [rank_weights(shape, config.parallel, stage) for stage in range(config.parallel.pipeline)]
+    stages = [_trained_of_stage(config, shape, stage) for stage in range(config.parallel.pipeline)]
     share = max(sharded(shared, weights, gpus) for weights in stages)
     copied = int((12 * (1 - config.optimizer.cpu_offload) + width) * share)
+    saved = model_counts(shape).total
+    if config.lora.rank:  # adapters, once more in PEFT's format
+        saved = count(adapter_weights(whole_model(shape), config.lora))
     return {
         "host_bytes": copied,
         "host_bytes_per_node": copied * min(gpus, NODE),
-        "disk_bytes": (12 + width) * model_counts(shape).total,
+        "disk_bytes": (12 + width) * saved + (width * saved if config.lora.rank else 0),
     }
 
 

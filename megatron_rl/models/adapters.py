@@ -24,12 +24,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.config import LoRAConfig
-from megatron_rl.models.freeze import is_frozen
+from megatron_rl.models.freeze import EXPERTS, is_target
 from megatron_rl.models.router import ReplayRouter, RouterAdapter
 
-ADAPTER = ".adapter."
-"""In the names of all parameters of adapters."""
-EXPERTS = ".mlp.experts."
 WRAPPED = ".to_wrap."
 """In the names of the weights that an adapter goes with."""
 
@@ -118,11 +115,6 @@ def _join(part: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
     parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
     return torch.cat(parts, dim)
-
-
-def is_target(name: str, targets: Iterable[str]) -> bool:
-    """Whether a weight of this (plain) name gets an adapter."""
-    return is_frozen(name, targets) and name.endswith(".weight") and (".linear_" in name or ".router." in name)
 
 
 def add_adapters(config: LoRAConfig, chunk: GPTModel, names: Mapping[str, str], *, seed: int) -> list[str]:

@@ -27,9 +27,9 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import peft_folder
-from megatron_rl.models.adapters import ADAPTER, WRAPPED, Adapter, adapters, add_adapters, merged_tasks
+from megatron_rl.models.adapters import WRAPPED, Adapter, adapters, add_adapters, merged_tasks
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, make_bridge
-from megatron_rl.models.freeze import EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
+from megatron_rl.models.freeze import ADAPTER, EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
 from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import (
     CLASSIFIER,

@@ -24,7 +24,9 @@ _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 """Transformer Engine's experts: all in one layer."""
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 SINKS = "*.softmax_offset"
-_EXPERTS = ".mlp.experts."
+EXPERTS = ".mlp.experts."
+ADAPTER = ".adapter."
+"""In the names of all parameters of adapters."""
 _WEIGHT_AND_BIAS = ".linear_qkv.weight", ".linear_qkv.bias"
 
 
@@ -41,6 +43,11 @@ def plain_name(name: str, *, tied: bool) -> str:
 def is_frozen(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern matches the whole (plain) name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_target(name: str, targets: Iterable[str]) -> bool:
+    """Whether the weight of this (plain) name gets an adapter (`lora.targets`)."""
+    return is_frozen(name, targets) and name.endswith(".weight") and (".linear_" in name or ".router." in name)
 
 
 def check_patterns(
@@ -82,7 +89,7 @@ def check_patterns(
             " optimizer that is not distributed hold those of all layers and experts, or none; set"
             " parallel.distributed_optimizer: true"
         )
-    if vp2o and (experts := sorted(name for name in frozen if _EXPERTS in name)):
+    if vp2o and (experts := sorted(name for name in frozen if EXPERTS in name)):
         raise UserError(
             f"config: {key} with vp2o.enabled: {experts[0]} would have no gradient that VP2O could transform; leave"
             " experts out, or set vp2o.enabled: false"

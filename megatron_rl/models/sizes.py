@@ -13,8 +13,8 @@ from typing import Literal
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import ParallelConfig
-from megatron_rl.models.freeze import EMBEDDING, HEAD
+from megatron_rl.config import LoRAConfig, ParallelConfig
+from megatron_rl.models.freeze import ADAPTER, EMBEDDING, HEAD, is_target
 from megatron_rl.models.parallel_check import (
     architecture,
     expert_count,
@@ -254,14 +254,33 @@ def stage_layers(shape: Shape, parallel: ParallelConfig, stage: int) -> list[int
     return [layer for start in starts for layer in range(start, start + chunk)]
 
 
+def adapter_weights(weights: Iterable[Weight], lora: LoRAConfig) -> list[Weight]:
+    """A [r, in] and B [out, r] of each weight that gets an adapter, and DoRA's lengths of rows [out]; of whole weights."""
+    found = []
+    for weight in weights if lora.rank else ():
+        if is_target(weight.name.replace("*", "0"), lora.targets):
+            out, width = weight.shape
+            layer = weight.name.removesuffix(".weight") + ADAPTER
+            found.append(replace(weight, shape=(lora.rank, width), name=f"{layer}linear_in.weight"))
+            found.append(replace(weight, shape=(out, lora.rank), name=f"{layer}linear_out.weight"))
+            found += [replace(weight, shape=(out,), name=f"{layer}weight_magnitude")] if lora.kind == "dora" else []
+    return found
+
+
 def rank_weights(
-    shape: Shape, parallel: ParallelConfig, stage: int = 0, *, transformer_engine: bool = True
+    shape: Shape,
+    parallel: ParallelConfig,
+    stage: int = 0,
+    *,
+    transformer_engine: bool = True,
+    lora: LoRAConfig | None = None,
 ) -> list[Weight]:
-    """Weights that one rank of a pipeline stage holds; all ranks of a stage hold equally much."""
+    """Weights that one rank of a pipeline stage holds, adapters included; all ranks of a stage hold equally much."""
     ends = {"first": stage == 0, "last": stage == parallel.pipeline - 1}
     whole = end_weights(shape, **ends, tensor=parallel.tensor)
     for layer in stage_layers(shape, parallel, stage):
         whole += layer_weights(shape, layer, transformer_engine=transformer_engine)
+    whole += adapter_weights(whole, lora) if lora else []
     return [weight.on_rank(parallel) for weight in whole]
 
 

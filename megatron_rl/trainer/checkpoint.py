@@ -27,9 +27,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.adapters import ADAPTER
 from megatron_rl.models.dist_write import Write, read
-from megatron_rl.models.freeze import HEAD
+from megatron_rl.models.freeze import ADAPTER, HEAD
 from megatron_rl.models.hf_folder import weights_digest
 from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.optimizer import gather_parameters, torch_adams

@@ -35,7 +35,8 @@ def parameter_figures(trainer: Trainer) -> dict[str, int]:
         state += [p for group in inner.param_groups for p in group["params"]]  # fp32 copies, or views of fp32 weights
     weights = {p.untyped_storage().data_ptr() for _, p in named}
     owned = [t for t in state if t.untyped_storage().data_ptr() not in weights]
-    reference = [p for chunk in trainer.reference or [] for p in chunk.parameters()]
+    apart = trainer.reference if trainer.reference is not trainer.chunks else None  # the model without its adapters
+    reference = [p for chunk in apart or [] for p in chunk.parameters()]
     return {
         "weights": storage_bytes(p for _, p in named),
         "gradients": storage_bytes(b.grad_data for b in buffers),

@@ -47,6 +47,8 @@ def layouts_of(family: str) -> list[dict]:
             {"parallel": {"distributed_optimizer": False}, "precision": {"train": "bf16"}},
             {"precision": {"train": "bf16", "gradients": "bf16"}},
             {"algorithm": {"kl": {"coefficient": 0.1}}, "model": {"freeze": ["*.router.*", "*.experts.*"]}},
+            {"algorithm": {"kl": {"coefficient": 0.1}}, "lora": {"rank": 16}, "precision": {"train": "bf16"}},
+            {"parallel": {"expert": 2}, "lora": {"rank": 16, "targets": ["*.linear_*", "*.router.*"]}},
         ]
     return layouts
 
@@ -151,7 +153,7 @@ def check(folder: Path, shape: Shape, layout: dict, by_rank: list[dict[str, int]
     kept = 0
     for figures in by_rank:
         stage = figures["stage"]
-        weights = rank_weights(shape, config.parallel, stage, transformer_engine=False)
+        weights = rank_weights(shape, config.parallel, stage, transformer_engine=False, lora=config.lora)
         assert count(weights) == figures["parameters"], where
         assert count(weights, "experts") == figures["experts"], where
         for kind, size in parameter_bytes(config, weights, len(by_rank)).items():

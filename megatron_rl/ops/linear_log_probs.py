@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.ops.head_products import HeadGradients, fp32_product, token_chunks
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.late_checks import LateChecks, check
 from megatron_rl.ops.masked_log_softmax import (
@@ -32,8 +33,6 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Te
 """(log_probs [n], entropy [n] or None, rows [n]: which of the T tokens) -> these tokens' part of the loss, a scalar."""
 
 _OP = "linear_log_probs"
-_FP32_ROWS = 8192
-"""Rows of the weight that are fp32 at a time without a GPU, whose product has no such output."""
 
 
 def linear_log_probs(
@@ -136,12 +135,8 @@ class _Settings:
     fp32_logits: bool
     late: LateChecks | None
 
-    def chunks(self, tokens: int) -> list[slice]:
-        size = self.chunk_tokens
-        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        logits = _fp32_product(hidden, weight) if self.fp32_logits else hidden @ weight.t()
+        logits = fp32_product(hidden, weight) if self.fp32_logits else hidden @ weight.t()
         first = self.tp_group.rank() * weight.shape[0] if self.tp_group is not None else 0
         if self.vocab_size is not None:
             logits[:, max(0, self.vocab_size - first) :] = -torch.inf
@@ -156,36 +151,6 @@ class _Settings:
         return evaluate(logits, targets, *options, names=rows, late=self.late)
 
 
-def _fp32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[n, V] fp32 = hidden [n, H] @ weight [V, H]^T, without an fp32 copy of the whole weight."""
-    if hidden.dtype != torch.bfloat16:
-        return hidden @ weight.t()
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    hidden = hidden.float()
-    return torch.cat([hidden @ part.float().t() for part in weight.split(_FP32_ROWS)], 1)
-
-
-class _Gradients:
-    """The gradients of hidden and weight, summed chunk by chunk."""
-
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunks: int) -> None:
-        self.hidden = torch.empty_like(hidden)
-        # Summed over chunks in fp32 at least.
-        total = torch.promote_types(weight.dtype, torch.float32)
-        self.weight = torch.zeros_like(weight, dtype=total) if chunks > 1 else None
-
-    def add(self, chunk: slice, hidden: torch.Tensor, weight: torch.Tensor, grad_logits: torch.Tensor) -> None:
-        grad_logits = grad_logits.to(weight.dtype)
-        self.hidden[chunk] = grad_logits @ weight
-        if self.weight is None:
-            self.weight = grad_logits.t() @ hidden
-        elif self.weight.dtype == grad_logits.dtype:
-            self.weight.addmm_(grad_logits.t(), hidden)
-        else:
-            self.weight += grad_logits.t() @ hidden
-
-
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -196,9 +161,9 @@ class _LinearLogProbs(torch.autograd.Function):
         rows: torch.Tensor,
         settings: _Settings,
     ) -> tuple[torch.Tensor | None, ...]:
-        chunks = settings.chunks(len(hidden))
+        chunks = token_chunks(len(hidden), settings.chunk_tokens)
         token_loss = settings.token_loss if len(chunks) > 1 and any(ctx.needs_input_grad[:2]) else None
-        gradients = _Gradients(hidden, weight, len(chunks)) if token_loss is not None else None
+        gradients = HeadGradients(hidden, weight, len(chunks)) if token_loss is not None else None
         values, states, sent = [], [], []
         logits = weight.new_empty(0)
         for chunk in chunks:
@@ -244,8 +209,8 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, rows, *tensors = ctx.saved_tensors
         made, ctx.only_logits = ctx.only_logits, None  # another backward through the same graph computes them again
         states = [Rows(*tensors[5 * i : 5 * i + 5], *numbers) for i, numbers in enumerate(ctx.numbers)]
-        chunks = ctx.settings.chunks(len(hidden))
-        gradients = _Gradients(hidden, weight, len(chunks))
+        chunks = token_chunks(len(hidden), ctx.settings.chunk_tokens)
+        gradients = HeadGradients(hidden, weight, len(chunks))
         for chunk, state in zip(chunks, states, strict=True):
             logits = ctx.settings.logits(hidden[chunk], weight, rows[chunk]) if made is None else made
             of_log_probs, of_entropy = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))

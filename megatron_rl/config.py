@@ -337,6 +337,32 @@ class CriticConfig:
 
 
 @section
+class DistillationConfig:
+    """A teacher: of `megatron-rl sft` on demonstrations, and of `megatron-rl train` on what the model itself samples."""
+
+    teacher: str | None = None
+    """Hugging Face folder of the teacher, of any size and family, with the model's tokenizer. The trainer's processes run it,
+    on their own layout. null: there is none."""
+    address: str | None = None
+    """In its place an SGLang server of the teacher (http://host:port), which tells the log-probs of what was sampled
+    (placement: advantage)."""
+    placement: Literal["loss", "advantage"] = "loss"
+    """loss: the divergence of both whole distributions at each token, computed in chunks. advantage (train): log teacher - log
+    policy of the sampled token is added to its advantage, so that updates lower the reverse KL."""
+    direction: Literal["forward", "reverse", "jensen_shannon"] = "forward"
+    """loss: forward is KL(teacher || model); reverse is KL(model || teacher); jensen_shannon is both to their mixture (GKD)."""
+    mix: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """jensen_shannon: the teacher's weight in the mixture."""
+    temperature: PositiveFloat = 1.0
+    """loss: what the logits of both are divided by. The divergence counts times its square (Hinton et al. 2015)."""
+    coefficient: NonNegativeFloat = 1.0
+    """Weight of what the teacher says."""
+    task_coefficient: NonNegativeFloat = 0.0
+    """Weight of the rest: the likelihood of the demonstrations (sft), the advantages of the rewards (train); 0: the teacher
+    alone is learned from, and rewards are measured."""
+
+
+@section
 class PruningConfig:
     """Dynamic vocabulary pruning, which leaves the vocabulary's tail out of the policy."""
 
@@ -715,6 +741,7 @@ class Config:
     rewards: RewardsConfig = RewardsConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     dpo: DPOConfig = DPOConfig()
+    distillation: DistillationConfig = DistillationConfig()
     pruning: PruningConfig = PruningConfig()
     correction: CorrectionConfig = CorrectionConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -741,6 +768,11 @@ class Config:
     def zero_truncated(self) -> bool:
         """Whether a response that a limit has ended has a reward of 0, whatever is in it."""
         return self.rollout.program != "single_turn" and self.agent.on_truncation == "zero"
+
+    @property
+    def teaches(self) -> bool:
+        """Whether there is a teacher."""
+        return self.distillation.teacher is not None or self.distillation.address is not None
 
     @property
     def policy_reference(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the task's demonstrations, and continued pretraining on its texts, with the same trainer."""
+"""Supervised fine-tuning on demonstrations, continued pretraining on texts, and distillation from a teacher, by one trainer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def sft(config: Config) -> None:
     """config.steps updates on batch.prompts_per_step demonstrations, or pieces of texts, each; ends with a folder `hf/`."""
     with Run(config, kind="sft") as run:
         trainer = run.build()
+        objective = SFT(config.distillation if config.teaches else None)
         unseen = held_out(run)
 
         def learn() -> Learned:
@@ -23,6 +24,8 @@ def sft(config: Config) -> None:
             samples = run.stream.next_demonstrations(config.batch.prompts_per_step, rng)
             [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
             mine = [samples[i] for i in shares[run.ranks.data_rank]]
-            return Learned(trainer.update(trainer.pack(mine), SFT()), mine)
+            batches = trainer.pack(mine)
+            trainer.compute_fields(batches, objective.needs)
+            return Learned(trainer.update(batches, objective), mine)
 
         learn_from_data(run, learn, lambda: likelihood(run, trainer, unseen))

@@ -210,9 +210,18 @@ def generalized(
     return _result(advantages, values), _result(returns, values)
 
 
-ADVANTAGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+ADVANTAGES: dict[str, Callable[[torch.torch.Tensor, torch.torch.Tensor], torch.torch.Tensor]] = {
     "grpo": group_relative,
     "dr_grpo": partial(group_relative, normalize=False),
     "rloo": leave_one_out,
 }
 """(rewards [N], group_ids [N]) -> advantages [N], by the name that algorithm.advantage has for it."""
+
+
+def distillation(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, coefficient: float = 1.0) -> torch.Tensor:
+    """On-policy distillation: coefficient x (log teacher - log policy) of each sampled token, of any shape, without gradient.
+
+    The mean over the policy of grad log policy x this is minus the gradient of KL(policy || teacher) at the token, times
+    coefficient (Gu et al. 2024, arXiv 2306.08543, eq. 3 with one step alone; Agarwal et al. 2024, arXiv 2306.13649).
+    """
+    return coefficient * (teacher_log_probs - log_probs).detach()

@@ -95,6 +95,8 @@ class Batch:
     """Routes of the tokens at this process's routers: with sequence parallelism its share of the T. None for a dense model."""
     without_route: int = 0
     """Tokens on this context-parallel rank whose experts the engine did not tell."""
+    teacher_hidden: torch.Tensor | None = None
+    """[n, hidden of the teacher]: its last hidden states at label_rows; on the pipeline stage that has the head."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """[T] values of a field."""
@@ -117,7 +119,8 @@ class Batch:
         """Some tokens of it [n], for losses that look at each token alone; what belongs to sequences stays."""
         fields = {name: values[rows] for name, values in self.fields.items()}
         taken = {name: getattr(self, name)[:, rows] for name in ("tokens", "position_ids")}
-        return replace(self, **taken, labels=self.labels[rows], fields=fields, segments=self.segments.take(rows))
+        segments = self.segments.take(rows)
+        return replace(self, **taken, labels=self.labels[rows], fields=fields, segments=segments, teacher_hidden=None)
 
 
 def micro_batch_count(lengths: list[int], budget: int) -> int:

@@ -29,6 +29,7 @@ FIELDS = {
     "advantages": Field(np.float32),
     "old_log_probs": Field(np.float32),  # of the policy before the updates of its rollout batch
     "reference_log_probs": Field(np.float32),  # of the frozen reference
+    "teacher_log_probs": Field(np.float32),  # of the teacher that is distilled
     "values": Field(np.float32),  # of the state before the label, by the critic or reward model
     "returns": Field(np.float32),  # what the critic's values are to be
     "unit": Field(np.int32, -1),  # what the label is a part of the score of (trainer.units); -1: of nothing

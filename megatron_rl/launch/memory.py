@@ -158,7 +158,7 @@ def stage_usage(
         | {"predictors": _predictor_bytes(config, shape, moe_layers)}
         | _batch_bytes(config, shape, moe_layers, tokens)
         | _vp2o_bytes(config, shape, moe_layers)
-        | _companion_bytes(config, shape, stage, plan.world_size, kernels)
+        | _companion_bytes(config, shape, stage, tokens, plan.world_size, kernels)
         | {"push": _push_buffers(config, shape), "server": ASLEEP * config.rollout.colocate, "reserve": RESERVE}
     )
     return Usage(stage, resident, _phases(config, shape, stage, weights, tokens, plan.world_size, kernels))
@@ -288,8 +288,10 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
     return found
 
 
-def _companion_bytes(config: Config, shape: Shape, stage: int, gpus: int, kernels: Kernels) -> dict[str, int]:
-    """Bytes of the critic, with its gradients and optimizer, and of the weights of reward models, on a rank of a stage."""
+def _companion_bytes(
+    config: Config, shape: Shape, stage: int, tokens: _StepTokens, gpus: int, kernels: Kernels
+) -> dict[str, int]:
+    """Bytes of the critic, with its gradients and optimizer, of reward models and of a teacher, on a rank of a stage."""
 
     def weights_of(folder: str | None, lora: LoRAConfig | None = None) -> list[Weight]:
         same = not folder or folder == config.model.path
@@ -307,7 +309,16 @@ def _companion_bytes(config: Config, shape: Shape, stage: int, gpus: int, kernel
         found = parameter_bytes(settings, weights_of(config.critic.path, config.lora), gpus)
         critic = sum(found.values())
     own = [model.path for model in config.rewards.models.values() if not model.address]
-    return {"critic": critic, "reward_models": sum(width * count(weights_of(path)) for path in own)}
+    teacher, folder = 0, config.distillation.teacher
+    if folder is not None:
+        other = Shape.from_config(read_hf_config(folder))
+        teacher = width * count(
+            rank_weights(other, config.parallel, stage, transformer_engine=kernels.transformer_engine)
+        )
+        if config.distillation.placement == "loss" and stage == config.parallel.pipeline - 1:
+            teacher += width * other.hidden * tokens.of_step  # its hidden states, of all of a step
+    models = sum(width * count(weights_of(path)) for path in own)
+    return {"critic": critic, "reward_models": models, "teacher": teacher}
 
 
 def _predictor_bytes(config: Config, shape: Shape, moe_layers: list[int]) -> int:

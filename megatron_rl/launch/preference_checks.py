@@ -23,10 +23,10 @@ def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
         _check_dpo(config)
         _check_reference(config.model.path, config.dpo.reference, "dpo.reference")
     if kind == "train":
-        if config.data.verifier == "none" and not config.rewards.models:
+        if config.data.verifier == "none" and not config.rewards.models and not config.teaches:
             raise UserError(
                 "config: data.verifier: none judges no response, and rewards.models is empty, so that nothing gives a reward;"
-                " name a reward model, or another verifier"
+                " name a reward model, a teacher (distillation.teacher), or another verifier"
             )
         _check_reference(config.model.path, config.policy_reference, "algorithm.kl.reference")
     if kind in ("train", "ask"):

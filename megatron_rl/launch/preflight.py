@@ -18,6 +18,7 @@ from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.lora_checks import check_lora
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
+from megatron_rl.launch.teacher_checks import check_teacher
 from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
@@ -86,6 +87,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_extra_args(config, hf_config)
     _check_servers(config, kind, world_size)
     check_preferences(config, kind, world_size)
+    if kind not in LOOKS:
+        check_teacher(config, hf_config, kind, world_size)
     if kind == "train" and config.rollout.load and config.eval.prompts:
         raise UserError(
             "config: rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"

@@ -32,7 +32,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.critic import Critic, critic_config
 from megatron_rl.trainer.kl_control import KLControl
-from megatron_rl.trainer.trainer import Trainer, build_trainer
+from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
 T = TypeVar("T")
 
@@ -158,6 +158,8 @@ class Run:
         if training:
             self.build_scorers()
             self.trainer.companions |= self.rewards.models
+        if config.distillation.teacher and self.kind in ("train", "sft"):
+            self.trainer.companions[TEACHER] = self.scorer(config.distillation.teacher)
         if self._found:
             state = checkpoint.load(self._found, self.trainer, self.ranks)
             self.stream.load_state_dict(state["extra"]["stream"])

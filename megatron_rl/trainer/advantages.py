@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import advantages
-from megatron_rl.config import AlgorithmConfig, Config
+from megatron_rl.config import AlgorithmConfig, Config, DistillationConfig
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.trajectory import OVERLONG, Trajectory
@@ -53,6 +53,7 @@ class Advantages:
             algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
         )
         """Whether rewards of tokens come to those of responses."""
+        self._teacher = config.distillation if config.teaches else None
         self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
         self._returns: list[Tensor] = []
 
@@ -113,7 +114,7 @@ class Advantages:
 
         rollout: this rank's trajectories of each update, which the batches are packed from; their fields are computed.
         """
-        if not (self._of_tokens or self._shaped or self._whitens):
+        if not (self._of_tokens or self._shaped or self._whitens or self._teacher):
             return
         labels = [Labels(trajectories) for trajectories in rollout]
         shaping = [
@@ -126,6 +127,11 @@ class Advantages:
             found = self._along_responses(rollout, labels, shaping)
         if self._whitens:
             found = self._whitened(found, [of_update.of("loss_mask") for of_update in labels])
+        if self._teacher:
+            found = [
+                self._teacher.task_coefficient * values + self._taught(self._teacher, of_update, batches)
+                for values, of_update, batches in zip(found, labels, rollout_batch, strict=True)
+            ]
         for of_update, batches, values in zip(labels, rollout_batch, found, strict=True):
             of_update.give(batches, "advantages", values)
 
@@ -147,6 +153,15 @@ class Advantages:
         if self._config.kl.placement == "reward" and kl_coefficient:
             rewards -= kl_coefficient * (old - everywhere(self._trainer, labels, batches, "reference_log_probs"))
         return torch.where(labels.of("loss_mask") & old.isfinite(), rewards, 0.0)  # a pruned token has no log-prob
+
+    def _taught(self, settings: DistillationConfig, labels: Labels, batches: list[Batch]) -> Tensor:
+        """[L] what the teacher adds to the advantage of each token: by how much likelier it finds the token than the policy."""
+        if settings.placement == "loss":
+            return torch.zeros(labels.count)
+        old = everywhere(self._trainer, labels, batches, "old_log_probs")
+        teacher = everywhere(self._trainer, labels, batches, "teacher_log_probs")
+        counts = labels.of("loss_mask") & old.isfinite()  # a pruned token has no log-prob
+        return torch.where(counts, advantages.distillation(old, teacher, settings.coefficient), 0.0)
 
     def _along_tokens(
         self, rollout: Sequence[list[Trajectory]], labels: list[Labels], shaping: list[Tensor]

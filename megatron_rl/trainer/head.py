@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from megatron_rl.ops import linear_log_probs
+from megatron_rl.config import DistillationConfig
+from megatron_rl.ops import linear_kl, linear_log_probs
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.ops.linear_log_probs import TokenLoss
@@ -37,6 +39,19 @@ class HeadRequest:
     late: LateChecks
     """Where errors wait until the passes of all micro-batches are done."""
     fp32_logits: bool = False
+    teacher: TeacherHead | None = None
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """What the distance to a teacher is computed from."""
+
+    hidden: torch.Tensor
+    """[n, dt], at the rows that have a label."""
+    weight: torch.Tensor
+    """[V / tp, dt] of its head."""
+    settings: DistillationConfig
+    vocab_size: int
 
 
 def log_prob_head(
@@ -47,7 +62,7 @@ def log_prob_head(
     context: HeadRequest,
     **_: object,
 ) -> torch.Tensor:
-    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> the four `HeadOutputs`, [4, T] fp32.
+    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> the five `HeadOutputs`, [5, T] fp32.
 
     Tokens without a label have zeros, and coverage 1. A token outside the safe set has a log-prob of -inf. With tensor
     parallelism hidden states come sharded over the sequence and the vocabulary is sharded over the ranks; the gradient is
@@ -56,9 +71,11 @@ def log_prob_head(
     group = process_group(parallel_state.get_tensor_model_parallel_group())
     if group.size() > 1:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+    hidden_states = hidden_states.squeeze(1)
+    weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
     result = linear_log_probs(
-        hidden_states.squeeze(1),
-        output_layer.get_parameter("weight") if output_weight is None else output_weight,
+        hidden_states,
+        weight,
         context.labels,
         log_rho=context.log_rho,
         temperature=context.temperature,
@@ -73,4 +90,42 @@ def log_prob_head(
         late=context.late,
     )
     entropy = torch.zeros_like(result.log_probs) if result.entropy is None else result.entropy
-    return torch.stack([result.log_probs, entropy, result.coverage, result.margin])
+    distance = torch.zeros_like(result.log_probs)
+    if context.teacher is not None:
+        found = _distance(context, context.teacher, hidden_states[context.rows], weight, group)
+        distance = distance.index_copy(0, context.rows, found.to(distance.dtype))
+    return torch.stack([result.log_probs, entropy, result.coverage, result.margin, distance])
+
+
+def _distance(
+    context: HeadRequest, teacher: TeacherHead, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """[n]: the divergence from the teacher, over the tokens that both vocabularies have."""
+    rows = min(len(weight), len(teacher.weight))  # with the same tokenizer tables differ in unused rows alone
+    return linear_kl(
+        hidden,
+        weight[:rows],
+        teacher.hidden,
+        teacher.weight[:rows],
+        temperature=teacher.settings.temperature,
+        direction=teacher.settings.direction,
+        mix=teacher.settings.mix,
+        tp_group=group,
+        vocab_size=teacher.vocab_size,
+        chunk_tokens=context.chunk_tokens,
+        fp32_logits=context.fp32_logits,
+    )
+
+
+def hidden_head(
+    *,
+    hidden_states: torch.Tensor,
+    context: torch.Tensor,
+    output_layer: object = None,
+    output_weight: object = None,
+    **_: object,
+) -> torch.Tensor:
+    """GPTModel's `output_processor` of a teacher: hidden states [T / tp, 1, H] -> [n, H] of the rows `context` [n]."""
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states)
+    return hidden_states.squeeze(1)[context]

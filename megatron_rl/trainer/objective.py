@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import kl, losses
 from megatron_rl.algorithms.correction import Correction, TokenWeights, counts, token_weights
-from megatron_rl.config import AlgorithmConfig, Config
+from megatron_rl.config import AlgorithmConfig, Config, DistillationConfig
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, derived, mean, ratio
 from megatron_rl.registry import resolve
@@ -36,6 +36,8 @@ class HeadOutputs(NamedTuple):
     """Probability of the safe set of a pruned vocabulary; 1 elsewhere."""
     margin: Tensor | None = None
     """Logarithm of the label's probability over that of the likeliest token; None: nobody has asked."""
+    distance: Tensor | None = None
+    """Divergence from the teacher (section distillation); zeros without one, None where nobody has asked."""
 
 
 class Values(NamedTuple):
@@ -43,6 +45,13 @@ class Values(NamedTuple):
 
     values: Tensor
     """[T] fp32, of every position: of the state before the token that it predicts."""
+
+
+class HiddenStates(NamedTuple):
+    """What a teacher says: no number of a label, but what its head computes them from."""
+
+    hidden: Tensor
+    """[n, hidden], at the rows that have a label."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Totals:
     """All tokens of the sequences, prompts included."""
 
 
-class Objective[Outputs: (HeadOutputs, Values)]:
+class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
     """What a pass minimizes. Subclasses override `__call__`, and of the rest what differs."""
 
     needs: frozenset[str] = frozenset()
@@ -78,6 +87,10 @@ class Objective[Outputs: (HeadOutputs, Values)]:
     """The loss is a sum of terms of one token each (`ops.linear_log_probs` says what this saves)."""
     with_entropy = True
     """Whether the head computes entropies."""
+    reads_hidden = False
+    """Whether it asks for hidden states, and not for what the head makes of them."""
+    teacher: DistillationConfig | None = None
+    """How far from the teacher the head says each label to be; None: it does not."""
 
     def for_update(self, totals: Totals) -> Self:
         """The objective of one update."""
@@ -106,16 +119,42 @@ class ComputeValues(Objective[Values]):
         return Result(outputs.values.new_zeros(()), tokens={"values": outputs.values})
 
 
-class SFT(Objective[HeadOutputs]):
-    """Negative log-likelihood of the counted labels."""
+class ComputeHidden(Objective[HiddenStates]):
+    """No loss: the hidden states themselves."""
 
+    with_entropy = False
+    reads_hidden = True
+
+    def __call__(self, batch: Batch, outputs: HiddenStates) -> Result:
+        """Return the hidden states."""
+        return Result(outputs.hidden.new_zeros(()), tokens={"hidden": outputs.hidden})
+
+
+@dataclass(frozen=True)
+class SFT(Objective[HeadOutputs]):
+    """Negative log-likelihood of the counted labels, and their divergence from a teacher where there is one."""
+
+    teacher: DistillationConfig | None = None
     per_token = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What has to be computed before."""
+        return frozenset() if self.teacher is None else frozenset({"teacher_hidden"})
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
         """Return the sum over the counted labels."""
         nll = -torch.where(batch.mask, outputs.log_probs, torch.zeros_like(outputs.log_probs)).sum()
         entropy = torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()
-        return Result(nll, _token_means(batch, {"loss/policy": nll.detach(), "entropy": entropy}))
+        sums = {"loss/policy": nll.detach(), "entropy": entropy}
+        if self.teacher is None:
+            return Result(nll, _token_means(batch, sums))
+        loss = self.teacher.task_coefficient * nll
+        if outputs.distance is not None:
+            distance = torch.where(batch.mask, outputs.distance, torch.zeros_like(outputs.distance)).sum()
+            loss = loss + self.teacher.coefficient * self.teacher.temperature**2 * distance
+            sums["distillation/kl"] = distance.detach()
+        return Result(loss, _token_means(batch, sums))
 
 
 @dataclass(frozen=True)
@@ -220,6 +259,12 @@ class Policy(Objective[HeadOutputs]):
         )
 
     @property
+    def teacher(self) -> DistillationConfig | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The teacher whose whole distributions count in the loss."""
+        settings = self.config.distillation
+        return settings if settings.teacher is not None and settings.placement == "loss" else None
+
+    @property
     def ratio_from_old(self) -> bool:
         """Whether the ratio starts from stored log-probs, and not from its own (one update: 1) or the engine's (bypass)."""
         return self.config.batch.updates_per_step > 1 and not self.config.correction.bypass
@@ -231,9 +276,13 @@ class Policy(Objective[HeadOutputs]):
         of_tokens = algorithm.entropy_reward > 0 or (
             algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
         )
+        teacher = self.config.distillation
+        pays = teacher.placement == "advantage"
         wanted = {
-            "old_log_probs": self.ratio_from_old or of_tokens,
+            "old_log_probs": self.ratio_from_old or of_tokens or (self.config.teaches and pays),
             "reference_log_probs": algorithm.kl.coefficient > 0,
+            "teacher_log_probs": teacher.teacher is not None and pays,  # a server has told them before
+            "teacher_hidden": self.teacher is not None,
         }
         return frozenset(name for name, needed in wanted.items() if needed)
 
@@ -249,7 +298,7 @@ class Policy(Objective[HeadOutputs]):
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
         """Return the loss and metrics. Errors: ValueError for a field that is missing in the batch."""
         algorithm, mask, log_probs = self.config.algorithm, batch.mask, outputs.log_probs
-        for name in sorted(self.needs - batch.fields.keys()):
+        for name in sorted(self.needs - {"teacher_hidden"} - batch.fields.keys()):
             raise ValueError(
                 f"the batch has no {name}, which algorithm.loss = {algorithm.loss} needs: call"
                 " Trainer.compute_fields(batches, objective.needs) before the update"
@@ -294,6 +343,12 @@ class Policy(Objective[HeadOutputs]):
             total = total - algorithm.entropy_coefficient * stays * torch.where(
                 stays > 0, entropy, torch.zeros_like(entropy)
             )
+        if self.teacher is not None and outputs.distance is not None:
+            distance = torch.where(stays > 0, outputs.distance, torch.zeros_like(outputs.distance))
+            total = total + self.teacher.coefficient * self.teacher.temperature**2 * stays * distance
+            sums["distillation/kl"] = torch.where(mask, outputs.distance.detach(), 0.0).sum()
+        if "teacher_log_probs" in batch.fields:
+            sums["distillation/reverse_kl"] = torch.where(inside, old - batch["teacher_log_probs"], 0.0).sum()
         sums["entropy"] = torch.where(mask, entropy.detach(), 0.0).sum()
         sums[CLOSE] = (mask & ((old - batch["rollout_log_probs"]).abs() <= math.log(2))).sum()
         # The mismatch to the engine is that of the policy before its update.

@@ -36,13 +36,26 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
-from megatron_rl.trainer.head import HeadRequest, log_prob_head
+from megatron_rl.trainer.head import HeadRequest, TeacherHead, hidden_head, log_prob_head
 from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
-from megatron_rl.trainer.objective import ComputeValues, HeadOutputs, LogProbs, Objective, Result, Totals, Values
+from megatron_rl.trainer.objective import (
+    ComputeHidden,
+    ComputeValues,
+    HeadOutputs,
+    HiddenStates,
+    LogProbs,
+    Objective,
+    Result,
+    Totals,
+    Values,
+)
 from megatron_rl.trainer.offload import Residence
 from megatron_rl.trainer.optimizer import gather_parameters, make_optimizer, make_scheduler, wrap_ddp
 from megatron_rl.trainer.parallel import Ranks, process_group
 from megatron_rl.trainer.preview import StepPreview, scaled_lr
+
+TEACHER = "distillation.teacher"
+"""Name of a companion: what is distilled. No reward model's name has a dot."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +199,13 @@ class Trainer:
             results = self._run(self.chunks, batches, passes, ComputeValues(), self.support, forward_only=True)
         return [result and result.tokens["values"] for result in results]
 
+    @torch.no_grad()
+    def compute_hidden(self, batches: list[Batch]) -> list[torch.Tensor | None]:
+        """As compute_log_probs: last hidden states [n, hidden] at the rows that have a label."""
+        with self._observed([], batches, "log_probs", ALONE) as passes:
+            results = self._run(self.chunks, batches, passes, ComputeHidden(), self.support, forward_only=True)
+        return [result and result.tokens["hidden"] for result in results]
+
     def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: Place = ALONE) -> None:
         """Add to the micro-batches what an objective needs, each by a pass over them (`Objective.needs`)."""
         found: dict[str, list[torch.Tensor | None]] = {}
@@ -199,6 +219,12 @@ class Trainer:
             support = self.support.unpruned
             with adapters_off(self.reference or []):
                 found["reference_log_probs"] = self.compute_log_probs(batches, self.reference, support=support)
+        teacher = self.companions.get(TEACHER)
+        if "teacher_log_probs" in needs and teacher:
+            found["teacher_log_probs"] = teacher.compute_log_probs(batches, hooks=[])
+        if "teacher_hidden" in needs and teacher:
+            for batch, hidden in zip(batches, teacher.compute_hidden(batches), strict=True):
+                batch.teacher_hidden = hidden
         for name, values in found.items():
             for batch, of_batch in zip(batches, values, strict=True):
                 if of_batch is not None:
@@ -347,6 +373,11 @@ class Trainer:
     ):
         index, batch, route_pass = next(iterator)
 
+        def outputs(values: torch.Tensor) -> Values | HiddenStates | HeadOutputs:
+            if objective.reads_hidden:
+                return HiddenStates(values)
+            return Values(*values) if self.model.value_head else HeadOutputs(*values)
+
         def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
             entropy = torch.zeros_like(log_probs) if entropy is None else entropy
             return objective(batch.take(rows), HeadOutputs(log_probs, entropy, torch.ones_like(entropy))).loss
@@ -365,6 +396,8 @@ class Trainer:
         )
         if self.model.value_head:
             head, request = value_head, None
+        elif objective.reads_hidden:
+            head, request = hidden_head, batch.label_rows
         else:
             head = log_prob_head
             request = HeadRequest(
@@ -379,6 +412,7 @@ class Trainer:
                 token_loss if objective.per_token else None,
                 late,
                 self.config.precision.fp32_lm_head,
+                self._teacher_head(batch, objective),
             )
         values = chunk(
             input_ids=batch.tokens,
@@ -390,13 +424,23 @@ class Trainer:
         )
 
         def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            result = objective(batch, Values(*values) if self.model.value_head else HeadOutputs(*values))
+            result = objective(batch, outputs(values))
             tokens = batch.mask.sum()
             counted = tokens if result.counted is None else result.counted
             results[index] = replace(result, loss=result.loss.detach(), counted=counted)
             return result.loss, tokens.int(), {}
 
         return values, loss
+
+    def _teacher_head(self, batch: Batch, objective: Objective) -> TeacherHead | None:
+        if objective.teacher is None or batch.teacher_hidden is None:
+            return None
+        teacher = self.companions[TEACHER]
+        last = teacher.chunks[-1]
+        tied = teacher.model.config.share_embeddings_and_output_weights
+        weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.get_parameter("weight")
+        vocab = min(teacher.model.hf_config.vocab_size, self.model.hf_config.vocab_size)
+        return TeacherHead(batch.teacher_hidden, weight, objective.teacher, vocab)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,86 @@
+"""Checks of distillation: keys that do nothing, and a teacher that the model cannot learn from."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from megatron_rl.config import Config, DistillationConfig
+from megatron_rl.errors import UserError
+from megatron_rl.launch.plan import Kind
+from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
+from megatron_rl.models.parallel_check import check_parallel, is_classifier, read_hf_config
+
+
+def check_teacher(config: Config, hf_config: PreTrainedConfig, kind: Kind, world_size: int) -> None:
+    """Errors: UserError naming a key that does nothing here, or a folder that cannot be used."""
+    settings, default = config.distillation, DistillationConfig()
+    if not config.teaches:
+        for key in vars(default):
+            if getattr(settings, key) != getattr(default, key):
+                raise UserError(
+                    f"config: distillation.{key} does nothing without a teacher; set distillation.teacher, or leave it out"
+                )
+        return
+    if kind not in ("sft", "train"):
+        raise UserError(
+            f"config: a teacher is of megatron-rl sft and train, and {kind} has none; leave distillation out"
+        )
+    _check_choices(settings, kind)
+    if settings.teacher is None:
+        return
+    check_local_folder(settings.teacher, "distillation.teacher")
+    teacher = read_hf_config(settings.teacher)
+    if is_classifier(teacher):
+        raise UserError(
+            f"config: distillation.teacher = {settings.teacher}: has a head of one number; give a language model's folder"
+        )
+    check_same_tokenizer(config.model.path, settings.teacher, "distillation.teacher")
+    try:
+        check_parallel(teacher, config.parallel, world_size)
+    except UserError as error:
+        raise UserError(f"{error} (of distillation.teacher)") from None
+    if settings.placement == "loss" and config.parallel.tensor > 1 and teacher.vocab_size != hf_config.vocab_size:
+        raise UserError(
+            f"config: distillation.teacher = {settings.teacher}: has embeddings of {teacher.vocab_size} tokens and the model"
+            f" {hf_config.vocab_size}, which parallel.tensor = {config.parallel.tensor} cuts at different tokens; set"
+            " parallel.tensor: 1" + (", or placement: advantage" if kind == "train" else "")
+        )
+
+
+def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
+    default = DistillationConfig()
+    if settings.teacher is not None and settings.address is not None:
+        raise UserError("config: distillation.teacher and distillation.address are both given; leave one of them out")
+    if not settings.coefficient:
+        raise UserError("config: distillation.coefficient = 0: the teacher would teach nothing; leave distillation out")
+    for key, contradicts, why, remedy in (
+        (
+            "placement = advantage",
+            settings.placement == "advantage" and kind == "sft",
+            "demonstrations have no advantages",
+            "set it to loss",
+        ),
+        (
+            "address",
+            settings.address is not None and settings.placement == "loss",
+            "a server tells the log-probs of sampled tokens alone, and the loss asks for whole distributions",
+            "set placement: advantage" if kind == "train" else "set distillation.teacher",
+        ),
+        *(
+            (
+                f"{key} = {getattr(settings, key)}",
+                settings.placement == "advantage" and getattr(settings, key) != getattr(default, key),
+                "placement = advantage looks at the log-probs of the sampled tokens as they are",
+                "leave it out, or set placement: loss",
+            )
+            for key in ("direction", "mix", "temperature")
+        ),
+        (
+            f"mix = {settings.mix}",
+            settings.mix != default.mix and settings.direction != "jensen_shannon",
+            f"direction = {settings.direction} has no mixture",
+            "leave it out, or set direction: jensen_shannon",
+        ),
+    ):
+        if contradicts:
+            raise UserError(f"config: distillation.{key}: {why}; {remedy}")

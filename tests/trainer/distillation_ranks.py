@@ -1,0 +1,62 @@
+"""What each rank does in test_distillation.py: one update by a teacher under each layout, and what it was of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from layouts import make_config, whole_gradients
+
+from megatron_rl.config import Config
+from megatron_rl.data.labels import Labels
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.metrics.reduce import figures
+from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.advantages import Advantages
+from megatron_rl.trainer.critic import everywhere
+from megatron_rl.trainer.objective import SFT, Policy
+from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
+
+from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
+
+
+def with_teacher(config: Config) -> Trainer:
+    """As a run builds it."""
+    ranks = parallel.initialize(config.parallel, config.seed)
+    trainer = build_trainer(config, ranks, total_updates=4, support=SamplingSupport())
+    assert config.distillation.teacher is not None
+    other = replace(config, model=replace(config.model, path=config.distillation.teacher))
+    trainer.companions[TEACHER] = build_trainer(other, ranks, total_updates=None, support=SamplingSupport())
+    return trainer
+
+
+def update_once(config: Config, samples: list[Sequence], *, policy: bool = False) -> dict:
+    trainer = with_teacher(config)
+    settings = trainer.chunks[0].config
+    finalize = settings.finalize_model_grads_func  # gradients are reduced whole on every rank
+    settings.finalize_model_grads_func = lambda *args, force_all_reduce=None, **kw: finalize(
+        *args, force_all_reduce=True, **kw
+    )
+    ranks, caught, step = trainer.ranks, {}, trainer._step
+    mine = samples[ranks.data_rank :: ranks.data_size]
+    batches = trainer.pack(mine)
+    objective = Policy(config) if policy else SFT(config.distillation)
+    trainer.compute_fields(batches, objective.needs)
+    found: dict = {}
+    if policy:
+        Advantages(config, trainer, None).of_tokens([mine], [batches], 0.0)
+        found["advantages"] = Labels(mine).collect(batches, [batch.fields["advantages"] for batch in batches])
+        if config.distillation.placement == "advantage":
+            found["teacher"] = everywhere(trainer, Labels(mine), batches, "teacher_log_probs")
+            found["old"] = everywhere(trainer, Labels(mine), batches, "old_log_probs")
+    trainer._step = lambda: (caught.update(grads=whole_gradients(trainer)), step())[1]
+    done = trainer.update(batches, objective)
+    found |= {"metrics": figures(done.metrics), "grads": caught["grads"]}
+    parallel_state.destroy_model_parallel()
+    return found if ranks.rank == 0 else {}
+
+
+def updates(model: str, samples: list[Sequence], layouts: list[dict], policy: bool = False) -> list[dict]:
+    """One update under each layout, one after the other on the same processes."""
+    return [update_once(make_config(model, overrides), samples, policy=policy) for overrides in layouts]

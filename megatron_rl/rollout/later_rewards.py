@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -19,13 +17,11 @@ from megatron_rl.data.labels import Labels
 from megatron_rl.data.sequence import Sequence as Tokens
 from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.environments import Prompt, Task, combine, encode_text
-from megatron_rl.errors import UserError
+from megatron_rl.rollout.scores_by_server import ask_all
 from megatron_rl.trainer.critic import everywhere
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.units import with_last_state
-
-ATTEMPTS, AT_A_TIME = 3, 64
 
 
 def names_of(config: RewardsConfig) -> list[str]:
@@ -147,34 +143,18 @@ class Server:
         wanted = [
             t.tokens.tolist() if tokenizer is None else _encoded(tokenizer, prompts[t.group_id], t) for t in judged
         ]
-        return asyncio.run(self._all(wanted))
-
-    async def _all(self, wanted: list[list[int]]) -> list[float]:
-        room = asyncio.Semaphore(AT_A_TIME)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout_s)) as session:
-
-            async def one(tokens: list[int]) -> float:
-                async with room:
-                    return await self._ask(session, tokens)
-
-            return list(await asyncio.gather(*map(one, wanted)))
-
-    async def _ask(self, session: aiohttp.ClientSession, tokens: list[int]) -> float:
-        url, problem = f"{str(self.config.address).rstrip('/')}/classify", ""
-        for attempt in range(ATTEMPTS):
-            await asyncio.sleep(0.5 * attempt)
-            try:
-                async with session.post(url, json={"input_ids": tokens}) as answer:
-                    found: Any = await answer.json(content_type=None)
-                if answer.status == 200 and len(found["embedding"]) == 1:
-                    return float(found["embedding"][0])
-                problem = f"it answers {answer.status}: {str(found)[:200]}"
-            except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
-                problem = f"{type(error).__name__} {error}".strip()
-        raise UserError(
-            f"rewards.models.{self.name}: no score from {url}: {problem}; it has to be SGLang's server of a classifier with one"
-            " label (--is-embedding)"
+        what = (
+            f"rewards.models.{self.name}: no score from {{url}}: {{problem}}; it has to be SGLang's server of a classifier"
+            " with one label (--is-embedding)"
         )
+        bodies = [{"input_ids": tokens} for tokens in wanted]
+        return ask_all(str(self.config.address), "classify", bodies, _one, timeout_s=self.timeout_s, what=what)
+
+
+def _one(answer: Any) -> float:
+    """The only number of an answer. Errors: ValueError where there are several."""
+    (number,) = answer["embedding"]
+    return float(number)
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, trajectory: Trajectory) -> list[int]:

@@ -16,6 +16,7 @@ from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics
 from megatron_rl.registry import resolve
+from megatron_rl.rollout.scores_by_server import teacher_log_probs
 from megatron_rl.trainer.critic import Critic, everywhere
 from megatron_rl.trainer.trainer import Trainer
 
@@ -53,6 +54,7 @@ class Advantages:
             algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
         )
         """Whether rewards of tokens come to those of responses."""
+        self._timeout_s = config.rewards.timeout_s
         self._teacher = config.distillation if config.teaches else None
         self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
         self._returns: list[Tensor] = []
@@ -62,6 +64,8 @@ class Advantages:
 
         What is masked gets none, and the others' baseline leaves it out. Where tokens are looked at later, it is the reward.
         """
+        if self._teacher and self._teacher.address:
+            self._ask_teacher(self._teacher.address, trajectories)
         judged = [t for t in trajectories if not t.masked and not t.part and not self._goes_on(t)]
         found = self._seen([t.reward for t in judged])
         if self._config.advantage == "reinforce_plus_plus_baseline":
@@ -77,6 +81,12 @@ class Advantages:
                 else:
                     advantage = self._penalty(trajectory) if self._goes_on(trajectory) else next(mine)
             trajectory["advantages"] = advantage
+
+    def _ask_teacher(self, address: str, trajectories: list[Trajectory]) -> None:
+        """Errors: UserError on all processes, for a server that does not answer."""
+        asked = [t for t in trajectories if not t.masked]
+        ranks = self._trainer.ranks
+        ranks.leaders_do(lambda: teacher_log_probs(address, asked, timeout_s=self._timeout_s))
 
     def _goes_on(self, trajectory: Trajectory) -> bool:
         """Whether it was cut off, and its last state's value stands for what would have come: a score would count twice."""
@@ -159,7 +169,10 @@ class Advantages:
         if settings.placement == "loss":
             return torch.zeros(labels.count)
         old = everywhere(self._trainer, labels, batches, "old_log_probs")
-        teacher = everywhere(self._trainer, labels, batches, "teacher_log_probs")
+        told = settings.address is not None
+        teacher = (
+            labels.of("teacher_log_probs") if told else everywhere(self._trainer, labels, batches, "teacher_log_probs")
+        )
         counts = labels.of("loss_mask") & old.isfinite()  # a pruned token has no log-prob
         return torch.where(counts, advantages.distillation(old, teacher, settings.coefficient), 0.0)
 

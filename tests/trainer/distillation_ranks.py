@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from layouts import make_config, whole_gradients
 
 from megatron_rl.config import Config

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rollout.conftest import assert_agree
 
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.scores_by_server import teacher_log_probs
+from tests.rollout.conftest import assert_agree
 
 
 def trajectory(prompt: list[int], response: list[int]) -> Trajectory:

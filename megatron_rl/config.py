@@ -666,6 +666,9 @@ class SyncConfig:
     transport: Literal["distributed", "tensor", "disk"] = "distributed"
     """distributed: NCCL or gloo broadcast; tensor: shared memory on one machine; disk: a safetensors folder."""
     bucket_mb: PositiveFloat = 256.0
+    adapters: Literal["merged", "unmerged"] = "merged"
+    """With lora.rank: merged: all weights go out, the adapters in them; unmerged: the adapters alone, which servers started
+    with SGLang's --enable-lora compute beside the model. SGLang serves no unmerged ones of experts and routers."""
     timeout_s: PositiveFloat = 300.0
     refresh: RefreshConfig = RefreshConfig()
 

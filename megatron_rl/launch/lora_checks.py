@@ -22,6 +22,8 @@ def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
     """Errors: UserError naming the key."""
     lora = config.lora
     if not lora.rank:
+        if config.sync.adapters == "unmerged":
+            raise UserError("config: sync.adapters = unmerged: there are none; set lora.rank, or leave it out")
         _check_idle(lora)
         return
     names = parameter_names(Shape.from_config(hf_config))
@@ -60,6 +62,8 @@ def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
     ):
         if contradicts:
             raise UserError(f"config: {key} with lora.rank = {lora.rank}: {why}; {remedy}, or set lora.rank: 0")
+    if config.sync.adapters == "unmerged" and kind == "train":
+        _check_unmerged(config, targets)
     if lora.path is not None:
         check_local_folder(lora.path, "lora.path")
         folder = read_folder(Path(lora.path))
@@ -128,3 +132,31 @@ def _check_dora(config: Config, targets: list[str], names: set[str]) -> None:
             f"config: lora.kind = dora of {biased[0]}, whose layer has a bias, which Megatron-Bridge would scale too; leave it"
             " out of lora.targets, or take lora.kind: lora"
         )
+
+
+def _check_unmerged(config: Config, targets: list[str]) -> None:
+    """Refuse what SGLang does not serve beside a model."""
+    for key, contradicts, why, remedy in (
+        (
+            "lora.targets",
+            next((name for name in targets if EXPERTS in name or ".router." in name), None),
+            "SGLang 0.5.23 dies of adapters of such layers",
+            "take lora.targets: ['*.self_attention.linear_*']",
+        ),
+        ("lora.kind = dora", config.lora.kind == "dora", "SGLang knows no lengths of rows", "set lora.kind: lora"),
+        (
+            "rollout.colocate",
+            config.rollout.colocate,
+            "servers lose their adapters when they sleep",
+            "set rollout.colocate: false",
+        ),
+        (
+            "precision.rollout = fp8",
+            config.precision.rollout == "fp8",
+            "the model's own weights would not be those that the trainer has",
+            "set precision.rollout: bf16",
+        ),
+    ):
+        if contradicts:
+            what = f"{key} has {contradicts}" if isinstance(contradicts, str) else key
+            raise UserError(f"config: sync.adapters = unmerged: {what}: {why}; {remedy}, or set sync.adapters: merged")

@@ -22,10 +22,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.config import LoRAConfig
+from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import Adapter
+from megatron_rl.models.bridges import make_bridge
+from megatron_rl.models.freeze import any_number, is_target
 from megatron_rl.models.hf_folder import copy_metadata, read_weights, write_weights
+from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.sizes import Shape, parameter_names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -73,6 +77,16 @@ def check_form(registry: MegatronMappingRegistry, name: str) -> list[str]:
             " experts of a layer in one tensor; take *.self_attention.linear_* alone"
         )
     return [part.removesuffix(".weight") for part in parts]
+
+
+def adapted_modules(config: Config) -> list[str]:
+    """Last parts of Hugging Face's names of the layers that have an adapter."""
+    hf_config = read_hf_config(config.model.path)
+    registry, layers = make_bridge(hf_config).mapping_registry(), set()
+    names = parameter_names(Shape.from_config(hf_config))
+    for name in {any_number(name): name for name in names if is_target(name, config.lora.targets)}.values():
+        layers |= {layer.rpartition(".")[2] for layer in check_form(registry, name.removesuffix(".weight"))}
+    return sorted(layers)
 
 
 def hf_layers(registry: MegatronMappingRegistry, config: Any, name: str, rows: int) -> list[tuple[str, Tensor]]:

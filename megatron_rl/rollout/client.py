@@ -152,12 +152,18 @@ class SGLangClient:
         timeout_s: float = 600.0,
         retries: int = 3,
         lost: Callable[[], bool] = lambda: False,
+        adapter: str | None = None,
     ):
-        """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead."""
+        """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead.
+
+        adapter: name of that with which servers answer; None: the model as it is.
+        """
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
         self.addresses = [a.rstrip("/") if "://" in a else f"http://{a.rstrip('/')}" for a in addresses]
         self.concurrency, self.timeout_s, self.retries, self.lost = concurrency, timeout_s, retries, lost
+        self._of_all = {} if adapter is None else {"lora_path": adapter}
+        """Fields of every request."""
         self.retried = 0
         """Retries since the client was made."""
 
@@ -199,6 +205,7 @@ class SGLangClient:
             "return_logprob": True,
             "return_routed_experts": routes is not None,
             "routed_experts_start_len": routes_start,
+            **self._of_all,
             **(options or {}),
         }
         if prompt_log_probs:
@@ -268,7 +275,7 @@ class SGLangClient:
         """
         new = [p for p in prefixes if (address, p) not in self._prefixes]
         if new:
-            body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}}
+            body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}, **self._of_all}
             task = asyncio.create_task(self._post(f"{address}/generate", body))
             self._prefixes |= {(address, p): task for p in new}
         try:

@@ -30,9 +30,10 @@ from megatron_rl.rollout.recover import Recovery, generate
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import asks_routes, feature_stride
+from megatron_rl.rollout.server import asks_routes, feature_stride, serves_adapters
 from megatron_rl.rollout.turns import Turns
 from megatron_rl.rollout.versions import others
+from megatron_rl.sync.adapters import SERVED, AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer.trainer import Trainer
@@ -104,15 +105,9 @@ class Engine:
             timeout_s=rollout.request_timeout_s,
             retries=rollout.retries,
             lost=self._servers.lost,
+            adapter=SERVED if serves_adapters(self.config) and self.trains else None,
         )
-        sync = WeightSync(
-            self.config.sync,
-            addresses,
-            rollout_dtype=self.config.precision.rollout,
-            folder=self.config.run_dir / "sync",
-            group=ranks.world_group,
-            stay_paused=self._shares,
-        )
+        sync = self._make_sync(addresses)
         self._stack.callback(sync.close)
         self._turns = Turns(self._servers, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part))
         self._recovery = Recovery(self._servers, ranks, self._turns.make_room)
@@ -126,6 +121,20 @@ class Engine:
         )
         self.run.before_saving = self.sleep  # all of the trainer has to be there
         self._stack.push(self._leave)
+
+    def _make_sync(self, addresses: list[str]) -> WeightSync | AdapterSync:
+        config, folder, group = self.config, self.config.run_dir / "sync", self.run.ranks.world_group
+        if serves_adapters(config):
+            base = Path(config.model.path)
+            return AdapterSync(config.sync, addresses, config.lora, base=base, folder=folder, group=group)
+        return WeightSync(
+            config.sync,
+            addresses,
+            rollout_dtype=config.precision.rollout,
+            folder=folder,
+            group=group,
+            stay_paused=self._shares,
+        )
 
     def _leave(self, kind: type | None, *_: object) -> None:
         if kind is None:

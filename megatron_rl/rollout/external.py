@@ -17,7 +17,7 @@ from megatron_rl.models.parallel_check import architecture
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, has_experts
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import asks_routes, feature_stride
+from megatron_rl.rollout.server import asks_routes, feature_stride, serves_adapters
 
 ANSWER_S = 60.0
 PHASES = ("prefill", "decode")
@@ -91,6 +91,8 @@ def problems(
     refuse(
         stride != needed, f"exports router features with a stride of {stride}, and this config wants {needed} (0: none)"
     )
+    lora = serves_adapters(config) and pushes
+    refuse(lora and not info.get("enable_lora"), "runs without --enable-lora, which sync.adapters = unmerged needs")
     if pushes:
         ranks = max(info.get("pp_size") or 1, info.get("dp_size") or 1)
         refuse(ranks > 1, "runs with --pp-size or --dp-size above 1, where a push does not reach all ranks")

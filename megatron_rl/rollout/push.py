@@ -10,6 +10,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.recover import RESTARTS, Recovery
 from megatron_rl.rollout.server import DEATH_S
 from megatron_rl.rollout.turns import Turns
+from megatron_rl.sync.adapters import AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer.trainer import Trainer
@@ -20,7 +21,7 @@ class Pusher:
 
     def __init__(
         self,
-        sync: WeightSync,
+        sync: WeightSync | AdapterSync,
         turns: Turns,
         recovery: Recovery,
         *,
@@ -57,7 +58,9 @@ class Pusher:
         for attempt in range(RESTARTS + 1):
             try:
                 self._turns.to_servers("weights")
-                weights, digest = self._trainer.export_weights(), WeightsDigest(self._dtype)
+                unmerged = isinstance(self._sync, AdapterSync)
+                weights = self._trainer.export_adapters() if unmerged else self._trainer.export_weights()
+                digest = WeightsDigest(self._dtype)
                 if self._digests:
                     weights = digest.watch(weights)
                 self.bytes = self._sync.push(weights, str(self.now)).bytes

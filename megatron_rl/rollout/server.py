@@ -118,6 +118,11 @@ def asks_routes(config: Config) -> bool:
     return config.rollout.routes or config.routing.source in FROM_ENGINE
 
 
+def serves_adapters(config: Config) -> bool:
+    """Whether servers have the base model, and adapters beside it."""
+    return config.lora.rank > 0 and config.sync.adapters == "unmerged"
+
+
 def feature_stride(config: Config) -> int:
     """s, where router features of every s-th response token are wanted: at most cached_tokens in a full response; 0: none."""
     routing = config.routing
@@ -163,6 +168,10 @@ class RolloutServer:
     """GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process sees."""
     sleeps: bool = False
     """It can be told to `sleep`."""
+    adapter_rank: int = 0
+    """Of the adapter that it is given beside the model; 0: none."""
+    adapter_modules: Sequence[str] = ()
+    """Last parts of the names of the layers that have one (q_proj, ...)."""
     keeps_weights: bool = False
     """While it sleeps its weights are in host memory, and not lost."""
 
@@ -193,6 +202,11 @@ class RolloutServer:
     ) -> RolloutServer:
         """The server that a training run with this config wants."""
         support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
+        modules: list[str] = []
+        if serves_adapters(config):
+            from megatron_rl.models.peft_folder import adapted_modules  # Megatron-Bridge, which takes seconds to import
+
+            modules = adapted_modules(config)
         return cls(
             Path(config.model.path),
             config.rollout.server,
@@ -210,6 +224,8 @@ class RolloutServer:
             pythonpath=pythonpath,
             devices=devices,
             sleeps=sleeps,
+            adapter_rank=config.lora.rank if modules else 0,
+            adapter_modules=modules,
             # Between two refreshes it sleeps and wakes with what it has; else every wake is followed by a push.
             keeps_weights=sleeps and config.sync.refresh.when == "drift",
         )
@@ -266,6 +282,10 @@ class RolloutServer:
             command += [choice.flag, choice.value]
         if self.sleeps:
             command.append("--enable-memory-saver")
+        if self.adapter_rank:
+            command += ["--enable-lora", "--max-lora-rank", str(self.adapter_rank), "--max-loras-per-batch", "1"]
+            command += ["--lora-target-modules", *self.adapter_modules]
+            command += ["--lora-backend", "torch_native"] if machine.gpu is None else []
         if self.keeps_weights:
             command.append("--enable-weights-cpu-backup")
         overrides: dict[str, object] = {}

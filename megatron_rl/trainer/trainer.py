@@ -451,6 +451,12 @@ class Trainer:
         """
         return self.model.export_hf_weights(self.chunks, self._exported())
 
+    def export_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapters alone, whole and by PEFT's names, on rank 0; nothing elsewhere. Collective."""
+        self.residence.require("weights")
+        gather_parameters(self.ddp)
+        yield from self.model.gather_adapters(self.chunks).items()
+
     def fingerprints(self) -> dict[str, int]:
         """Those of this process's part of what `export_weights` exports, by Megatron's names: equal where it has not moved.
 

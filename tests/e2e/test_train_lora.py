@@ -62,6 +62,10 @@ def folder(tmp_path_factory, tiny_model):
     recorded = ["resumed", "--rollout.record", "false", "--rollout.load", str(folder / "whole" / "rollouts")]
     assert main([*command, *recorded, "--steps", str(STEPS - 1)]) == 0
     assert main([*command, *recorded]) == 0
+    attention = {"rank": 4, "alpha": 8.0, "targets": ["*.self_attention.linear_*"]}
+    apart = rl | {"steps": 2, "lora": attention, "sync": {"adapters": "unmerged"}, "eval": {"prompts": 2, "samples": 1}}
+    (folder / "unmerged.yaml").write_text(json.dumps(apart))
+    assert main(["train", str(folder / "unmerged.yaml"), "--name", "unmerged"]) == 0
     return folder
 
 
@@ -114,3 +118,22 @@ def test_sft_leaves_a_merged_model_beside_its_adapters(folder):
     base = load_file(Path(base_of(folder / "sft")) / "model.safetensors")
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert changed and all(any(part in name for part in ("proj", "gate")) for name in changed)
+
+
+def test_adapters_are_served_beside_the_model(folder):
+    """Pushed unmerged they are kilobytes; the engine's log-probs are the trainer's, before and after an update."""
+    rows = [
+        row
+        for row in read_json_lines(folder / "unmerged" / "metrics.jsonl")
+        if row["step"] > 0 and "loss/policy" in row
+    ]
+    assert [row["step"] for row in rows] == [1, 2]
+    weights = (Path(base_of(folder / "sft")) / "model.safetensors").stat().st_size
+    adapter = checkpoint(folder, "unmerged", 2) / "adapter" / "adapter_model.safetensors"
+    for row in rows:
+        assert row["update/grad_norm"] > 0
+        assert row["mismatch/kl"] <= 1e-6 and row["mismatch/abs_median"] <= 1e-4
+        assert row["rollout/stale"] == 0
+        assert row["sync/megabytes"] * 1e6 <= adapter.stat().st_size < 0.1 * weights
+    assert rows[1]["kl/reference"] > 1e-6  # what the second step sampled was of adapters that had moved
+    assert not (folder / "unmerged" / "sync").exists()

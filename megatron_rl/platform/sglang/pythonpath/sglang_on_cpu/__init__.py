@@ -60,6 +60,28 @@ def _install_in_scheduler() -> None:
     factory.get_rope_cpu = partial(rope_on_cpu, factory.get_rope_cpu, factory.get_rope)
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
     torch.cuda.synchronize = lambda device=None: None
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    layers.torch = torch_backend.torch = Unpinned(torch)
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+
+
+class Unpinned:
+    """torch for modules that pin their host tensors: adapters' layers, which look for a GPU to do so."""
+
+    def __init__(self, torch):
+        self._torch = torch
+
+    def __getattr__(self, name):
+        found = getattr(self._torch, name)
+        if name not in ("tensor", "empty", "zeros", "arange"):
+            return found
+
+        def unpinned(*args, pin_memory=False, **kwargs):
+            return found(*args, **kwargs)
+
+        return unpinned
 
 
 def allocate_unpinned(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):

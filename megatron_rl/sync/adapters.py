@@ -1,0 +1,97 @@
+"""Adapters go to the rollout engines as they are: a push of megabytes, to servers that have the base model.
+
+It is the counterpart of `WeightSync` under sync.adapters: unmerged. The folder in which rank 0 writes them, in PEFT's format,
+has to be one that the servers see.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config import LoRAConfig, SyncConfig
+from megatron_rl.errors import together
+from megatron_rl.models.peft_folder import write_folder
+from megatron_rl.sync.engines import Engines, WeightSyncError
+from megatron_rl.sync.weight_sync import SyncStats
+
+SERVED = "policy"
+"""Name under which the servers have them, in every request."""
+
+
+class AdapterSync:
+    """Every trainer rank makes one and pushes together; rank 0 alone talks to the servers."""
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        addresses: list[str],
+        lora: LoRAConfig,
+        *,
+        base: Path,
+        folder: Path,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """base: folder of the model that the servers have; folder: below which adapters are written for them."""
+        self.config, self.addresses, self.group = config, list(addresses), group
+        self._lora, self._base, self._folder = lora, base, folder
+        self._is_sender = not dist.is_initialized() or dist.get_rank(group) == 0
+        self._engines: Engines | None = None
+        self.version: str | None = None
+        """The last version that was pushed."""
+
+    def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
+        """Load these adapters, by PEFT's names, into all servers in the place of the last ones. Collective.
+
+        named_tensors: whole on rank 0; other ranks drain it. Errors (on every rank): WeightSyncError that names the server.
+        """
+        tensors = dict(named_tensors)
+        result = [together((lambda: self._push(tensors, version)) if self._is_sender else None, self.group)]
+        if dist.is_initialized() and dist.get_world_size(self.group) > 1:
+            dist.broadcast_object_list(result, group_src=0, group=self.group)
+        stats = result[0]
+        assert stats is not None
+        self.version = version
+        return stats
+
+    def verify(self) -> None:
+        """Compare versions with the last push. Errors (on every rank): WeightSyncError naming the servers."""
+        together(self._check_served if self._is_sender else None, self.group)
+
+    def close(self) -> None:
+        """Give up the connection, and remove what was written for the servers."""
+        if self._engines is not None:
+            self._engines.close()
+            self._engines = None
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _push(self, tensors: dict[str, Tensor], version: str) -> SyncStats:
+        start = time.monotonic()
+        self._engines = engines = self._engines or Engines(self.addresses, self.config.timeout_s)
+        folder = (self._folder / f"adapter_{version}").resolve()
+        try:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            write_folder(folder, tensors, self._lora, self._base)
+        except OSError as error:
+            raise WeightSyncError(f"weight sync: {folder}: could not be written ({error.strerror or error})") from None
+        engines.attempt("/unload_lora_adapter", {"lora_name": SERVED})  # of the push before, or of a trainer that died
+        engines.call("/load_lora_adapter", {"lora_name": SERVED, "lora_path": str(folder)})
+        engines.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return SyncStats(size, time.monotonic() - start, 1, len(tensors))
+
+    def _check_served(self) -> None:
+        if self._engines is None:
+            raise WeightSyncError("weight sync: nothing was pushed yet")
+        replies = self._engines.get("/model_info")
+        served = {address: r.get("weight_version") for address, r in zip(self.addresses, replies, strict=True)}
+        if wrong := [f"{address} has '{found}'" for address, found in served.items() if found != self.version]:
+            raise WeightSyncError(
+                f"weight sync: adapters of version '{self.version}' were pushed last, and {', '.join(wrong)}: restarted, or"
+                " given others by someone else"
+            )

@@ -51,6 +51,9 @@ REPLACED = {
     "sglang.srt.models.deepseek_common.attention_backend_handler['torch_native']": (
         "prefill of MLA would take a path for kernels over unpadded keys; absorbed MLA reads the cache, as decode does"
     ),
+    "torch in sglang.srt.lora.layers and .backend.torch_backend, and Tensor.pin_memory": (
+        "adapters' layers pin host tensors, for which torch looks for a driver; here nothing is pinned"
+    ),
     "sglang.srt.arg_groups.model_hook.attention_backends_of": (
         "refuses torch_native for gpt-oss for want of sinks and windows, which the replacement has"
     ),

@@ -18,6 +18,7 @@ CONFIG_COMMANDS = {
     "sft": "supervised fine-tuning on the task's demonstrations, or continued pretraining on texts, with the same trainer",
     "reward": "a reward model, or a process reward model, learned from preferences",
     "dpo": "a policy learned from preferences, without a reward model: DPO, IPO, KTO",
+    "prune": "a smaller or sparser model, by what its parts do on the task's demonstrations or texts",
     "eval": "score the model on held-out prompts, sampled and greedy, or by the likelihood of held-out texts",
     "rollout": "sample the training prompts once and write the trajectories, without training",
     "serve-agent": "serve the model to agents that speak the OpenAI API, and record what they say, until interrupted",
@@ -220,6 +221,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.reward import reward as command
     elif args.command == "dpo":
         from megatron_rl.dpo import dpo as command
+    elif args.command == "prune":
+        from megatron_rl.prune import prune as command
     elif args.command == "eval" and config.eval.likelihood:
         from megatron_rl.likelihood import likelihood_command as command
     elif args.command == "eval":

@@ -53,6 +53,9 @@ class ModelConfig:
     """Weights that are not trained: glob patterns over the names of Megatron's parameters (of its layers without Transformer
     Engine), such as *.self_attention.*, *.mlp.router.*, *.softmax_offset, decoder.layers.0.*, embedding.*. They have no
     gradient and no optimizer state, and are pushed and saved like the others."""
+    keep_zeros: bool | list[str] = False
+    """Weights that are zero when training starts stay zero, as those that `megatron-rl prune` has removed: in all linear layers
+    of attention, MLPs and experts, or in those whose names match these patterns (as of freeze). Not those of a critic."""
     attention_sinks: Literal["exact", "ignored"] = "exact"
     """For experiments. ignored: the trainer's attention leaves the model's sinks out, as a kernel that knows none does; they
     stay in the model as they are, without a gradient, and the engine goes on using them."""
@@ -714,6 +717,38 @@ class EvalConfig:
 
 
 @section
+class PruneConfig:
+    """What `megatron-rl prune` removes from a model; the section pruning is another thing: of a policy's vocabulary, in RL."""
+
+    layers: Positive | None = None
+    """Layers that stay: those that turn their input the most (block influence)."""
+    heads: Positive | None = None
+    """Query heads of a layer that stay, in whole groups with their key-value heads: those that add the most to the output."""
+    width: Positive | None = None
+    """Inner channels that stay in each dense MLP."""
+    experts: Positive | None = None
+    """Experts that stay in each MoE layer."""
+    expert_width: Positive | None = None
+    """Inner channels that stay in each expert, and in shared experts as many times as they are wider."""
+    expert_importance: Literal["reap", "frequency"] = "reap"
+    """reap: mean of gate x norm of the output over the tokens that are sent to an expert; frequency: how many are sent."""
+    channel_importance: Literal["activation", "wanda"] = "activation"
+    """Of inner channels: mean |activation|; or wanda: root mean square of the activation x norm of the weights behind it."""
+    calibration_samples: Positive = 128
+    """Demonstrations, or pieces of texts, on which importance is measured."""
+    sparsity: Annotated[str, Field(pattern=r"^(none|unstructured|[1-9]\d*:[1-9]\d*)$")] = "none"
+    """Zeros among the weights that stay: unstructured: a share ratio of each row; N:M such as 2:4: all but N of every M
+    neighbors along a layer's input."""
+    method: Literal["magnitude", "wanda", "sparsegpt"] = "wanda"
+    """Which weights become zero. magnitude: the smallest; wanda: those of the smallest |W| x norm of their input; sparsegpt:
+    those whose loss the others can make up for best, and these then do."""
+    ratio: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """unstructured: share of the weights that become zero."""
+    targets: list[str] = dataclasses.field(default_factory=list)
+    """Weights that get zeros: patterns as of model.freeze; empty: all linear layers of attention, MLPs and experts."""
+
+
+@section
 class LoggingConfig:
     """Logs and the report."""
 
@@ -746,6 +781,7 @@ class Config:
     dpo: DPOConfig = DPOConfig()
     distillation: DistillationConfig = DistillationConfig()
     pruning: PruningConfig = PruningConfig()
+    prune: PruneConfig = PruneConfig()
     correction: CorrectionConfig = CorrectionConfig()
     routing: RoutingConfig = RoutingConfig()
     vp2o: VP2OConfig = VP2OConfig()

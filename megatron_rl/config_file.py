@@ -110,10 +110,16 @@ def _merge(base: dict, over: dict) -> dict:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: 1e-6 is a number (PyYAML reads YAML 1.1, where it is a string)."""
+    """YAML 1.2's numbers: 1e-6 is one and 2:4 is none (PyYAML reads YAML 1.1, where these are a string and 124)."""
 
 
 _FLOAT = r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_INT = r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_INT), list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 
 

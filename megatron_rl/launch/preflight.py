@@ -18,6 +18,7 @@ from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.lora_checks import check_lora
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
+from megatron_rl.launch.prune_checks import check_prune
 from megatron_rl.launch.teacher_checks import check_teacher
 from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
@@ -89,6 +90,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     check_preferences(config, kind, world_size)
     if kind not in LOOKS:
         check_teacher(config, hf_config, kind, world_size)
+    if kind == "prune":
+        check_prune(config, hf_config, world_size)
     if kind == "train" and config.rollout.load and config.eval.prompts:
         raise UserError(
             "config: rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"

@@ -97,7 +97,7 @@ class Run:
         program = rollout_program(config.rollout.program)
         self.task = build_task(
             config.data,
-            demonstrations=kind in ("sft", "score"),
+            demonstrations=kind in ("sft", "prune", "score"),
             preferences=kind in ("reward", "dpo"),
             more_parts=program.parts,
             later_parts=[] if kind in FROM_DATA else names_of(config.rewards),
@@ -196,11 +196,13 @@ class Run:
         """Whether the step at hand is behind those in which the critic alone learns."""
         return self.critic is None or self.step >= self.config.critic.warmup_steps
 
-    def scorer(self, folder: str, *, value_head: bool = False) -> Trainer:
-        """A frozen model of another folder on the same layout, for passes alone (all ranks)."""
+    def scorer(self, folder: str, *, value_head: bool = False, plain: bool = False) -> Trainer:
+        """A frozen model of another folder on the same layout, for passes alone (all ranks). plain: as of build_trainer."""
         config = replace(self.config, model=replace(self.config.model, path=folder, freeze=[]), lora=LoRAConfig())
         support = SamplingSupport()
-        return build_trainer(config, self.ranks, total_updates=None, support=support, value_head=value_head)
+        return build_trainer(
+            config, self.ranks, total_updates=None, support=support, value_head=value_head, plain=plain
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -260,7 +262,7 @@ class Run:
         file, text = self.folder / "config.yaml", to_yaml(self.config)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.kind in LOOKS:
+            if self.kind in LOOKS and self.kind != "prune":
                 if not file.exists():
                     file.write_text(text)
                 return

@@ -318,6 +318,7 @@ def load(
     attention_sinks: Literal["exact", "ignored"] = "exact",
     value_head: bool = False,
     pooling: Literal["last", "mean"] = "last",
+    plain: bool = False,
 ) -> Model:
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
@@ -325,7 +326,8 @@ def load(
     experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
     freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks: as in
     ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a classifier's) or, of a language
-    model, by one that starts at zero. pooling: as in RewardModelConfig.
+    model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without Transformer Engine's,
+    whose inputs can be looked at, also where it is.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
@@ -339,14 +341,14 @@ def load(
     bridge = make_bridge(hf_config, value_head=value_head)
     config = bridge.provider_bridge(SimpleNamespace(config=hf_config))
     _set_parallel(config, parallel)
-    _set_kernels(config, TRAIN[precision], recompute)
+    _set_kernels(config, TRAIN[precision], recompute, plain)
     if expert_count(hf_config):
         _set_experts(config, moe_dispatcher, moe_aux_loss, moe_router_fusion, moe_permute_fusion)
     if attention_sinks == "ignored":  # what has no gradient is frozen: DDP waits for those of all others
-        config.transformer_layer_spec = partial(layer_spec, ignore_sinks=True)
+        config.transformer_layer_spec = partial(layer_spec, ignore_sinks=True, plain=plain)
         freeze = [*freeze, SINKS]
     else:
-        config.transformer_layer_spec = layer_spec
+        config.transformer_layer_spec = partial(layer_spec, plain=plain)
     if value_head:
         config.share_embeddings_and_output_weights = False
     config.should_pad_vocab = hf_config.vocab_size % parallel.tensor > 0
@@ -393,7 +395,7 @@ def _set_parallel(config: GPTModelProvider, parallel: ParallelConfig) -> None:
 
 
 def _set_kernels(
-    config: GPTModelProvider, recipe: PrecisionRecipe, recompute: Literal["none", "selective", "full"]
+    config: GPTModelProvider, recipe: PrecisionRecipe, recompute: Literal["none", "selective", "full"], plain: bool
 ) -> None:
     """Set precision, recomputation, and the fusions that this machine has."""
     gpu = torch.cuda.is_available()
@@ -407,7 +409,7 @@ def _set_kernels(
     if recipe.fp8_recipe and gpu:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
         config.fp8, config.fp8_recipe = recipe.fp8, cast("Any", recipe.fp8_recipe)
     config.attention_softmax_in_fp32 = True
-    config.transformer_impl = "transformer_engine" if HAVE_TE and gpu else "local"
+    config.transformer_impl = "transformer_engine" if HAVE_TE and gpu and not plain else "local"
     config.use_cpu_initialization = not gpu
     # Transformer Engine's layers need no more than themselves for it, but Megatron's own output layer wants Apex's kernel.
     config.gradient_accumulation_fusion = gpu and layers._grad_accum_fusion_available

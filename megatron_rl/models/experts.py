@@ -26,6 +26,9 @@ class GroupedExperts(SequentialMLP):
 
     quantizer: FakeQuantizer | None = None
     """Rounds weights and inputs of the products, where FP8 is simulated."""
+    watch: Callable[[torch.Tensor, list[int], Sequence[ColumnParallelLinear | RowParallelLinear]], None] | None = None
+    """Shown the inputs [N, in] of both products, those of the second times the router's weights, with tokens by expert and the
+    experts' layers."""
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -72,6 +75,8 @@ class GroupedExperts(SequentialMLP):
         biases: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if self.watch is not None:
+            self.watch(x, counts, layers)
         weights = [cast("torch.Tensor", _base(layer).weight) for layer in layers]
         if self.quantizer is not None:
             x, weights = self.quantizer.inputs(x, counts), [self.quantizer.weight(w) for w in weights]

@@ -65,7 +65,9 @@ class ExpertMoELayer(MoELayer):
         """Megatron's sum of the experts' outputs; the pass sees the outputs first."""
         output = super().combine(output)
         route_pass = self.router.router_replay.route_pass
-        if route_pass is None or not route_pass.reads_outputs or not torch.is_grad_enabled():
+        # In training what is computed again is shown when its gradients are computed too, and so once.
+        shown = torch.is_grad_enabled() or not self.training
+        if route_pass is None or not route_pass.reads_outputs or not shown:
             return output
         dispatcher: Any = self.token_dispatcher
         mapped = dispatcher.routing_map

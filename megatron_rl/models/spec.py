@@ -23,15 +23,15 @@ from megatron_rl.models.router import ReplayRouter, ReplayTransformerLayer
 
 
 def layer_spec(
-    config: TransformerConfig, vp_stage: int | None = None, *, ignore_sinks: bool = False
+    config: TransformerConfig, vp_stage: int | None = None, *, ignore_sinks: bool = False, plain: bool = False
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
 
     For `provider.transformer_layer_spec` of Megatron-Bridge, or `GPTModel(transformer_layer_spec=...)`. Where CUDA and
     Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and
-    experts; the core attention is ours in both. ignore_sinks: as of `CoreAttention`.
+    experts; the core attention is ours in both. ignore_sinks: as of `CoreAttention`. plain: the latter in any case.
     """
-    fast = HAVE_TE and torch.cuda.is_available()
+    fast = HAVE_TE and torch.cuda.is_available() and not plain
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
     layers: list[Any] = block.layer_specs or []  # ModuleSpecs, whose submodules Megatron leaves untyped
     for layer in {id(spec): spec for spec in layers}.values():

@@ -52,7 +52,7 @@ class RouteObserver:
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Outputs of the experts [T k, D] times their router weights [T, k], and the rows [T, k] of each token's.
 
-        Called where gradients are computed; returns the outputs to go on with.
+        Called in a pass without gradients, and in an update where they are computed; returns the outputs to go on with.
         """
         return outputs
 

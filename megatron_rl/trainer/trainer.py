@@ -535,11 +535,12 @@ def build_trainer(
     hooks: Collection[UpdateHook] = (),
     value_head: bool = False,
     reference: str | None = None,
+    plain: bool = False,
 ) -> Trainer:
     """The trainer of the folder config.model.path, whose log-probs are those under `support`.
 
     total_updates: of the run; None: for scoring alone. value_head: of a reward model or critic. reference: as of
-    Trainer. parallel_state must be initialized. Errors: UserError.
+    Trainer. plain: as of `models.build.load`. parallel_state must be initialized. Errors: UserError.
     """
     model = load(
         config.model.path,
@@ -556,5 +557,6 @@ def build_trainer(
         attention_sinks=config.model.attention_sinks,
         value_head=value_head,
         pooling=config.reward_model.pooling,
+        plain=plain,
     )
     return Trainer(config, model, ranks, total_updates=total_updates, support=support, hooks=hooks, reference=reference)

@@ -1,0 +1,75 @@
+"""A smaller or sparser model, by what its parts do on calibration data (`megatron-rl prune`)."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.algorithms.importance import largest
+from megatron_rl.config import Config
+from megatron_rl.data.balance import plan_updates
+from megatron_rl.launch.prune_checks import sizes_of
+from megatron_rl.launch.run import Run
+from megatron_rl.likelihood import likelihood
+from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.models.sizes import Shape, count, whole_model
+from megatron_rl.models.slim import REPORT, Sizes, choose, slim
+from megatron_rl.trainer.calibration import measure
+
+PARTS = ("attention", "mlp", "router", "experts", "norm", "embedding", "head")
+
+
+def prune(config: Config) -> None:
+    """Measure what config.prune removes, and remove it; ends with a folder `hf/`, and says what became of the model."""
+    with Run(config, kind="prune") as run:
+        rng = random.Random(f"{config.seed}/prune")
+        samples = run.stream.next_demonstrations(config.prune.calibration_samples, rng)
+        [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=run.ranks.data_size)
+        mine = [samples[i] for i in shares[run.ranks.data_rank]]
+        source, out = Path(config.model.path), run.folder / "hf"
+        shape, sizes = Shape.from_config(run.hf_config), sizes_of(config.prune)
+
+        trainer = run.scorer(str(source), plain=True)
+        loss = {"before": likelihood(run, trainer, samples)["eval/loss"]}
+        report: dict[str, Any] = {"model": str(source)}
+        if sizes != Sizes():
+            importance = measure(trainer, trainer.pack(mine), shape, config.prune)
+            del trainer  # before there are two
+            kept = choose(importance, sizes, shape, largest)
+            report["kept"] = {name: value for name, value in asdict(kept).items() if value}
+            report["importance"] = {
+                n: importance[n].tolist() for n in ("layers", "heads", "experts") if n in importance
+            }
+            run.ranks.main_does(partial(slim, source, out, kept, sizes))
+            trainer = run.scorer(str(out), plain=True)
+        loss["after"] = likelihood(run, trainer, samples)["eval/loss"]
+
+        if run.ranks.rank == 0:
+            summary = {"parameters": {"before": parameters(source), "after": parameters(out)}, "loss": loss}
+            (out / REPORT).write_text(json.dumps(report | summary) + "\n")
+            (run.folder / REPORT).write_text(json.dumps(summary, indent=2) + "\n")
+            Console().print(table(summary))
+            run.logger.say(f"wrote {out}")
+
+
+def parameters(folder: Path) -> dict[str, int]:
+    """How many parameters the model has of each kind."""
+    weights = whole_model(Shape.from_config(read_hf_config(folder)))
+    return {part: n for part in PARTS if (n := count(weights, part))} | {"total": count(weights)}
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """Parameters by kind, and the loss on calibration data, before and after."""
+    found = Table("", "before", "after", "share")
+    before, after = (summary["parameters"][when] for when in ("before", "after"))
+    for part, n in before.items():
+        found.add_row(part, f"{n:,}", f"{after.get(part, 0):,}", f"{after.get(part, 0) / n:.1%}")
+    found.add_row("loss", *(f"{summary['loss'][when]:.4f}" for when in ("before", "after")), "")
+    return found

@@ -43,6 +43,11 @@ def prune(config: Config) -> None:
             importance = measure(trainer, trainer.pack(mine), shape, config.prune)
             del trainer  # before there are two
             kept = choose(importance, sizes, shape, largest)
+            if "sent" in importance and (unknown := int((importance["sent"][list(shape.moe_layers)] == 0).sum())):
+                run.logger.say(
+                    f"{unknown} of {shape.experts * len(shape.moe_layers)} experts get no token of the calibration data, and"
+                    " nothing is known of them; raise prune.calibration_samples"
+                )
             report["kept"] = {name: value for name, value in asdict(kept).items() if value}
             report["importance"] = {
                 n: importance[n].tolist() for n in ("layers", "heads", "experts") if n in importance

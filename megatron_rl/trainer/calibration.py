@@ -124,7 +124,7 @@ class Calibration(UpdateHook):
             "heads": (config.heads is not None, (layers, shape.kv_heads)),
             "width": (config.width is not None, (layers, shape.intermediate)),
             "experts": (config.experts is not None, (layers, experts)),
-            "sent": (config.experts is not None, (layers, experts)),
+            "sent": (bool(config.experts or config.expert_width), (layers, experts)),
             "expert_width": (config.expert_width is not None, (layers, experts, shape.expert_intermediate)),
             "shared": (config.expert_width is not None, (layers, shape.shared_intermediate)),
         }
@@ -136,7 +136,7 @@ class Calibration(UpdateHook):
 
     def observers(self, table: RouteTable, stage: Stage, place: Place) -> list[RouteObserver]:
         """One for each micro-batch; the pass that is under way is the one that is looked at."""
-        return [_SeeExperts(self)] if "experts" in self.sums else []
+        return [_SeeExperts(self)] if "sent" in self.sums else []
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Calibration(UpdateHook):
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             left = output[0] if isinstance(output, tuple) else output
             real = self.watched.real.own
-            self._add("layers", number, slice(None), block_influence(hidden[real, 0], left[real, 0]))
+            self.add("layers", number, slice(None), block_influence(hidden[real, 0], left[real, 0]))
 
         return see
 
@@ -176,7 +176,7 @@ class Calibration(UpdateHook):
             norms = group_norms(
                 heads.view(len(heads), groups, -1), module.weight.view(module.weight.shape[0], groups, -1)
             )
-            self._add("heads", number, own, norms)
+            self.add("heads", number, own, norms)
 
         return see
 
@@ -184,7 +184,7 @@ class Calibration(UpdateHook):
         rank = parallel_state.get_tensor_model_parallel_rank()
 
         def see(module: Any, args: Any) -> None:
-            self._add(
+            self.add(
                 name,
                 number,
                 _slice(module.weight.shape[1], rank),
@@ -204,14 +204,15 @@ class Calibration(UpdateHook):
                 return
             own = _slice(rows.shape[1], rank)
             for expert, (part, layer) in enumerate(zip(rows.split(counts), layers, strict=True), start=first):
-                self._add("expert_width", number, (expert, own), self._channels(part, layer.weight))
+                self.add("expert_width", number, (expert, own), self._channels(part, layer.weight))
 
         return see
 
     def _channels(self, activations: Tensor, weight: Tensor) -> Tensor:
         return channel_sums(activations, weight if self.config.channel_importance == "wanda" else None)
 
-    def _add(self, name: str, number: int, place: Any, found: Tensor) -> None:
+    def add(self, name: str, number: int, place: Any, found: Tensor) -> None:
+        """Add what was found to some places of layer `number`."""
         row = self.sums[name][number] if found.dim() else self.sums[name]
         row[place if found.dim() else number] += found.cpu()
 
@@ -221,11 +222,10 @@ class Calibration(UpdateHook):
         """Importance by name, [layers, ...] fp64 on every process. tokens: of the calibration data. Collective."""
         for table in self.sums.values():
             dist.all_reduce(table, group=group)
-        found = {name: table / tokens for name, table in self.sums.items() if name != "sent"}
-        if "sent" in self.sums:
-            sent = self.sums["sent"]
+        found = {name: table / tokens for name, table in self.sums.items()}
+        if "experts" in found:
             reap = self.config.expert_importance == "reap"
-            found["experts"] = self.sums["experts"] / sent.clamp(min=1) if reap else sent / tokens
+            found["experts"] = self.sums["experts"] / self.sums["sent"].clamp(min=1) if reap else found["sent"]
         if self.config.channel_importance == "wanda":
             found |= {name: found[name].sqrt() for name in ("width", "expert_width", "shared") if name in found}
         return found
@@ -245,8 +245,9 @@ class _SeeExperts(RouteObserver):
         real = self.calibration.watched.real.own
         norms = outputs.float().norm(dim=-1)[rows]  # outputs are weighted, and a token's in the order of its experts
         sums, sent = gated_norms(norms[real], self._chosen.sort(dim=1).values[real], self.calibration.shape.experts)
-        self.calibration._add("experts", layer, slice(None), sums)
-        self.calibration._add("sent", layer, slice(None), sent)
+        self.calibration.add("sent", layer, slice(None), sent)
+        if "experts" in self.calibration.sums:
+            self.calibration.add("experts", layer, slice(None), sums)
         return outputs
 
 
@@ -257,8 +258,9 @@ def _slice(size: int, rank: int) -> slice:
 def measure(trainer: Trainer, batches: list[Batch], shape: Shape, config: PruneConfig) -> dict[str, Tensor]:
     """Importance of what config prunes, on this data-parallel rank's micro-batches and the others'. Collective.
 
-    -> layers [L], heads [L, key-value heads], width and shared [L, channels], experts [L, E], expert_width [L, E, channels];
-    zeros in layers that have no such part. fp64, the same on every process.
+    -> layers [L], heads [L, key-value heads], width and shared [L, channels], experts [L, E], expert_width [L, E, channels],
+    and sent [L, E], the share of the tokens that go to each expert; zeros in layers that have no such part. fp64, the same on
+    every process.
     """
     tokens = trainer.totals(batches).inputs
     with watching(trainer, batches) as (watched, stack):

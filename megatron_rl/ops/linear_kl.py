@@ -45,8 +45,8 @@ def linear_kl(
     """Divergence in nats of each token, [T] fp32 (fp64 where an argument is), differentiable in hidden and weight alone.
 
     hidden [T, d], weight [V / tp, d]; teacher_hidden [T, dt], teacher_weight [V / tp, dt]: fp32, bf16 or fp64, the teacher's
-    width and type its own. Logits of both are divided by temperature; the result is not multiplied by its square, as
-    ModelOpt's LogitsDistillationLoss and Hinton et al. do.
+    width and type its own. Logits of both are divided by temperature. Hinton et al. and ModelOpt's LogitsDistillationLoss
+    multiply the result by its square, this does not.
 
     direction: forward is KL(teacher || student), reverse KL(student || teacher). jensen_shannon is, with
     m = mix teacher + (1 - mix) student, mix KL(teacher || m) + (1 - mix) KL(student || m): mix is the teacher's weight in

@@ -76,7 +76,7 @@ class GroupedExperts(SequentialMLP):
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.watch is not None:
-            self.watch(x, counts, layers)
+            self.watch(x, counts, [_base(layer) for layer in layers])
         weights = [cast("torch.Tensor", _base(layer).weight) for layer in layers]
         if self.quantizer is not None:
             x, weights = self.quantizer.inputs(x, counts), [self.quantizer.weight(w) for w in weights]

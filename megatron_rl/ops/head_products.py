@@ -26,16 +26,19 @@ def fp32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class HeadGradients:
     """The gradients of hidden [T, H] and weight [V, H], summed chunk by chunk."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunks: int) -> None:
-        self.hidden = torch.empty_like(hidden)
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunks: int, *, of_weight: bool) -> None:
+        """of_weight: a frozen head has none, which saves a product and the memory of its sum."""
+        self.hidden, self._of_weight = torch.empty_like(hidden), of_weight
         # Summed over chunks in fp32 at least.
         total = torch.promote_types(weight.dtype, torch.float32)
-        self.weight = torch.zeros_like(weight, dtype=total) if chunks > 1 else None
+        self.weight = torch.zeros_like(weight, dtype=total) if of_weight and chunks != 1 else None
 
     def add(self, chunk: slice, hidden: torch.Tensor, weight: torch.Tensor, grad_logits: torch.Tensor) -> None:
         """Add what grad_logits [n, V] of tokens `chunk`, whose hidden states are `hidden` [n, H], give."""
         grad_logits = grad_logits.to(weight.dtype)
         self.hidden[chunk] = grad_logits @ weight
+        if not self._of_weight:
+            return
         if self.weight is None:
             self.weight = grad_logits.t() @ hidden
         elif self.weight.dtype == grad_logits.dtype:

@@ -163,7 +163,8 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         chunks = token_chunks(len(hidden), settings.chunk_tokens)
         token_loss = settings.token_loss if len(chunks) > 1 and any(ctx.needs_input_grad[:2]) else None
-        gradients = HeadGradients(hidden, weight, len(chunks)) if token_loss is not None else None
+        wanted = {"of_weight": ctx.needs_input_grad[1]}
+        gradients = HeadGradients(hidden, weight, len(chunks), **wanted) if token_loss is not None else None
         values, states, sent = [], [], []
         logits = weight.new_empty(0)
         for chunk in chunks:
@@ -205,20 +206,20 @@ class _LinearLogProbs(torch.autograd.Function):
         if ctx.fused:
             hidden, weight, sent = ctx.saved_tensors
             factor = _factor(sent, grad_log_probs, grad_entropy, ctx.settings.late)
-            return hidden * factor, (weight * factor).to(ctx.weight_dtype), None, None, None
+            of_weight = None if weight is None else (weight * factor).to(ctx.weight_dtype)
+            return hidden * factor, of_weight, None, None, None
         hidden, weight, rows, *tensors = ctx.saved_tensors
         made, ctx.only_logits = ctx.only_logits, None  # another backward through the same graph computes them again
         states = [Rows(*tensors[5 * i : 5 * i + 5], *numbers) for i, numbers in enumerate(ctx.numbers)]
         chunks = token_chunks(len(hidden), ctx.settings.chunk_tokens)
-        gradients = HeadGradients(hidden, weight, len(chunks))
+        gradients = HeadGradients(hidden, weight, len(chunks), of_weight=ctx.needs_input_grad[1])
         for chunk, state in zip(chunks, states, strict=True):
             logits = ctx.settings.logits(hidden[chunk], weight, rows[chunk]) if made is None else made
             of_log_probs, of_entropy = (None if g is None else g[chunk] for g in (grad_log_probs, grad_entropy))
             write_gradient(state, logits, of_log_probs, of_entropy, logits)
             gradients.add(chunk, hidden[chunk], weight, logits)
-        if gradients.weight is None:
-            gradients.weight = torch.zeros_like(weight)
-        return gradients.hidden, gradients.weight.to(weight.dtype), None, None, None
+        of_weight = None if gradients.weight is None else gradients.weight.to(weight.dtype)
+        return gradients.hidden, of_weight, None, None, None
 
 
 def _token_gradients(

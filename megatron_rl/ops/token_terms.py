@@ -103,7 +103,7 @@ class _OfTokens(torch.autograd.Function):
         hidden, weight, *others = ctx.saved_tensors
         teacher, others = others[: ctx.teachers], others[ctx.teachers :]
         kept, products = others[: ctx.chunks], others[ctx.chunks :]
-        gradients = HeadGradients(hidden, weight, ctx.chunks)
+        gradients = HeadGradients(hidden, weight, ctx.chunks, of_weight=ctx.needs_input_grad[1])
         for chunk, numbers in zip(token_chunks(len(hidden), ctx.heads.chunk_tokens), kept, strict=True):
             made = products or _products(ctx.heads, chunk, hidden, weight, *teacher)
             logits = ctx.heads.logits(made, keep=bool(products))
@@ -111,7 +111,7 @@ class _OfTokens(torch.autograd.Function):
             del logits
             slope.mul_((grad[chunk] / ctx.heads.temperature)[:, None])
             gradients.add(chunk, hidden[chunk], weight, slope)
-        of_weight = torch.zeros_like(weight) if gradients.weight is None else gradients.weight.to(weight.dtype)
+        of_weight = None if gradients.weight is None else gradients.weight.to(weight.dtype)
         return gradients.hidden, of_weight, None, None, *[None] * ctx.teachers
 
 

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.ops import linear_kl, linear_topk_kl
+from megatron_rl.ops import linear_kl, linear_log_probs, linear_topk_kl
 from megatron_rl.ops.linear_kl import kl_reference
 
 DIRECTIONS = ("forward", "reverse", "jensen_shannon")
@@ -553,3 +553,22 @@ def test_topk_bad_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message) as caught:
         linear_topk_kl(**arguments | change)
     assert str(caught.value).startswith("linear_topk_kl: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_a_frozen_head_has_no_gradient_and_no_sum_of_one(chunk):
+    """As with adapters: that of hidden states is the same, and nothing of the weight's size is made in the backward."""
+    hidden, weight, theirs = torch.randn(13, 8), torch.randn(50, 8), torch.randn(13, 8)
+    targets = torch.randint(0, 50, (13,))
+
+    def operators(head: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        of_labels = linear_log_probs(inputs, head, targets, log_rho=None, chunk_tokens=chunk).log_probs
+        return of_labels.sum() + linear_kl(inputs, head, theirs, weight.flip(0), chunk_tokens=chunk).sum()
+
+    found = []
+    for trains in (True, False):
+        inputs, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trains)
+        operators(head, inputs).backward()
+        found.append(inputs.grad)
+        assert (head.grad is not None) == trains
+    assert torch.equal(*found)

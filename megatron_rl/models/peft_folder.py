@@ -145,7 +145,7 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], lora: LoRAConfig, bas
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if HEAD in tensors else "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
+        "base_model_name_or_path": str(base.resolve()),  # whoever reads it may be elsewhere
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,

@@ -10,7 +10,8 @@ Ours is the real command: `megatron-rl train` in a process of its own, timed by 
 the same model on the same prompts, with as many new tokens, in the same call. The figures are medians over the steps after
 the first two. --compare adds what variants of the update cost beside the first of them: their scoring and updates take turns
 on one batch, and the difference is given as a share of our step. Variants are the sources of routes, pruned, corrected and
-those of VP2O, and critic (PPO beside GRPO); for pruned, so do rollouts at one server.
+those of VP2O, critic (PPO beside GRPO), and lora (adapters in the place of all weights); for pruned, so do rollouts at one
+server.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def main() -> None:
         "--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all"
     )
     parser.add_argument(
-        "--compare", nargs="+", metavar="VARIANT", help="routing.source values, pruned, corrected, vp2o_*, critic"
+        "--compare", nargs="+", metavar="VARIANT", help="routing.source values, pruned, corrected, vp2o_*, critic, lora"
     )
     parser.add_argument("--compare-rounds", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=3600.0)

@@ -2,12 +2,14 @@
 
 Started by `benchmarks/step.py --compare`. A variant is a source of routes (none, r2, ...), or, with free routes, pruned (the
 vocabulary, with the default rho), corrected (masked importance sampling with the veto), vp2o_transform (attraction and
-repulsion alone), vp2o (and the orthogonality loss), vp2o_region (and a trust region that every step fits into) or critic
-(PPO's: values of all states, and its own updates). Variants take turns in one process, because a machine's speed wanders by
+repulsion alone), vp2o (and the orthogonality loss), vp2o_region (and a trust region that every step fits into), critic
+(PPO's: values of all states, and its own updates) or lora (adapters of rank 16 on attention and experts, in the place of all
+weights: a trainer of its own). Variants take turns in one process, because a machine's speed wanders by
 more than what is looked for; the figures are medians over rounds of each variant's own seconds, and of the difference to the
 first variant in the same round, with its quartiles. peak_bytes is the most that one update holds beyond what it began with. A
 variant of VP2O also tells what its prototypes and anchors keep between two updates, and the size of the fp32 gradients of one
-layer's experts; that of the critic what its model and optimizer keep.
+layer's experts; those of the critic and of adapters what model, gradients and optimizer keep, and with adapters the first
+variant too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import numpy as np
 import torch
 from peak_memory import peak_bytes
 
-from megatron_rl.config import Config, CorrectionConfig, PruningConfig, VP2OConfig
+from megatron_rl.config import Config, CorrectionConfig, LoRAConfig, PruningConfig, VP2OConfig
 from megatron_rl.config_file import build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
@@ -50,7 +52,8 @@ VP2O = {
     "vp2o": VP2OConfig(enabled=True),
     "vp2o_region": VP2OConfig(enabled=True, trust_region=2.0),
 }
-VARIANTS = (*get_args(RouteSource), "pruned", "corrected", *VP2O, "critic")
+VARIANTS = (*get_args(RouteSource), "pruned", "corrected", *VP2O, "critic", "lora")
+ADAPTERS = LoRAConfig(rank=16, alpha=16.0)
 
 
 def make_samples(count: int, prompt: int, new: int, vocab: int) -> list[Sequence]:
@@ -103,7 +106,7 @@ def make_critic(config: Config, ranks: parallel.Ranks) -> Trainer:
 
 
 def one_round(
-    trainer: Trainer,
+    trainers: dict[str, Trainer],
     critic: Critic | None,
     samples: list[Sequence],
     updates: int,
@@ -121,6 +124,7 @@ def one_round(
 
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
+            trainer = trainers[variant]
             use(trainer, variant, hooks)
             start = time.perf_counter()
             batches = packed[variant, index] = trainer.pack(shares[index])
@@ -130,6 +134,7 @@ def one_round(
             seconds[variant]["score"] += time.perf_counter() - start
     for index in range(updates):
         for variant in random.sample(variants, len(variants)):
+            trainer = trainers[variant]
             use(trainer, variant, hooks)
             start = time.perf_counter()
             if index == 0:
@@ -173,7 +178,8 @@ def _sizes(trainer: Trainer) -> Iterator[int]:
     """Bytes of a trainer's weights, gradient buffers and Adam's state."""
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
     yield from (p.numel() * p.element_size() for p in parameters)
-    yield from (p.main_grad.numel() * p.main_grad.element_size() for p in parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    trained = [p.main_grad for p in parameters if p.requires_grad]  # pyright: ignore[reportAttributeAccessIssue]
+    yield from (gradient.numel() * gradient.element_size() for gradient in trained)
     for adam in torch_adams(trainer.optimizer):
         yield from (s.numel() * s.element_size() for state in adam.state.values() for s in state.values())
 
@@ -210,11 +216,15 @@ def main() -> None:
     )
     hooks = make_hooks(trainer, args.variants)
     critic = Critic(make_critic(config, ranks), 0.2) if "critic" in args.variants else None
+    trainers = dict.fromkeys(args.variants, trainer)
+    if "lora" in trainers:
+        own = {"total_updates": config.steps, "support": SamplingSupport()}
+        trainers["lora"] = build_trainer(replace(config, lora=ADAPTERS), ranks, **own)
     vocab = trainer.model.hf_config.vocab_size
     samples = make_samples(args.sequences, args.prompt_tokens, args.new_tokens, vocab)
     rounds = []
     for _ in range(WARM_UP + args.rounds):
-        rounds.append(one_round(trainer, critic, samples, args.updates, args.variants, hooks))
+        rounds.append(one_round(trainers, critic, samples, args.updates, args.variants, hooks))
     rounds = rounds[WARM_UP:]
     first = args.variants[0]
     result = {}
@@ -225,7 +235,11 @@ def main() -> None:
         low, result[variant]["added_s"], high = statistics.quantiles(added, n=4)
         result[variant]["added_quartiles_s"] = [low, high]
     for variant in args.variants:
-        result[variant] |= measure_memory(trainer, critic, samples[: len(samples) // args.updates], variant, hooks)
+        result[variant] |= measure_memory(
+            trainers[variant], critic, samples[: len(samples) // args.updates], variant, hooks
+        )
+        if "lora" in trainers and variant in (first, "lora"):
+            result[variant]["kept_bytes"] = sum(_sizes(trainers[variant]))
         result[variant]["added_peak_bytes"] = result[variant]["peak_bytes"] - result[first]["peak_bytes"]
     print(json.dumps({"rounds": len(rounds), "variants": result}))
 

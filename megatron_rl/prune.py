@@ -18,10 +18,12 @@ from megatron_rl.data.balance import plan_updates
 from megatron_rl.launch.prune_checks import sizes_of
 from megatron_rl.launch.run import Run
 from megatron_rl.likelihood import likelihood
+from megatron_rl.models.hf_folder import read_weights
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.sizes import Shape, count, whole_model
 from megatron_rl.models.slim import REPORT, Sizes, choose, slim
 from megatron_rl.trainer.calibration import measure
+from megatron_rl.trainer.sparsify import sparsify
 
 PARTS = ("attention", "mlp", "router", "experts", "norm", "embedding", "head")
 
@@ -54,10 +56,18 @@ def prune(config: Config) -> None:
             }
             run.ranks.main_does(partial(slim, source, out, kept, sizes))
             trainer = run.scorer(str(out), plain=True)
+        if config.prune.sparsity != "none":
+            smaller = Shape.from_config(trainer.model.hf_config)
+            sparsify(trainer, trainer.pack(mine), smaller, config.prune)
+            trainer.save_hf(out)
+            report["sparsity"] = config.prune.sparsity
         loss["after"] = likelihood(run, trainer, samples)["eval/loss"]
 
         if run.ranks.rank == 0:
-            summary = {"parameters": {"before": parameters(source), "after": parameters(out)}, "loss": loss}
+            summary: dict[str, Any] = {"parameters": {"before": parameters(source), "after": parameters(out)}}
+            if config.prune.sparsity != "none":
+                summary["zeros"] = {"before": zeros(source), "after": zeros(out)}
+            summary["loss"] = loss
             (out / REPORT).write_text(json.dumps(report | summary) + "\n")
             (run.folder / REPORT).write_text(json.dumps(summary, indent=2) + "\n")
             Console().print(table(summary))
@@ -70,11 +80,19 @@ def parameters(folder: Path) -> dict[str, int]:
     return {part: n for part in PARTS if (n := count(weights, part))} | {"total": count(weights)}
 
 
+def zeros(folder: Path) -> int:
+    """How many of the folder's numbers are zero."""
+    return sum(int((tensor == 0).sum()) for _, tensor in read_weights(folder))
+
+
 def table(summary: dict[str, Any]) -> Table:
     """Parameters by kind, and the loss on calibration data, before and after."""
     found = Table("", "before", "after", "share")
     before, after = (summary["parameters"][when] for when in ("before", "after"))
     for part, n in before.items():
         found.add_row(part, f"{n:,}", f"{after.get(part, 0):,}", f"{after.get(part, 0) / n:.1%}")
+    if "zeros" in summary:
+        of = {when: f"{n:,} ({n / summary['parameters'][when]['total']:.1%})" for when, n in summary["zeros"].items()}
+        found.add_row("zeros", of["before"], of["after"], "")
     found.add_row("loss", *(f"{summary['loss'][when]:.4f}" for when in ("before", "after")), "")
     return found

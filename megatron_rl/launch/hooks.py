@@ -11,6 +11,7 @@ from megatron_rl.routing.replay import PREDICTING
 from megatron_rl.trainer.agreement import AgreementFloor
 from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.on_policy import OnPolicy
+from megatron_rl.trainer.zeros import KeepZeros
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
 
@@ -33,7 +34,13 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
         hooks.append(AgreementFloor(config.rollout.agreement_floor))
     if config.algorithm.on_policy:
         hooks.append(OnPolicy())
-    return [*hooks, *(_outside(name, config) for name in config.hooks)]
+    # After those that change gradients: what they make of the zeros' is taken away too.
+    return [*hooks, *(_outside(name, config) for name in config.hooks), *data_hooks(config)]
+
+
+def data_hooks(config: Config) -> list[UpdateHook]:
+    """Those of what learns from data alone."""
+    return [KeepZeros(config.model.keep_zeros)] if config.model.keep_zeros else []
 
 
 def _outside(name: str, config: Config) -> UpdateHook:

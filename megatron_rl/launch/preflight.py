@@ -24,7 +24,7 @@ from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
 from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
-from megatron_rl.models.sizes import Shape, parameter_names
+from megatron_rl.models.sizes import Shape, linear_weights, parameter_names
 from megatron_rl.ops import extensions, flash
 from megatron_rl.ops.sink_attention import flash_takes
 from megatron_rl.registry import resolve
@@ -530,6 +530,18 @@ def _check_weights(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> N
             parameter_names(shape),
             vp2o=config.vp2o.enabled and kind == "train",
             in_all_layers=not config.parallel.distributed_optimizer,
+        )
+    if isinstance(keep := config.model.keep_zeros, list):
+        for pattern in keep:
+            if not linear_weights(shape, [pattern]):
+                raise UserError(
+                    f"config: model.keep_zeros: '{pattern}' matches no linear layer of attention, MLPs or experts; true"
+                    " stands for all of them"
+                )
+    if config.model.keep_zeros and config.checkpoint.load:
+        raise UserError(
+            "config: model.keep_zeros with checkpoint.load: the zeros are those of model.path; write the checkpoint as a folder"
+            f" (megatron-rl convert {config.checkpoint.load} FOLDER), and give that as model.path"
         )
     if config.model.attention_sinks == "ignored" and not shape.sinks:
         raise UserError(

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config, PruneConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import architecture, check_parallel, read_hf_config
-from megatron_rl.models.sizes import Shape
+from megatron_rl.models.sizes import Shape, linear_weights, whole_model
 from megatron_rl.models.slim import Sizes, new_config
 
 WIDTH_FROM_HIDDEN = ("MixtralForCausalLM", "OlmoeForCausalLM")
@@ -48,9 +48,11 @@ def check_prune(config: Config, hf_config: PreTrainedConfig, world_size: int) ->
         changed = json.loads((source / "config.json").read_text()) | new_config(source, sizes, None)
         (Path(folder) / "config.json").write_text(json.dumps(changed))
         try:
-            check_parallel(read_hf_config(folder), config.parallel, world_size)
+            pruned = read_hf_config(folder)
+            check_parallel(pruned, config.parallel, world_size)
         except UserError as error:
             raise UserError(f"{str(error).replace(folder, str(source))} (of the pruned model: section prune)") from None
+    _check_sparsity(prune, pruned)
 
 
 def _check_sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> None:
@@ -93,6 +95,42 @@ def _check_sizes(prune: PruneConfig, hf_config: PreTrainedConfig) -> None:
             f"{of_group} query heads share a key-value head, and go with it",
             f"take {max(of_group, prune.heads // of_group * of_group)}",
         )
+
+
+def _check_sparsity(prune: PruneConfig, hf_config: PreTrainedConfig) -> None:
+    """hf_config: of the model that gets zeros."""
+    default = PruneConfig()
+    for key, idle, why in (
+        ("method", prune.sparsity == "none", "without prune.sparsity"),
+        ("targets", prune.sparsity == "none", "without prune.sparsity"),
+        ("ratio", prune.sparsity != "unstructured", "is of prune.sparsity: unstructured"),
+    ):
+        if idle and getattr(prune, key) != getattr(default, key):
+            raise UserError(f"config: prune.{key} does nothing {why}; leave it out, or set prune.sparsity")
+    if prune.sparsity == "none":
+        return
+    shape = Shape.from_config(hf_config)
+    for pattern in prune.targets:
+        if not linear_weights(shape, [pattern]):
+            raise UserError(
+                f"config: prune.targets: '{pattern}' matches no linear layer of attention, MLPs or experts; names are such as"
+                f" {min(linear_weights(shape))}"
+            )
+    if prune.sparsity == "unstructured":
+        return
+    keep, of = map(int, prune.sparsity.split(":"))
+    if keep >= of:
+        raise UserError(
+            f"config: prune.sparsity = {prune.sparsity} leaves all {of} of {of} weights; take fewer, such as 2:4"
+        )
+    wanted = linear_weights(shape, prune.targets)
+    for weight in whole_model(shape):
+        names = {weight.name.replace("*", str(i)) for i in range(weight.copies)}
+        if names & wanted and weight.shape[1] % of:
+            raise UserError(
+                f"config: prune.sparsity = {prune.sparsity}: the {weight.shape[1]} inputs of {weight.name} are no multiple of"
+                f" {of}; name others in prune.targets"
+            )
 
 
 def _check_routing(config: Config) -> None:

@@ -20,7 +20,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import UserError
 from megatron_rl.launch.changes import changed_keys
-from megatron_rl.launch.hooks import update_hooks
+from megatron_rl.launch.hooks import data_hooks, update_hooks
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, reference_of
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock
@@ -149,7 +149,7 @@ class Run:
             self.ranks,
             total_updates=self._policy_steps() * (config.batch.updates_per_step if training else 1),
             support=self.support if training else SamplingSupport(),
-            hooks=update_hooks(config) if training else [],
+            hooks=update_hooks(config) if training else data_hooks(config),
             value_head=self.kind == "reward",
             reference=reference_of(config, self.kind),
         )

@@ -7,14 +7,14 @@ those of Megatron's own modules and of transformers'.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import LoRAConfig, ParallelConfig
-from megatron_rl.models.freeze import ADAPTER, EMBEDDING, HEAD, is_target
+from megatron_rl.models.freeze import ADAPTER, EMBEDDING, HEAD, is_frozen, is_target
 from megatron_rl.models.parallel_check import (
     architecture,
     expert_count,
@@ -293,6 +293,12 @@ def whole_model(shape: Shape) -> list[Weight]:
 def parameter_names(shape: Shape) -> set[str]:
     """The names of all parameters (`Weight.name`), those of each expert by itself."""
     return {w.name.replace("*", str(i)) for w in whole_model(shape) for i in range(w.copies)}
+
+
+def linear_weights(shape: Shape, patterns: Sequence[str] = ()) -> set[str]:
+    """As parameter_names: weights of linear layers of attention, MLPs and experts that match a pattern; without any, all."""
+    names = {w.name.replace("*", str(i)) for w in whole_model(shape) if w.is_matrix for i in range(w.copies)}
+    return {name for name in names if not patterns or is_frozen(name, patterns)}
 
 
 def count(weights: Iterable[Weight], *parts: Part) -> int:

@@ -58,6 +58,11 @@ class Watched:
         layout = self._trainer.layout
         self._real = RealTokens(real, real.tensor_split(layout.tensor)[layout.tensor_rank])
 
+    def rows(self, hidden: Tensor) -> Tensor:
+        """[n, d]: the real tokens of [T, 1, d] (or [T, d]), or of the [T / tensor, 1, d] of this process."""
+        real = self.real.all if len(hidden) == len(self.real.all) else self.real.own
+        return hidden[real].flatten(1)
+
     def without_padding(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """A forward pre-hook of a MoE layer, behind whose routing nobody knows which row is padding: it enters as zeros."""
         hidden, *rest = args
@@ -162,8 +167,12 @@ class Calibration(UpdateHook):
         def see(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             left = output[0] if isinstance(output, tuple) else output
-            real = self.watched.real.own
-            self.add("layers", number, slice(None), block_influence(hidden[real, 0], left[real, 0]))
+            self.add(
+                "layers",
+                number,
+                slice(None),
+                block_influence(self.watched.rows(hidden), self.watched.rows(left)),
+            )
 
         return see
 
@@ -172,7 +181,7 @@ class Calibration(UpdateHook):
         own = _slice(groups, parallel_state.get_tensor_model_parallel_rank())
 
         def see(module: Any, args: Any) -> None:
-            heads = args[0][self.watched.real.all, 0]
+            heads = self.watched.rows(args[0])
             norms = group_norms(
                 heads.view(len(heads), groups, -1), module.weight.view(module.weight.shape[0], groups, -1)
             )
@@ -188,7 +197,7 @@ class Calibration(UpdateHook):
                 name,
                 number,
                 _slice(module.weight.shape[1], rank),
-                self._channels(args[0][self.watched.real.all, 0], module.weight),
+                self._channels(self.watched.rows(args[0]), module.weight),
             )
 
         return see

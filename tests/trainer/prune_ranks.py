@@ -1,18 +1,19 @@
-"""What each rank does in the tests of pruning: measure importance on one layout."""
+"""What each rank does in the tests of pruning: measure, put zeros, and train with them, on one layout."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from trainer.layouts import make_config, make_samples
+from trainer.layouts import make_config, make_samples, make_trainer, score, update, whole_gradients
 
 from megatron_rl.data.balance import plan_updates
+from megatron_rl.data.packing import Batch
+from megatron_rl.data.sequence import Sequence
 from megatron_rl.models.sizes import Shape
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.calibration import measure
-from megatron_rl.trainer.trainer import build_trainer
+from megatron_rl.trainer.sparsify import sparsify
+from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
@@ -21,18 +22,58 @@ def importances(world: list[tuple[str, dict, int]]) -> list[dict[str, torch.Tens
     """Importance of the parts of each (model folder, overrides of the config, seed of the samples)."""
     found = []
     for model, overrides, seed in world:
-        config = make_config(model, overrides)
-        ranks = parallel.initialize(config.parallel, config.seed)
-        trainer = build_trainer(config, ranks, total_updates=None, support=SamplingSupport(), plain=True)
-        samples = make_samples(seed, 7, trainer.model.hf_config.vocab_size)
-        [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=ranks.data_size)
-        batches = trainer.pack([samples[i] for i in shares[ranks.data_rank]])
-        found.append(measure(trainer, batches, Shape.from_config(trainer.model.hf_config), config.prune))
+        trainer, batches = _built(model, overrides, seed)
+        found.append(measure(trainer, batches, Shape.from_config(trainer.model.hf_config), trainer.config.prune))
         assert all(not m._forward_hooks and not m._forward_pre_hooks for c in trainer.chunks for m in c.modules())
         parallel_state.destroy_model_parallel()
     return found
 
 
-def names(folder: Path) -> list[str]:
-    """Files of a folder."""
-    return sorted(path.name for path in folder.iterdir())
+def sparsified(world: list[tuple[str, dict, int]]) -> list[dict[str, torch.Tensor]]:
+    """The weights of each (model folder, overrides of the config, seed of the samples) with their zeros."""
+    found = []
+    for model, overrides, seed in world:
+        trainer, batches = _built(model, overrides, seed)
+        sparsify(trainer, batches, Shape.from_config(trainer.model.hf_config), trainer.config.prune)
+        found.append({name: tensor.clone() for name, tensor in trainer.export_weights()})
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def updated(world: list[tuple[str, dict, int]], updates: int) -> list[dict]:
+    """Updates of the policy by each (model folder, overrides, seed): the weights, figures, and largest moment of a zero."""
+    found = []
+    for model, overrides, seed in world:
+        trainer = make_trainer(make_config(model, overrides))
+        batches = trainer.pack(_share(trainer, seed))
+        score(trainer, batches)
+        figures = [update(trainer, batches) for _ in range(updates)]
+        weights = {name: tensor.float().clone() for name, tensor in trainer.export_weights()}
+        found.append({"weights": weights, "figures": figures})
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def first_gradients(model: str, overrides: dict, seed: int) -> dict:
+    """Whole gradients of one update, and the norm by which it was clipped."""
+    trainer = make_trainer(make_config(model, overrides))
+    batches = trainer.pack(_share(trainer, seed))
+    score(trainer, batches)
+    norm = update(trainer, batches)["update/grad_norm"]
+    gradients = whole_gradients(trainer)
+    parallel_state.destroy_model_parallel()
+    return {"norm": norm, "gradients": gradients}
+
+
+def _share(trainer: Trainer, seed: int) -> list[Sequence]:
+    samples = make_samples(seed, 7, trainer.model.hf_config.vocab_size)
+    [shares] = plan_updates([s.inputs for s in samples], updates=1, ranks=trainer.ranks.data_size)
+    return [samples[i] for i in shares[trainer.ranks.data_rank]]
+
+
+def _built(model: str, overrides: dict, seed: int) -> tuple[Trainer, list[Batch]]:
+    """For passes alone, with layers whose inputs can be looked at."""
+    config = make_config(model, overrides)
+    ranks = parallel.initialize(config.parallel, config.seed)
+    trainer = build_trainer(config, ranks, total_updates=None, support=SamplingSupport(), plain=True)
+    return trainer, trainer.pack(_share(trainer, seed))

@@ -39,6 +39,16 @@ def refused(folder, prune: dict, world_size: int = 1, **sections) -> str:
         ("deepseek_v3", {"heads": 2}, ["prune.heads = 2", "latent"]),
         ("olmoe", {"heads": 2}, ["prune.heads = 2", "number of heads"]),
         ("mixtral", {"heads": 2}, ["prune.heads = 2", "number of heads"]),
+        ("qwen3", {"layers": 2, "method": "magnitude"}, ["prune.method does nothing", "prune.sparsity"]),
+        ("qwen3", {"sparsity": "2:4", "ratio": 0.3}, ["prune.ratio does nothing", "unstructured"]),
+        ("qwen3", {"layers": 2, "targets": ["*"]}, ["prune.targets does nothing"]),
+        ("qwen3", {"sparsity": "4:4"}, ["leaves all 4 of 4"]),
+        (
+            "qwen3",
+            {"sparsity": "2:4", "targets": ["*.norm.*"]},
+            ["'*.norm.*' matches no linear layer", "decoder.layers."],
+        ),
+        ("qwen3", {"width": 90, "sparsity": "2:4"}, ["the 90 inputs of", "linear_fc2", "no multiple of 4"]),
         ("gpt_oss", {"expert_width": 32}, ["hidden_size", "square", "pruned model"]),
     ],
 )

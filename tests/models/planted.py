@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tools.make_tiny_model import Sizes, make_tiny_model
 
-LAYERS, EXPERTS, WIDTH, EXPERT_WIDTH = 3, 8, 96, 48
-DEAD_EXPERTS, DEAD_CHANNELS, DEAD_INNER = 3, 20, 17
+LAYERS, EXPERTS, WIDTH, EXPERT_WIDTH = 4, 8, 96, 48
+IDLE_LAYERS = 2
+DEAD_EXPERTS, DEAD_CHANNELS, DEAD_INNER = 4, 20, 18
 HEADLESS = ("mixtral", "olmoe", "deepseek_v3")
 """Families whose heads cannot be pruned."""
 DENSE = ("qwen3", "llama")
@@ -45,12 +46,12 @@ def planted(family: str, out: Path, rng: random.Random, *, behind: bool = False)
     embedding[:, 0] = 0.5  # a state that all tokens have, and no layer changes
     for layer in range(LAYERS):
         _plant(weights, f"model.layers.{layer}.", rng, behind)
-    idle = f"model.layers.{rng.randrange(1, LAYERS)}."
+    idle = tuple(f"model.layers.{layer}." for layer in rng.sample(range(1, LAYERS), IDLE_LAYERS))
     for name, weight in weights.items():
         if name.startswith(idle) and ("o_proj" in name or "down_proj" in name or ".w2." in name):  # biases too
             weight.zero_()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    options = {"layers": str(LAYERS - 1)}
+    options = {"layers": str(LAYERS - IDLE_LAYERS)}
     if family not in HEADLESS:
         options["heads"] = "2"
     if family in WITH_DENSE_LAYERS:

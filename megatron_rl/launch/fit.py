@@ -25,6 +25,7 @@ MEANING = {
     "gradients": "buffers of all micro-batches' sums",
     "optimizer": "Adam's moments, and fp32 weights where bf16 ones are trained",
     "reference": "frozen, of algorithm.kl or dpo",
+    "masks": "of model.keep_zeros",
     "critic": "of algorithm.advantage: gae, with its gradients and its own Adam",
     "predictors": "of routes, with their own Adam",
     "reward_models": "frozen, of rewards.models",

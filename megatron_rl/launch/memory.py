@@ -155,6 +155,7 @@ def stage_usage(
     resident = (
         parameter_bytes(config, weights, plan.world_size)
         | {"reference": _reference_bytes(config, weights, run)}
+        | {"masks": _mask_bytes(config, weights)}
         | {"predictors": _predictor_bytes(config, shape, moe_layers)}
         | _batch_bytes(config, shape, moe_layers, tokens)
         | _vp2o_bytes(config, shape, moe_layers)
@@ -189,6 +190,11 @@ def trained_weights(config: Config, weights: list[Weight]) -> list[Weight]:
         return [w for w in weights if ADAPTER in w.name or (w.part == "head" and w.shape[0] == 1)]
     # A pattern that names single experts does not match the * of all.
     return [w for w in weights if not is_frozen(w.name, config.model.freeze)]
+
+
+def _mask_bytes(config: Config, weights: list[Weight]) -> int:
+    """Of the zeros that model.keep_zeros keeps: a byte for each number of the matrices, as if all of them had some."""
+    return sum(w.size for w in weights if w.is_matrix) if config.model.keep_zeros else 0
 
 
 def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:

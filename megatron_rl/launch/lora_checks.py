@@ -42,6 +42,12 @@ def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
             "leave it out",
         ),
         (
+            "model.keep_zeros",
+            bool(config.model.keep_zeros),
+            "what is merged adds B A to zeros too",
+            "leave it out",
+        ),
+        (
             "vp2o.enabled",
             config.vp2o.enabled and kind == "train",
             "it transforms gradients of the experts' weights, which have none",

@@ -132,6 +132,7 @@ BAD = {
         "parallel": {"tensor": 2, "expert_tensor": 1},
     },
     r"model\.freeze = .* with lora\.rank = 4": {"lora": {"rank": 4}, "model": {"freeze": ["embedding.*"]}},
+    r"model\.keep_zeros with lora\.rank = 4": {"lora": {"rank": 4}, "model": {"keep_zeros": True}},
     r"vp2o\.enabled with lora\.rank = 4": {"lora": {"rank": 4}, "vp2o": {"enabled": True}},
     r"precision\.train = fp8.* with lora\.rank = 4": {"lora": {"rank": 4}, "precision": {"train": "fp8_blockwise"}},
     r"lora\.path = /gone: does not exist": {"lora": {"rank": 4, "path": "/gone"}},

@@ -210,7 +210,7 @@ def generalized(
     return _result(advantages, values), _result(returns, values)
 
 
-ADVANTAGES: dict[str, Callable[[torch.torch.Tensor, torch.torch.Tensor], torch.torch.Tensor]] = {
+ADVANTAGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "grpo": group_relative,
     "dr_grpo": partial(group_relative, normalize=False),
     "rloo": leave_one_out,

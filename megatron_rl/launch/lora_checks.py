@@ -16,6 +16,7 @@ from megatron_rl.models.parallel_check import expert_tensor_size
 from megatron_rl.models.peft_folder import check_form, read_folder
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.sizes import Shape, parameter_names
+from megatron_rl.routing.replay import FROM_ENGINE
 
 
 def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
@@ -114,6 +115,12 @@ def _check_layout(config: Config, targets: list[str]) -> None:
             f"config: parallel.expert_tensor = {expert_tensor_size(parallel)} with an adapter of {experts[0]}: Megatron-Bridge"
             " computes such adapters wrongly; set it to 1, or leave experts out of lora.targets"
         )
+    if parallel.tensor > 1 and (whole := [name for name in targets if name.endswith("_down_proj.weight")]):
+        raise UserError(
+            f"config: parallel.tensor = {parallel.tensor} with an adapter of {whole[0]}: Transformer Engine holds that layer whole"
+            " on every rank, and Megatron-Bridge would cut the adapter; leave *_down_proj out of lora.targets, or set"
+            " parallel.tensor: 1"
+        )
     if lora.rank % parallel.tensor:
         raise UserError(
             f"config: lora.rank = {lora.rank} is not divisible by parallel.tensor = {parallel.tensor}, over which A is cut;"
@@ -148,6 +155,18 @@ def _check_unmerged(config: Config, targets: list[str]) -> None:
             next((name for name in targets if EXPERTS in name or ".router." in name), None),
             "SGLang 0.5.23 dies of adapters of such layers",
             "take lora.targets: ['*.self_attention.linear_*']",
+        ),
+        (
+            "routing.source = pr3",
+            config.routing.source == "pr3",
+            "the engine's predictors would not get what the trainer's have learned",
+            "take pr2 or r3",
+        ),
+        (
+            "rollout.record with routes of the engine",
+            config.rollout.record and (config.rollout.routes or config.routing.source in FROM_ENGINE),
+            "a record says whose routes it has by a digest of all weights",
+            "set rollout.record: false",
         ),
         ("lora.kind = dora", config.lora.kind == "dora", "SGLang knows no lengths of rows", "set lora.kind: lora"),
         (

@@ -9,6 +9,7 @@ RESERVE, ASLEEP and IMBALANCE.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -200,7 +201,7 @@ def _mask_bytes(config: Config, weights: list[Weight]) -> int:
 def _reference_bytes(config: Config, weights: list[Weight], run: Kind) -> int:
     """Of the frozen reference's weights, on the model's own layout; with adapters it is the model itself, without them."""
     folder = reference_of(config, run)
-    own = config.lora.rank > 0 and folder == config.model.path
+    own = config.lora.rank > 0 and Path(folder or "").resolve() == Path(config.model.path).resolve()
     held = 0 if folder is None or own else count([w for w in weights if ADAPTER not in w.name])
     return TRAIN[config.precision.train].dtype.itemsize * held
 

@@ -121,6 +121,11 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_routing(config, hf_config)
         _check_refresh(config)
         _check_on_policy(config)
+    if kind in LOOKS and config.lora.path:
+        raise UserError(
+            f"config: lora.path = {config.lora.path}: eval, rollout and serve-agent look at model.path alone; write the whole"
+            f" model (megatron-rl convert {config.lora.path} OUT), set model.path: OUT, and leave lora out"
+        )
     if kind not in LOOKS:
         _check_vp2o(config, hf_config, kind)
         _check_weights(config, hf_config, kind)
@@ -230,6 +235,11 @@ def _check_critic(config: Config, world_size: int, machine: Machine) -> None:
         raise UserError(f"{error} (of the critic)") from None
     if critic.path is not None:
         check_same_tokenizer(config.model.path, critic.path, "critic.path")
+    if config.lora.rank:
+        try:
+            check_lora(own, hf_config, "sft")
+        except UserError as error:
+            raise UserError(f"{error} (of the critic)") from None
     check_patterns(
         critic.freeze,
         parameter_names(Shape.from_config(hf_config, value_head=True)),

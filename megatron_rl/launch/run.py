@@ -198,7 +198,8 @@ class Run:
 
     def scorer(self, folder: str, *, value_head: bool = False, plain: bool = False) -> Trainer:
         """A frozen model of another folder on the same layout, for passes alone (all ranks). plain: as of build_trainer."""
-        config = replace(self.config, model=replace(self.config.model, path=folder, freeze=[]), lora=LoRAConfig())
+        model = replace(self.config.model, path=folder, freeze=[], keep_zeros=False, attention_sinks="exact")
+        config = replace(self.config, model=model, lora=LoRAConfig())
         support = SamplingSupport()
         return build_trainer(
             config, self.ranks, total_updates=None, support=support, value_head=value_head, plain=plain

@@ -26,6 +26,8 @@ def check_teacher(config: Config, hf_config: PreTrainedConfig, kind: Kind, world
             f"config: a teacher is of megatron-rl sft and train, and {kind} has none; leave distillation out"
         )
     _check_choices(settings, kind)
+    if kind == "train":
+        _check_advantages(config)
     if settings.teacher is None:
         return
     check_local_folder(settings.teacher, "distillation.teacher")
@@ -84,3 +86,25 @@ def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
     ):
         if contradicts:
             raise UserError(f"config: distillation.{key}: {why}; {remedy}")
+
+
+def _check_advantages(config: Config) -> None:
+    """Refuse what would be left out of the advantages, or compared with something else, without a word."""
+    settings, algorithm, sampling = config.distillation, config.algorithm, config.rollout.sampling
+    shaped = {
+        "algorithm.entropy_reward": algorithm.entropy_reward > 0,
+        "algorithm.kl.placement = reward": algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward",
+    }
+    for key, given in shaped.items():
+        if given and not settings.task_coefficient:
+            raise UserError(
+                f"config: {key} with distillation.task_coefficient = 0: it is a part of the rewards, of which nothing counts;"
+                " set task_coefficient, or leave it out"
+            )
+    cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.tail_floor is not None or config.pruning.enabled
+    if settings.placement == "advantage" and (sampling.temperature != 1 or cut):
+        raise UserError(
+            "config: distillation.placement = advantage compares the teacher's log-probs, at temperature 1 over the whole"
+            " vocabulary, with those of what is sampled from; set rollout.sampling.temperature: 1 and neither top_p, top_k nor"
+            " pruning, or placement: loss"
+        )

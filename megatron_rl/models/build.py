@@ -154,7 +154,13 @@ class Model:
     def _load_adapters(self, chunks: list[GPTModel], path: Path) -> None:
         """Start from an adapter folder. Collective. Errors: UserError where it has what the model has not."""
         folder = peft_folder.read_folder(path)
-        taken = peft_folder.fill(self.adapters(chunks), folder, self.bridge.mapping_registry(), self.config)
+        filled: list[str] = []
+
+        def fill() -> None:
+            filled.extend(peft_folder.fill(self.adapters(chunks), folder, self.bridge.mapping_registry(), self.config))
+
+        together(fill)
+        taken = filled
         if folder.score is not None and self.value_head and chunks[-1].post_process:
             chunks[-1].output_layer.get_parameter("weight").data.copy_(folder.score)
         everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]

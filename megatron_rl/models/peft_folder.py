@@ -158,7 +158,10 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], lora: LoRAConfig, bas
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk
+        raise OSError(*error.args) from None
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 

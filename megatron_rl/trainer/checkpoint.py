@@ -180,7 +180,11 @@ class Save:
             "lora": _lora_of(trainer),
             "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
             "companions": {
-                name: {"scheduler": one.scheduler.state_dict(), "freeze": sorted(one.config.model.freeze)}
+                name: {
+                    "scheduler": one.scheduler.state_dict(),
+                    "freeze": sorted(one.config.model.freeze),
+                    "lora": _lora_of(one),
+                }
                 for name, one in _companions(trainer).items()
             },
             "extra": extra,
@@ -263,7 +267,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
                 " (checkpoint.load)"
             )
         _check_frozen(path, f"{name}.freeze" if name else "model.freeze", states[name], learner)
-    _check_lora(path, common.get("lora", {}), trainer)
+        _check_lora(path, states[name].get("lora", {}), learner)
     same_size = common["world_size"] == ranks.world_size
     for name, learner in learners.items():
         learner.scheduler.num_steps = 0  # Megatron adds to what it finds, and Adam's bias correction goes by the sum

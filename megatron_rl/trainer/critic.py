@@ -23,7 +23,9 @@ def critic_config(config: Config) -> Config:
     """The config of the critic's own trainer, without what is of policies."""
     critic = config.critic
     model = replace(config.model, path=critic.path or config.model.path, freeze=critic.freeze, moe_aux_loss=0.0)
-    return replace(config, model=model, optimizer=critic.optimizer, vp2o=VP2OConfig())
+    start = None if model.path != config.model.path else config.lora.path  # adapters of the policy's own model
+    lora = replace(config.lora, path=start)
+    return replace(config, model=model, optimizer=critic.optimizer, vp2o=VP2OConfig(), lora=lora)
 
 
 @dataclass(frozen=True)

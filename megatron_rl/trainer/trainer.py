@@ -150,7 +150,7 @@ class Trainer:
         settings.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]: as Megatron's
 
     def _make_reference(self, folder: str) -> list[GPTModel]:
-        if self.model.lora.rank and Path(folder) == self.model.path:
+        if self.model.lora.rank and Path(folder).resolve() == self.model.path.resolve():
             return self.chunks  # with their adapters off: no second copy
         chunks = self.model.make_chunks(weights=folder, adapt=False)
         for chunk in chunks:
@@ -246,6 +246,8 @@ class Trainer:
         objective = objective.for_update(self.totals(batches))
         with self._observed(self.hooks, batches, "update", place) as passes:
             results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False)
+        for batch in batches:
+            batch.teacher_hidden = None  # which is large, and has been used
         measured = [result.metrics for result in results if result] if self.reports else []
         measured += [observer.metrics() for route_pass in passes if route_pass for observer in route_pass.observers]
         metrics = over_ranks(self.ranks, measured)

@@ -117,8 +117,8 @@ def _check_layout(config: Config, targets: list[str]) -> None:
         )
     if parallel.tensor > 1 and (whole := [name for name in targets if name.endswith("_down_proj.weight")]):
         raise UserError(
-            f"config: parallel.tensor = {parallel.tensor} with an adapter of {whole[0]}: Transformer Engine holds that layer whole"
-            " on every rank, and Megatron-Bridge would cut the adapter; leave *_down_proj out of lora.targets, or set"
+            f"config: parallel.tensor = {parallel.tensor} with an adapter of {whole[0]}: Transformer Engine has that layer"
+            " whole on every rank, and Megatron-Bridge would cut the adapter; leave *_down_proj out of lora.targets, or set"
             " parallel.tensor: 1"
         )
     if lora.rank % parallel.tensor:

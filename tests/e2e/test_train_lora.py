@@ -63,7 +63,9 @@ def folder(tmp_path_factory, tiny_model):
     assert main([*command, *recorded, "--steps", str(STEPS - 1)]) == 0
     assert main([*command, *recorded]) == 0
     attention = {"rank": 4, "alpha": 8.0, "targets": ["*.self_attention.linear_*"]}
-    apart = rl | {"steps": 2, "lora": attention, "sync": {"adapters": "unmerged"}, "eval": {"prompts": 2, "samples": 1}}
+    asked = {"prompts": 2, "samples": 1}
+    apart = rl | {"steps": 2, "lora": attention, "sync": {"adapters": "unmerged"}, "eval": asked}
+    apart["rollout"] = config["rollout"]
     (folder / "unmerged.yaml").write_text(json.dumps(apart))
     assert main(["train", str(folder / "unmerged.yaml"), "--name", "unmerged"]) == 0
     return folder

@@ -6,6 +6,7 @@ import pty
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 
 def test_a_full_disk_is_one_clear_error():
-    if not os.path.exists("/dev/full"):
+    if not Path("/dev/full").is_char_device():
         pytest.skip("no /dev/full on this system")
     from megatron_rl.metrics.logger import JsonLines
 

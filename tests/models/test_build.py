@@ -271,10 +271,10 @@ def test_megatrons_own_fp8_settings_on_a_gpu(name, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     if name != "bf16":
         with pytest.raises(UserError, match="is installed and cannot be imported"):
-            _set_kernels(SimpleNamespace(fp8=None), TRAIN[name], "none")
+            _set_kernels(SimpleNamespace(fp8=None), TRAIN[name], "none", plain=False)
     monkeypatch.setattr("megatron_rl.models.build.HAVE_TE", True)
     config = SimpleNamespace(fp8=None)
-    _set_kernels(config, TRAIN[name], "none")
+    _set_kernels(config, TRAIN[name], "none", plain=False)
     assert config.params_dtype == torch.bfloat16 and config.bf16
     if name == "bf16":
         assert config.fp8 is None
@@ -295,7 +295,7 @@ def test_gradients_accumulate_in_a_fused_kernel_where_apex_has_it(apex, monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
     config = SimpleNamespace()
-    _set_kernels(config, TRAIN["bf16"], "none")
+    _set_kernels(config, TRAIN["bf16"], "none", plain=False)
     assert config.gradient_accumulation_fusion is apex
 
 

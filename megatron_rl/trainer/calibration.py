@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from megatron_rl.algorithms.importance import block_influence, channel_sums, gated_norms, group_norms
@@ -101,18 +102,13 @@ def watch_experts(
 
     def watch(rows: Tensor, counts: list[int], layers: Sequence[Any]) -> None:
         nonlocal real
-        if is_first(layers[0]):
+        if isinstance(layers[0], ColumnParallelLinear):  # the first product: a real token is never all zeros
             real = rows.any(dim=1)
         kept = [int(part.sum()) for part in real.split(counts)]
         see(rows[real], kept, layers)
 
     experts.watch = watch
     stack.callback(setattr, experts, "watch", None)
-
-
-def is_first(linear: Any) -> bool:
-    """Whether it is the first of an MLP's two layers."""
-    return "Column" in type(linear).__name__
 
 
 class Calibration(UpdateHook):
@@ -209,7 +205,7 @@ class Calibration(UpdateHook):
         rank = parallel_state.get_expert_tensor_parallel_rank() or 0
 
         def see(rows: Tensor, counts: list[int], layers: Sequence[Any]) -> None:
-            if is_first(layers[0]):
+            if isinstance(layers[0], ColumnParallelLinear):
                 return
             own = _slice(rows.shape[1], rank)
             for expert, (part, layer) in enumerate(zip(rows.split(counts), layers, strict=True), start=first):

@@ -102,6 +102,9 @@ class DataConfig:
     text_key: str = "text"
     """Column of texts to learn whole, for `megatron-rl sft` (continued pretraining), in rows without response_key. What is
     longer than rollout.context_length is cut into pieces."""
+    tokens_key: str | None = "response_tokens"
+    """Column of a response's tokens, beside prompt_tokens, loss_mask and tokenizer, in the rows that rollout.demonstrations
+    writes: `megatron-rl sft` learns them as they are. null: the texts are learned, as by another tokenizer."""
     chosen_key: str = "chosen"
     """Preferences: column of the better response, beside rejected_key."""
     rejected_key: str = "rejected"
@@ -349,6 +352,9 @@ class DistillationConfig:
     address: str | None = None
     """In its place an SGLang server of the teacher (http://host:port), which tells the log-probs of what was sampled
     (placement: advantage)."""
+    recorded: bool = False
+    """In its place the log-probs that the demonstrations' rows have of it (rollout.demonstrations.top_log_probs): the loss is
+    the divergence between the recorded tokens and one class for all others (sft; forward or reverse)."""
     placement: Literal["loss", "advantage"] = "loss"
     """loss: the divergence of both whole distributions at each token, computed in chunks. advantage (train): log teacher - log
     policy of the sampled token is added to its advantage, so that updates lower the reverse KL."""
@@ -567,6 +573,25 @@ class ServerConfig:
 
 
 @section
+class DemonstrationsConfig:
+    """Responses of `megatron-rl rollout` that are kept for `megatron-rl sft`, as rollouts/demonstrations.jsonl."""
+
+    min_reward: float | None = None
+    """Least reward of a response that is kept. What a limit cut off, or is masked, never is. null: no file is written."""
+    per_prompt: Positive | None = None
+    """Most responses of one prompt: the best paid, and of equally paid ones the shortest. null: all."""
+    unique: bool = True
+    """Keep one of several responses to a prompt that are the same tokens."""
+    min_tokens: Count = 0
+    """Least tokens of a response; of a conversation what was answered counts too."""
+    max_tokens: Positive | None = None
+    """Most tokens of a response."""
+    top_log_probs: Count = 0
+    """Record the log-probs of the engine's so many likeliest tokens at each token of a response, for distillation.recorded.
+    Sampling has to be the plain policy's: temperature 1, nothing truncated or pruned."""
+
+
+@section
 class RolloutConfig:
     """The engine: its servers, its limits and what it is asked for."""
 
@@ -594,6 +619,7 @@ class RolloutConfig:
     in each layer of the engine's experts that the trainer chooses too. Below it the run stops; null: never."""
     record: bool = False
     """Keep every step's trajectories under the run's rollouts/ folder."""
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     load: str | None = None
     """A rollouts/ folder to train from instead of asking an engine; evaluation has to be off."""
     program: str = "single_turn"
@@ -811,7 +837,8 @@ class Config:
     @property
     def teaches(self) -> bool:
         """Whether there is a teacher."""
-        return self.distillation.teacher is not None or self.distillation.address is not None
+        teacher = self.distillation
+        return teacher.teacher is not None or teacher.address is not None or teacher.recorded
 
     @property
     def policy_reference(self) -> str | None:

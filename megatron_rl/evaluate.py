@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
 from megatron_rl.environments.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.errors import UserError
+from megatron_rl.launch.demonstration_checks import check_demonstrations
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.agents import agent_metrics
 from megatron_rl.metrics.logger import METRICS_FILE, SCORES_FILE
 from megatron_rl.metrics.reduce import figures, over_ranks
 from megatron_rl.metrics.responses import readable, write_responses
 from megatron_rl.metrics.step import reward_metrics
+from megatron_rl.rollout.demonstrations import FILE, best_of, light, problem_of, row_of, samples_of, summary
 from megatron_rl.rollout.engine import Engine
 
 
@@ -124,8 +127,10 @@ def evaluate_command(config: Config) -> None:
 def rollout_command(config: Config) -> None:
     """`megatron-rl rollout`: sample one step's prompts and keep the trajectories in the run's rollouts/ folder.
 
-    As .npz for rollout.load, and as .jsonl for people. Errors: UserError where a run's own would be overwritten.
+    As .npz for rollout.load, and as .jsonl for people; with rollout.demonstrations.min_reward those that are worth it also as
+    demonstrations for `megatron-rl sft`. Errors: UserError where a run's own would be overwritten.
     """
+    check_demonstrations(config)
     config = replace(config, rollout=replace(config.rollout, record=True))
     folder = config.run_dir / "rollouts"
     if (config.run_dir / METRICS_FILE).exists():
@@ -134,12 +139,26 @@ def rollout_command(config: Config) -> None:
         run.build_scorers()
         engine.join()
         prompts = run.stream.next(config.batch.prompts_per_step)
-        trajectories = engine.collect(prompts, step=0)
+        settings = config.rollout.demonstrations
+        trajectories = engine.collect(prompts, step=0, top_log_probs=settings.top_log_probs)
         run.rewards.score(trajectories, prompts)
         rows = run.gather_from_leaders([_row(run, prompts, t) for t in trajectories])
         run.ranks.main_does(lambda: write_responses(folder / "step_000000.jsonl", rows))
         run.logger.say(json.dumps(figures(over_ranks(run.ranks, [reward_metrics(config, trajectories)])), indent=2))
         run.logger.say(f"trajectories are in {folder}: step_000000.jsonl to read, .npz for rollout.load")
+        if settings.min_reward is not None:
+            _write_demonstrations(run, prompts, trajectories, folder / FILE)
+
+
+def _write_demonstrations(run: Run, prompts: Sequence[Prompt], trajectories: list[Trajectory], file: Path) -> None:
+    settings = run.config.rollout.demonstrations
+    mine = [(problem_of(sample, settings), sample) for sample in samples_of(trajectories)]
+    found = run.gather_from_leaders([(problem, [] if problem else light(sample)) for problem, sample in mine])
+    kept, left_out = best_of([sample for problem, sample in found if not problem], settings)
+    left_out += Counter(problem for problem, _ in found if problem)
+    rows = (row_of(t, prompts[t.group_id], run.tokenizer, run.program.vocabulary) for sample in kept for t in sample)
+    run.ranks.main_does(lambda: write_responses(file, rows))
+    run.logger.say(f"{summary(len(kept), left_out)}; they are in {file}")
 
 
 def _responses_file(run: Run) -> Path:

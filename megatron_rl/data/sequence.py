@@ -62,6 +62,21 @@ class RouterFeatures:
         return RouterFeatures(self.positions[keep], self.hidden[keep], self.logits[keep])
 
 
+@dataclass
+class TopLogProbs:
+    """What a teacher said of each of m labels: its k likeliest tokens there, with log-probs over its whole vocabulary."""
+
+    token_ids: np.ndarray
+    """[m, k] int32; -1: none."""
+    log_probs: np.ndarray
+    """[m, k] float32, at temperature 1; 0 where there is no token."""
+
+    @classmethod
+    def none(cls, labels: int, k: int) -> Self:
+        """Of labels of which it said nothing."""
+        return cls(np.full((labels, k), -1, np.int32), np.zeros((labels, k), np.float32))
+
+
 @dataclass(kw_only=True)
 class Sequence:
     """n tokens of which the last n - prompt_length are labels."""
@@ -77,6 +92,8 @@ class Sequence:
     """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
     features: RouterFeatures | None = None
     """Features of the engine's routers, where it exports them."""
+    top: TopLogProbs | None = None
+    """What a teacher said of the labels, where that was recorded."""
 
     @classmethod
     def demonstration(cls, prompt: list[int], response: list[int]) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_rl.data.sequence import Sequence
 
@@ -35,6 +36,8 @@ class Turn:
     """What is wrong with a reply's call."""
     seconds: float = 0.0
     """The tools' time, of an observation."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The same in OpenAI's form, for readers with another tokenizer."""
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any, override
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import sandbox
 from megatron_rl.environments.messages import Message, parse_messages
+from megatron_rl.environments.recorded import Recorded, has_tokens, read_recorded
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
@@ -86,7 +87,8 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
 class RowTask(Task):
     """Prompts from rows; a row that cannot be used is skipped, counted and named in the log.
 
-    demonstrations: for SFT rows need data.response_key (and no answer), or are texts, with data.text_key alone.
+    demonstrations: for SFT rows need data.response_key (and no answer), or are texts, with data.text_key alone, or have the
+    tokens that were sampled, in data.tokens_key.
     """
 
     known_options: tuple[str, ...] = ("verifier_timeout_s",)
@@ -108,8 +110,11 @@ class RowTask(Task):
         self.main_parts = ("correct",)
         self.skipped = 0
         self._split = self._load()
-        if all(prompt.document for part in self._split.values() for prompt in part):
-            self._check_asks_nothing()
+        prompts = [prompt for part in self._split.values() for prompt in part]
+        if all(prompt.document for prompt in prompts):
+            self._check_asks_nothing(f"texts ('{data.text_key}'), which have no prompt", f"'{data.prompt_key}'")
+        elif all(prompt.recorded for prompt in prompts):
+            self._check_asks_nothing(f"tokens ('{data.tokens_key}'), which are learned as they are", "texts")
 
     def _training_rows(self) -> Iterator[Row]:
         raise NotImplementedError
@@ -130,16 +135,16 @@ class RowTask(Task):
             log.warning("data: %d training prompts are also held-out prompts and are left out", len(train) - len(fresh))
         return {"train": fresh, "eval": evaluation}
 
-    def _check_asks_nothing(self) -> None:
-        """Errors: UserError for what is done to prompts, where all rows are texts."""
+    def _check_asks_nothing(self, rows: str, others: str) -> None:
+        """Errors: UserError for what is done to prompts, where no row has one to do it to. others: rows that have."""
         for key, given, plain in (
             ("chat", self.data.chat, "false"),
             ("template", self.data.template != DataConfig().template, "'{prompt}'"),
         ):
             if given:
                 raise UserError(
-                    f"config: data.{key} does nothing with texts ('{self.data.text_key}'), which have no prompt; set it to"
-                    f" {plain}, or give rows with '{self.data.prompt_key}' and '{self.data.response_key}'"
+                    f"config: data.{key} does nothing with {rows}; set it to {plain}, or give rows with {others} and"
+                    f" '{self.data.response_key}'"
                 )
 
     def _parse(self, rows: Iterator[Row], source: str) -> list[Prompt]:
@@ -196,6 +201,8 @@ class RowTask(Task):
         """The config's keys of the columns that the row has to have. Errors: ValueError saying what is wrong with it."""
         if not self.demonstrations:
             return ["prompt_key", "answer_key"] if self.parts else ["prompt_key"]
+        if has_tokens(row, self.data.tokens_key):
+            return ["tokens_key"]
         text, prompt, response = self.data.text_key, self.data.prompt_key, self.data.response_key
         if self._is_text(row):
             return ["text_key"]
@@ -225,6 +232,8 @@ class RowTask(Task):
 
     def _prompt(self, where: str, row: dict[str, Any]) -> Prompt:
         """Errors: ValueError for a conversation or a text that is none."""
+        if self.demonstrations and self.data.tokens_key and has_tokens(row, self.data.tokens_key):
+            return self._of_tokens(where, row, read_recorded(row, self.data.tokens_key))
         if self._is_text(row):
             return self._document(where, row)
         prompt, answer = self._value(row, self.data.prompt_key), get(row, self.data.answer_key)
@@ -245,6 +254,13 @@ class RowTask(Task):
             response=response if response is None or isinstance(response, list) else str(response),
             messages=messages,
         )
+
+    def _of_tokens(self, where: str, row: dict[str, Any], recorded: Recorded) -> Prompt:
+        """The same prompt has the same text, by which a data set is split."""
+        prompt = get(row, self.data.prompt_key)
+        if not isinstance(prompt, str):
+            prompt = json.dumps(prompt if isinstance(prompt, list) else recorded.prompt.tolist())
+        return Prompt(where, prompt, recorded=recorded)
 
     def _document(self, where: str, row: dict[str, Any]) -> Prompt:
         name = self.data.text_key

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.environments.comparisons import Comparison
+from megatron_rl.environments.recorded import TEACHER_IDS, TEACHER_LOG_PROBS
 from megatron_rl.environments.task import Prompt, Task
 from megatron_rl.errors import UserError
 
@@ -33,6 +34,10 @@ class Form(Protocol):
 
     def document(self, text: str) -> Tokens:
         """A text to learn whole."""
+        ...
+
+    def check_tokens(self, prompt: Prompt) -> None:
+        """Errors: UserError where the prompt's demonstration came as tokens of another tokenizer."""
         ...
 
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
@@ -62,7 +67,7 @@ def demonstrations(prompt: Prompt, form: Form, rng: random.Random, context_lengt
     """What is learned from a prompt: a demonstration, however long, or the pieces of a text, none above context_length."""
     if prompt.document:
         return form.document(prompt.text).cut(context_length)
-    return [form.demonstration(form.encode(prompt), rng)]
+    return [form.demonstration(prompt if prompt.recorded else form.encode(prompt), rng)]
 
 
 def held_out_demonstrations(prompts: Sequence[Prompt], form: Form, context_length: int) -> list[Tokens]:
@@ -139,6 +144,20 @@ class PromptStream:
         """Errors: UserError where no prompt leaves room for max_new_tokens; told before a server is started."""
         if not any(self._fits(self.form.encode(self.prompts[index])) for index in self._order):
             raise _none_fits(len(self.prompts), "prompts", self.context_length, self.max_new_tokens)
+
+    def check_demonstrations(self, *, taught: bool) -> None:
+        """Look at demonstrations that came as tokens; told before a model is built.
+
+        taught: all have to be such, with what a teacher said of them. Errors: UserError naming the first that will not do.
+        """
+        # A procedural task makes its prompts one by one, which takes seconds, and of texts.
+        for prompt in self.prompts if taught or isinstance(self.prompts, list) else ():
+            if taught and (prompt.recorded is None or prompt.recorded.teacher_token_ids is None):
+                raise UserError(
+                    f"config: distillation.recorded: {prompt.prompt_id} has no log-probs of a teacher"
+                    f" ('{TEACHER_IDS}', '{TEACHER_LOG_PROBS}'); record them with rollout.demonstrations.top_log_probs"
+                )
+            self.form.check_tokens(prompt)
 
     def _fits(self, prompt: Prompt) -> bool:
         return len(prompt.tokens) + self.max_new_tokens <= self.context_length

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_rl.config import DataConfig
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.preferences import Preference
+from megatron_rl.environments.recorded import Recorded
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
 
@@ -44,6 +45,8 @@ class Prompt:
     """Responses that came with the prompt, and what was said of them."""
     document: bool = False
     """The text is no prompt: all of it is learned from."""
+    recorded: Recorded | None = field(default=None, compare=False)
+    """A demonstration that came as tokens: it is learned as it is, and the texts are for readers."""
     tokens: list[int] = field(default_factory=list)
     """Filled by `encode`."""
 

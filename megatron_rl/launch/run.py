@@ -108,6 +108,8 @@ class Run:
             self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
         if kind not in FROM_DATA:
             self.stream.check_room()
+        if kind == "sft":
+            self.stream.check_demonstrations(taught=config.distillation.recorded)
         self.held_out = self.task.prompts("eval")[: config.eval.prompts]
         self.eval_prompts = [] if kind in FROM_DATA else fitting(self.held_out, self.program, *lengths)
         self.folder = config.run_dir

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.errors import UserError
 
@@ -109,6 +109,12 @@ def _vocabulary(folder: Path) -> dict[str, int]:
         raise UserError(
             f"model folder {folder}: its tokenizer cannot be read ({' '.join(str(error).split())[:200]})"
         ) from None
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What tells a tokenizer's tokens from those of others: 16 hexadecimal digits of its vocabulary, names and ids."""
+    items = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(items).encode()).hexdigest()[:16]
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

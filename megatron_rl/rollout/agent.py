@@ -190,8 +190,8 @@ class AgentCollection(Collection):
         most = min(room, settings.max_turn_tokens or room)
         with limit.paused():
             reply = await self._reply(client, request, talk, {"max_new_tokens": most}, number=len(talk.replies))
-        turn = talk.add_reply(reply)
-        parsed = form.parse(without_end(reply.tokens.tolist(), self.stop_token_ids))
+        said = without_end(reply.tokens.tolist(), self.stop_token_ids)
+        turn, parsed = talk.add_reply(reply, [form.message(said)]), form.parse(said)
         turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
         self._finals[request] = parsed.final or ""
         cut = reply.finish_reason != "stop"
@@ -219,7 +219,7 @@ class AgentCollection(Collection):
         if len(talk.tokens) + len(tokens) >= self.max_new_tokens:
             talk.finish_reason = "tokens"
             return
-        talk.add_observation(tokens, str(messages[-1]["role"])).seconds = world.seconds
+        talk.add_observation(tokens, str(messages[-1]["role"]), messages).seconds = world.seconds
 
     async def _reply(
         self, client: SGLangClient, request: int, talk: Conversation, sampling: dict[str, Any], *, number: int
@@ -240,6 +240,7 @@ class AgentCollection(Collection):
             routes=self.routes,
             routes_start=talk.known_routes if self.routes else 0,
             features=self._features_of(request),
+            top_log_probs=self.top_log_probs,
             options=self.support.options(),
         )
         return reply

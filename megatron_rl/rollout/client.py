@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megatron_rl.data.sequence import RouterFeatures
+from megatron_rl.data.sequence import RouterFeatures, TopLogProbs
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
@@ -24,6 +25,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 DECODERS = 4
 """Threads that decode replies, so that the event loop goes on with the others: routes of a response are many megabytes."""
+NEVER = -1e30
+"""SGLang has its type's least number in the place of minus infinity, where a probability is 0 in fp32."""
 ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
 """Beginnings of the id of a request that wants router features, or of these the logits alone (`ASKS` of the served model's
 export.py): SGLang has no field of a request's own that would reach a model."""
@@ -61,6 +64,8 @@ class Reply:
     routes: np.ndarray | None = None
     """[p + m - 1 - start, moe_layers, topk]: start rows were known already."""
     features: RouterFeatures | None = None
+    top: TopLogProbs | None = None
+    """The likeliest tokens in the place of each, where the request asks for them."""
     prompt_log_probs: np.ndarray | None = None
     """[p - 1] float32: log-probs of prompt tokens 1..p-1 at temperature 1, from the prefill."""
     text: str = ""
@@ -79,6 +84,7 @@ class Reply:
             kept=self.kept and self.kept[:count],
             routes=None if self.routes is None else self.routes[: len(self.routes) - dropped],
             features=self.features and self.features.before(count),
+            top=self.top and TopLogProbs(self.top.token_ids[:count], self.top.log_probs[:count]),
             text="",
         )
 
@@ -92,6 +98,7 @@ def parse_reply(
     routes_start: int = 0,
     features: EngineFeatures | None = None,
     kept: bool = False,
+    top_log_probs: int = 0,
 ) -> Reply:
     """One element of SGLang's answer. Errors: UserError that names the field that is missing or malformed."""
     try:
@@ -135,10 +142,27 @@ def parse_reply(
                 " is it served with route predictors and a feature stride?"
             )
         parsed.features = features.decode(entries)
+    if top_log_probs:
+        parsed.top = _top(meta, len(tokens), top_log_probs)
     if prompt_log_probs:
         entries = meta["input_token_logprobs"]
         parsed.prompt_log_probs = np.asarray([entry[0] for entry in entries[1:]], np.float32)
     return parsed
+
+
+def _top(meta: dict[str, Any], tokens: int, k: int) -> TopLogProbs:
+    """SGLang's flat form of them. Errors: UserError where they are not of each token and k."""
+    try:
+        flat = [
+            np.frombuffer(base64.b64decode(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype).reshape(tokens, k)
+            for name, dtype in (("idx", "<i4"), ("val", "<f4"))
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"reply of SGLang has no {k} log-probs for each of {tokens} tokens ({problem})") from None
+    ids, log_probs = flat
+    never = log_probs <= NEVER
+    return TopLogProbs(np.where(never, -1, ids), np.where(never, np.float32(0), log_probs))
 
 
 class SGLangClient:
@@ -191,13 +215,15 @@ class SGLangClient:
         routes_start: int = 0,
         features: EngineFeatures | None = None,
         prompt_log_probs: bool = False,
+        top_log_probs: int = 0,
         options: dict[str, Any] | None = None,
     ) -> list[Reply]:
         """A response to each prompt, by one HTTP call to the server that `server_order(number, total)` names.
 
         sampling: SGLang's sampling_params, of all or one for each prompt; options: other fields of its request. prefixes:
         prompts that other calls to that server have too; each is computed once. routes_start: rows of the routes of each
-        prompt that are known already and stay away. Errors: EngineLost after all retries; UserError for what no retry mends.
+        prompt that are known already and stay away. top_log_probs: how many of the likeliest tokens' log-probs go with each
+        token of the responses. Errors: EngineLost after all retries; UserError for what no retry mends.
         """
         body: dict[str, Any] = {
             "input_ids": [[int(token) for token in prompt] for prompt in prompts],
@@ -210,10 +236,18 @@ class SGLangClient:
         }
         if prompt_log_probs:
             body["logprob_start_len"] = 0
+        if top_log_probs:
+            # After the temperature, before top-p, top-k and min-p (sglang/srt/layers/sampler.py, release 0.5.23).
+            body |= {
+                "top_logprobs_num": top_log_probs,
+                "return_flat_raw_output_top_logprobs": True,
+                "return_flat_raw_top_logprobs_b64": True,
+            }
         if features is not None:
             asks = ASKS_FEATURES if features.hidden else ASKS_LOGITS
             body["rid"] = [f"{asks}{uuid.uuid4().hex}" for _ in prompts]
         known = {"routes_start": routes_start, "features": features, "kept": body.get("return_sampling_mask", False)}
+        known["top_log_probs"] = top_log_probs
 
         def decode(answer: bytes) -> list[Reply]:
             try:

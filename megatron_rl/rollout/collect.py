@@ -53,6 +53,8 @@ class Collection:
     features: EngineFeatures | None = None
     features_from: int = 0
     """The first request whose features are asked for; of those before it router logits alone."""
+    top_log_probs: int = 0
+    """How many of the engine's likeliest tokens are asked for at each token."""
     share: range | None = None
     """The requests that this process asks for; None: all. They are numbered prompt by prompt: `prompts` are those of all
     leaders, and request r is for a sample of prompt r // samples_per_prompt."""
@@ -90,6 +92,7 @@ class Collection:
             for with_features, kind in groupby(requests, self._features_of):
                 per_token = self.routes.bytes_per_token if self.routes else 0
                 per_token += with_features.bytes_per_token if with_features else 0
+                per_token += 11 * self.top_log_probs  # an int and a float in base64
                 tokens = min(TOKENS_PER_CALL, BYTES_PER_CALL // max(per_token, 1))
                 for part in batched(kind, max(1, tokens // self.max_new_tokens)):
                     shared = [p for p in dict.fromkeys(map(self._prompt_of, part)) if p in several]
@@ -139,6 +142,7 @@ class Collection:
             prefixes=[self.prompts[p].tokens for p in call.shared],
             routes=self.routes,
             features=call.features,
+            top_log_probs=self.top_log_probs,
             options=self.support.options(),
         )
         self._replies.update(zip(call.requests, replies, strict=True))
@@ -160,6 +164,7 @@ class Collection:
                 kept=reply.kept,
                 routes=reply.routes,
                 features=reply.features,
+                top=reply.top,
                 weight_spans=reply.weight_spans,
                 text=reply.text,
             )

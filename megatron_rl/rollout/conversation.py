@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_rl.data.sequence import FIELDS, RouterFeatures
+from megatron_rl.data.sequence import FIELDS, RouterFeatures, TopLogProbs
 from megatron_rl.data.trajectory import Trajectory, Turn, WeightSpan
 from megatron_rl.rollout.client import Reply
+from megatron_rl.rollout.dialects.base import encodable
 from megatron_rl.rollout.routes import EngineRoutes, join_routes
+
+Messages = Sequence[Mapping[str, Any]]
+"""In OpenAI's form: role, content, and calls in tool_calls."""
 
 
 @dataclass
@@ -40,17 +44,20 @@ class Conversation:
         last = next((turn for turn in reversed(self.turns) if turn.role == "assistant"), None)
         return len(self.prompt) + last.end - 1 if last else 0
 
-    def add_reply(self, reply: Reply) -> Turn:
-        """Append a reply's tokens as they are."""
+    def add_reply(self, reply: Reply, messages: Messages = ()) -> Turn:
+        """Append a reply's tokens as they are. messages: what it says."""
         self.replies.append(reply)
-        return self._add("assistant", reply.tokens.tolist())
+        return self._add("assistant", reply.tokens.tolist(), messages)
 
-    def add_observation(self, tokens: Sequence[int], role: str = "tool") -> Turn:
-        """Append what the policy is answered, with the template's separators."""
-        return self._add(role, tokens)
+    def add_observation(self, tokens: Sequence[int], role: str = "tool", messages: Messages = ()) -> Turn:
+        """Append what the policy is answered, with the template's separators. messages: the same without them."""
+        return self._add(role, tokens, messages)
 
-    def _add(self, role: str, tokens: Sequence[int]) -> Turn:
+    def _add(self, role: str, tokens: Sequence[int], messages: Messages) -> Turn:
         turn = Turn(role, len(self.tokens), len(self.tokens) + len(tokens))
+        for message in messages:
+            said = {"role": str(message["role"]), "content": encodable(str(message.get("content") or ""))}
+            turn.messages.append(said | {key: message[key] for key in ("tool_calls",) if message.get(key)})
         self.tokens += tokens
         self.turns.append(turn)
         return turn
@@ -75,6 +82,7 @@ class Conversation:
             kept=self._kept(pairs),
             routes=self._routes(routes),
             features=_features(pairs),
+            top=self._top(pairs),
             weight_spans=_spans(pairs),
             turns=self.turns,
             **settings,
@@ -93,6 +101,18 @@ class Conversation:
         for turn, reply in pairs:
             kept[turn.start : turn.end] = reply.kept or []
         return kept
+
+    def _top(self, pairs: list[tuple[Turn, Reply]]) -> TopLogProbs | None:
+        found = [(turn, reply.top) for turn, reply in pairs if reply.top is not None]
+        if not found:
+            return None
+        whole = TopLogProbs.none(len(self.tokens), found[0][1].token_ids.shape[1])
+        for turn, top in found:
+            whole.token_ids[turn.start : turn.end], whole.log_probs[turn.start : turn.end] = (
+                top.token_ids,
+                top.log_probs,
+            )
+        return whole
 
     def _routes(self, shape: EngineRoutes | None) -> np.ndarray | None:
         tables = [(reply.routes, reply.weight_spans[-1].version) for reply in self.replies if reply.routes is not None]

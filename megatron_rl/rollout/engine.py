@@ -167,10 +167,11 @@ class Engine:
         """The engine's turn on GPUs that it shares."""
         self._pusher.wake()
 
-    def collect(self, prompts: Sequence[Prompt], step: int) -> list[Trajectory]:
+    def collect(self, prompts: Sequence[Prompt], step: int, *, top_log_probs: int = 0) -> list[Trajectory]:
         """Trajectories of training step `step` (0-based), with rewards; every process calls it.
 
         Each data-parallel leader gets those of its share of the requests (`prompts` are the whole step's), others none.
+        top_log_probs: how many of the engine's likeliest tokens go with each token of a response.
         """
         rollout, ranks = self.config.rollout, self.run.ranks
         if rollout.load:
@@ -181,7 +182,8 @@ class Engine:
         else:
             self._pusher.now = step
             samples = self.config.batch.samples_per_prompt
-            trajectories = self.ask(prompts, self.run.support, samples=samples, seed=f"train/{step}", with_routes=True)
+            wanted: dict[str, Any] = {"with_routes": True, "top_log_probs": top_log_probs}
+            trajectories = self.ask(prompts, self.run.support, samples=samples, seed=f"train/{step}", **wanted)
             self._look_at_versions(trajectories, step)
             fresh = [sampled_by(t, str(self.version)) for t in trajectories]
             if rollout.record:
@@ -220,6 +222,7 @@ class Engine:
         samples: int,
         seed: str,
         with_routes: bool = False,
+        top_log_probs: int = 0,
     ) -> list[Trajectory]:
         """`samples` responses to each of `prompts`, which are the same everywhere, with rewards; every process calls it.
 
@@ -242,6 +245,7 @@ class Engine:
             features=self._features if with_routes else None,
             # Nothing moves before the first update, so that no predictor learns from its trajectories.
             features_from=share_of(total, 0, self.config.batch.updates_per_step).stop,
+            top_log_probs=top_log_probs,
             on_progress=self.run.logger.progress,
         )
         generate(collection, self.client, ranks, self._revive)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config import Config
-from megatron_rl.data.sequence import Sequence
+from megatron_rl.data.sequence import Sequence, TopLogProbs
 from megatron_rl.environments import Prompt, Step, Task, encode_text
 from megatron_rl.environments.comparisons import Comparison
 from megatron_rl.environments.preferences import Preference, Response
 from megatron_rl.errors import UserError
+from megatron_rl.models.hf_folder import vocabulary_digest
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.dialects.harmony_ids import speaks_harmony
 
@@ -37,6 +39,11 @@ class SingleTurn:
         if task.program not in (None, config.rollout.program):
             raise UserError(f"config: data.task: {task.name} needs rollout.program: {task.program}")
 
+    @cached_property
+    def vocabulary(self) -> str:
+        """The tokenizer's digest, which goes with recorded tokens."""
+        return vocabulary_digest(self.tokenizer)
+
     def encode(self, prompt: Prompt) -> Prompt:
         """The prompt with its tokens. Errors: UserError for a conversation that a model answers on several channels."""
         if prompt.messages is not None and self._harmony:
@@ -47,8 +54,28 @@ class SingleTurn:
         return prompt.encode(self.tokenizer)
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
-        """A demonstration of the task to learn from. prompt: encoded. Errors: UserError where the task has none."""
-        return self.sequence(prompt, self.task.demonstration(prompt, rng))
+        """A demonstration of the task to learn from. prompt: encoded, unless it brings tokens, which are taken as they are.
+
+        Errors: UserError where the task has none, or tokens are another tokenizer's.
+        """
+        recorded = prompt.recorded
+        if recorded is None:
+            return self.sequence(prompt, self.task.demonstration(prompt, rng))
+        self.check_tokens(prompt)
+        found = Sequence.demonstration(recorded.prompt.tolist(), recorded.response.tolist())
+        found["loss_mask"] = recorded.loss_mask
+        if recorded.teacher_token_ids is not None and recorded.teacher_log_probs is not None:
+            found.top = TopLogProbs(recorded.teacher_token_ids, recorded.teacher_log_probs)
+        return found
+
+    def check_tokens(self, prompt: Prompt) -> None:
+        """Errors: UserError where the prompt's demonstration came as tokens of another tokenizer."""
+        if prompt.recorded is not None and prompt.recorded.tokenizer != self.vocabulary:
+            of = f"of tokenizer {prompt.recorded.tokenizer}" if prompt.recorded.tokenizer else "of an unnamed tokenizer"
+            raise UserError(
+                f"data: the tokens of {prompt.prompt_id} are {of}, and the model's is {self.vocabulary}; set data.tokens_key:"
+                " null to learn the texts, or take a model with the same tokenizer"
+            )
 
     def document(self, text: str) -> Sequence:
         """A text that is learned whole, as it stands: each of its tokens counts, and the end-of-sequence token behind them.

@@ -143,15 +143,16 @@ class Session:
             self.branches.append(made)
             return made
         branch.busy = True
-        branch.talk.add_observation(between, str(fresh[-1]["role"]))
+        branch.talk.add_observation(between, str(fresh[-1]["role"]), fresh)
         branch.messages = keys
         return branch
 
     def _answer(self, branch: Branch, reply: Reply, stop: Sequence[str]) -> dict[str, Any]:
         """Record a reply, and say it in OpenAI's form."""
         ids = reply.tokens.tolist()
-        turn = branch.talk.add_reply(reply)
-        parsed = self.last = self.form.parse(without_end(ids, self.stop_token_ids))
+        said = without_end(ids, self.stop_token_ids)
+        turn, parsed = branch.talk.add_reply(reply, [self.form.message(said)]), self.form.parse(said)
+        self.last = parsed
         self.latest = branch
         turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
         ended = [token for token in ids if token not in (*self.form.stop_token_ids, *self.stop_token_ids)]

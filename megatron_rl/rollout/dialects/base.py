@@ -99,6 +99,13 @@ class Dialect:
             ids.pop()
         return self.parse_text(self.text(ids))
 
+    def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """A reply as a message in OpenAI's form, of which `reply_of` makes the same text again. token_ids: as in `parse`."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        return {"role": "assistant", "content": self.text(ids)}
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Tokens as text, special ones included."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))

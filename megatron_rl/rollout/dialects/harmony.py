@@ -124,6 +124,16 @@ class Harmony(Dialect):
         ended = ids[-1] == self._ids.marks["<|end|>"]
         return Parsed(calls, open=not ended and _is_code(messages[-1])) if calls else Parsed(final=finals[0])
 
+    @override
+    def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """As in `Dialect`; what is thought is left out, as from a conversation's history."""
+        parsed = self.parse(token_ids)
+        if parsed.malformed is not None:
+            return super().message(token_ids)
+        functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
+        calls = [{"type": "function", "function": function} for function in functions]
+        return {"role": "assistant", "content": parsed.final or ""} | ({"tool_calls": calls} if calls else {})
+
     def messages(self, token_ids: Sequence[int]) -> list[Spoken]:
         """The messages of a reply, the last one also where it has no end. Errors: HarmonyError where they have not the form."""
         found = self._encoding.parse_messages_from_completion_tokens(

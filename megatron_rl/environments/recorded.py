@@ -1,0 +1,84 @@
+"""Demonstrations as the tokens that were sampled: the columns of a row that say them, written, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TOKENS = "response_tokens"
+PROMPT, MASK, TOKENIZER = "prompt_tokens", "loss_mask", "tokenizer"
+TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_token_ids", "teacher_log_probs"
+DIGITS = 6
+"""Decimals of a recorded log-prob: an fp32 softmax is no more exact."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """One demonstration of p prompt tokens and m response tokens."""
+
+    prompt: np.ndarray
+    """[p] int32."""
+    response: np.ndarray
+    """[m] int32."""
+    loss_mask: np.ndarray
+    """[m] bool: what the policy said; False for what it was answered."""
+    tokenizer: str
+    """`models.hf_folder.vocabulary_digest` of the tokenizer whose tokens these are; empty where the row does not say."""
+    teacher_token_ids: np.ndarray | None = None
+    """[m, k] int32, -1: none: the teacher's likeliest tokens in the place of each of the response."""
+    teacher_log_probs: np.ndarray | None = None
+    """[m, k] float32: theirs, at temperature 1."""
+
+    def columns(self) -> dict[str, Any]:
+        """The columns of its row, for JSON."""
+        found = {
+            PROMPT: self.prompt.tolist(),
+            TOKENS: self.response.tolist(),
+            MASK: self.loss_mask.astype(int).tolist(),
+            TOKENIZER: self.tokenizer,
+        }
+        if self.teacher_token_ids is not None and self.teacher_log_probs is not None:
+            found[TEACHER_IDS] = self.teacher_token_ids.tolist()
+            found[TEACHER_LOG_PROBS] = self.teacher_log_probs.astype(np.float64).round(DIGITS).tolist()
+        return found
+
+
+def has_tokens(row: Mapping[str, Any], key: str | None) -> bool:
+    """Whether a row brings tokens: a list in the column `key` (a number, say a length, is none)."""
+    return key is not None and isinstance(row.get(key), list)
+
+
+def read_recorded(row: Mapping[str, Any], key: str) -> Recorded:
+    """The demonstration of a row that has tokens. Errors: ValueError saying what is wrong with it."""
+    response, prompt = _array(row, key, np.int32, 1), _array(row, PROMPT, np.int32, 1)
+    if not len(response) or not len(prompt):
+        raise ValueError(f"'{PROMPT if len(response) else key}' is empty")
+    loss_mask = np.ones(len(response), bool) if row.get(MASK) is None else _array(row, MASK, np.bool_, 1)
+    if len(loss_mask) != len(response):
+        raise ValueError(f"'{MASK}' has {len(loss_mask)} values for {len(response)} tokens of '{key}'")
+    if not loss_mask.any():
+        raise ValueError(f"'{MASK}' leaves nothing to learn")
+    ids = log_probs = None
+    if row.get(TEACHER_IDS) is not None:
+        ids, log_probs = _array(row, TEACHER_IDS, np.int32, 2), _array(row, TEACHER_LOG_PROBS, np.float32, 2)
+        if ids.shape != log_probs.shape or len(ids) != len(response):
+            shapes = f"{list(ids.shape)} and {list(log_probs.shape)}"
+            raise ValueError(f"'{TEACHER_IDS}' and '{TEACHER_LOG_PROBS}' are {shapes} for {len(response)} tokens")
+    return Recorded(prompt, response, loss_mask, str(row.get(TOKENIZER) or ""), ids, log_probs)
+
+
+def _array(row: Mapping[str, Any], name: str, dtype: type[np.generic], dimensions: int) -> np.ndarray:
+    try:
+        found = np.asarray(row[name], dtype)
+    except KeyError:
+        raise ValueError(f"it has tokens and no '{name}'") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"'{name}' is no table of numbers") from None
+    if not np.isfinite(found).all():  # numpy takes null for NaN
+        raise ValueError(f"'{name}' is no table of numbers")
+    if found.ndim != dimensions and found.size:
+        raise ValueError(f"'{name}' has {found.ndim} dimensions, and not {dimensions}")
+    return found

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.segments import AllReduce, Segments
-from megatron_rl.data.sequence import FIELDS, Sequence
+from megatron_rl.data.sequence import FIELDS, Sequence, TopLogProbs
 from megatron_rl.errors import UserError
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.placement import upload
@@ -97,6 +97,10 @@ class Batch:
     """Tokens on this context-parallel rank whose experts the engine did not tell."""
     teacher_hidden: torch.Tensor | None = None
     """[n, hidden of the teacher]: its last hidden states at label_rows; on the pipeline stage that has the head."""
+    top_token_ids: torch.Tensor | None = None
+    """[n, k] int32: a teacher's recorded likeliest tokens at label_rows, -1: none; None where no sequence has any."""
+    top_log_probs: torch.Tensor | None = None
+    """[n, k] fp32: theirs."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """[T] values of a field."""
@@ -120,7 +124,8 @@ class Batch:
         fields = {name: values[rows] for name, values in self.fields.items()}
         taken = {name: getattr(self, name)[:, rows] for name in ("tokens", "position_ids")}
         segments = self.segments.take(rows)
-        return replace(self, **taken, labels=self.labels[rows], fields=fields, segments=segments, teacher_hidden=None)
+        of_rows = {"teacher_hidden": None, "top_token_ids": None, "top_log_probs": None}
+        return replace(self, **taken, labels=self.labels[rows], fields=fields, segments=segments, **of_rows)
 
 
 def micro_batch_count(lengths: list[int], budget: int) -> int:
@@ -176,13 +181,15 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
         ids[start : start + n] = row
 
     local = np.concatenate([_zigzag(a, b, layout) for a, b in pairwise(borders)])
+    label_rows = np.flatnonzero(labels[local] != IGNORED)
+    top = _recorded_top([samples[i] for i in indices], borders, local[label_rows], layout.vocabulary)
     pick = lambda array: torch.from_numpy(np.ascontiguousarray(array[local]))  # noqa: E731
     routes = None if layout.routes is None else _engine_routes(samples, indices, borders, layout.routes)
     return Batch(
         tokens=pick(tokens)[None],
         position_ids=pick(position_ids)[None],
         labels=pick(labels),
-        label_rows=torch.from_numpy(np.flatnonzero(labels[local] != IGNORED)),
+        label_rows=torch.from_numpy(label_rows),
         fields={name: pick(values) for name, values in fields.items()},
         segments=Segments(pick(ids), len(indices), layout.all_reduce, counts=layout.context_rank == 0),
         cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
@@ -198,6 +205,8 @@ def pack(samples: list[Sequence], indices: list[int], layout: Layout) -> Batch:
             [samples[i] for i in indices], routes, borders, fields["loss_mask"], local, layout, layout.routes
         ),
         without_route=0 if routes is None else int((_missing(routes) & (ids >= 0))[local].sum()),
+        top_token_ids=None if top is None else torch.from_numpy(top.token_ids),
+        top_log_probs=None if top is None else torch.from_numpy(top.log_probs),
     )
 
 
@@ -224,6 +233,26 @@ def _kept_tokens(samples: list[Sequence], borders: np.ndarray, local: np.ndarray
     chosen = [sets[position] for position in local]
     ends = np.cumsum([0] + [len(ids) for ids in chosen])
     return KeptTokens.of(torch.from_numpy(np.concatenate(chosen).astype(np.int64)), torch.from_numpy(ends))
+
+
+def _recorded_top(
+    samples: list[Sequence], borders: np.ndarray, places: np.ndarray, vocabulary: int | None
+) -> TopLogProbs | None:
+    """What a teacher said of the labels at these places of the packed tokens; None where no sequence has any of it."""
+    k = max((sample.top.token_ids.shape[1] for sample in samples if sample.top is not None), default=None)
+    if k is None:
+        return None
+    whole = TopLogProbs.none(int(borders[-1]), k)
+    for sample, start in zip(samples, borders, strict=False):
+        if sample.top is None:
+            continue
+        first = int(start) + sample.prompt_length - 1
+        rows, columns = slice(first, first + sample.response_length), slice(sample.top.token_ids.shape[1])
+        whole.token_ids[rows, columns], whole.log_probs[rows, columns] = sample.top.token_ids, sample.top.log_probs
+    ids = whole.token_ids[places]
+    if vocabulary is not None:  # of the same tokenizer: rows of the teacher's embeddings that stand for no token
+        ids = np.where(ids < vocabulary, ids, -1)
+    return TopLogProbs(ids, whole.log_probs[places])
 
 
 def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndarray, shape: RouteShape) -> np.ndarray:

@@ -28,6 +28,11 @@ def check_teacher(config: Config, hf_config: PreTrainedConfig, kind: Kind, world
     _check_choices(settings, kind)
     if kind == "train":
         _check_advantages(config)
+    if settings.recorded and config.data.tokens_key is None:
+        raise UserError(
+            "config: distillation.recorded learns what a teacher said of recorded tokens, and data.tokens_key: null leaves"
+            " them out; set tokens_key: response_tokens"
+        )
     if settings.teacher is None:
         return
     check_local_folder(settings.teacher, "distillation.teacher")
@@ -51,8 +56,13 @@ def check_teacher(config: Config, hf_config: PreTrainedConfig, kind: Kind, world
 
 def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
     default = DistillationConfig()
-    if settings.teacher is not None and settings.address is not None:
-        raise UserError("config: distillation.teacher and distillation.address are both given; leave one of them out")
+    sources = {
+        "teacher": settings.teacher is not None,
+        "address": settings.address is not None,
+        "recorded": settings.recorded,
+    }
+    if len(given := [f"distillation.{name}" for name, there in sources.items() if there]) > 1:
+        raise UserError(f"config: {given[0]} and {given[1]} are both given; leave one of them out")
     if not settings.coefficient:
         raise UserError("config: distillation.coefficient = 0: the teacher would teach nothing; leave distillation out")
     for key, contradicts, why, remedy in (
@@ -61,6 +71,24 @@ def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
             settings.placement == "advantage" and kind == "sft",
             "demonstrations have no advantages",
             "set it to loss",
+        ),
+        (
+            "recorded",
+            settings.recorded and kind == "train",
+            "a record is of demonstrations, and train learns from what the model samples",
+            "set distillation.teacher",
+        ),
+        *(
+            (
+                f"{key} = {getattr(settings, key)}",
+                settings.recorded and wrong,
+                "recorded log-probs are those of temperature 1, and of a part of the tokens",
+                remedy,
+            )
+            for key, wrong, remedy in (
+                ("temperature", settings.temperature != 1.0, "leave it out, or set distillation.teacher"),
+                ("direction", settings.direction == "jensen_shannon", "set it to forward or reverse"),
+            )
         ),
         (
             "address",

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_rl.config import DistillationConfig
-from megatron_rl.ops import linear_kl, linear_log_probs
+from megatron_rl.ops import linear_kl, linear_log_probs, linear_topk_kl
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.ops.linear_log_probs import TokenLoss
@@ -39,7 +39,7 @@ class HeadRequest:
     late: LateChecks
     """Where errors wait until the passes of all micro-batches are done."""
     fp32_logits: bool = False
-    teacher: TeacherHead | None = None
+    teacher: TeacherHead | RecordedTeacher | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,18 @@ class TeacherHead:
     """[n, dt], at the rows that have a label."""
     weight: torch.Tensor
     """[V / tp, dt] of its head."""
+    settings: DistillationConfig
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class RecordedTeacher:
+    """The same where the teacher's log-probs of its likeliest tokens were recorded."""
+
+    token_ids: torch.Tensor
+    """[n, k] int32, at the rows that have a label; -1: none."""
+    log_probs: torch.Tensor
+    """[n, k] fp32."""
     settings: DistillationConfig
     vocab_size: int
 
@@ -92,7 +104,11 @@ def log_prob_head(
     entropy = torch.zeros_like(result.log_probs) if result.entropy is None else result.entropy
     distance = torch.zeros_like(result.log_probs)
     if context.teacher is not None:
-        found = _distance(context, context.teacher, hidden_states[context.rows], weight, group)
+        hidden = hidden_states[context.rows]
+        if isinstance(context.teacher, RecordedTeacher):
+            found = _recorded_distance(context, context.teacher, hidden, weight, group)
+        else:
+            found = _distance(context, context.teacher, hidden, weight, group)
         distance = distance.index_copy(0, context.rows, found.to(distance.dtype))
     return torch.stack([result.log_probs, entropy, result.coverage, result.margin, distance])
 
@@ -110,6 +126,24 @@ def _distance(
         temperature=teacher.settings.temperature,
         direction=teacher.settings.direction,
         mix=teacher.settings.mix,
+        tp_group=group,
+        vocab_size=teacher.vocab_size,
+        chunk_tokens=context.chunk_tokens,
+        fp32_logits=context.fp32_logits,
+    )
+
+
+def _recorded_distance(
+    context: HeadRequest, teacher: RecordedTeacher, hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """[n]: the divergence between the recorded tokens and one class for all others."""
+    assert teacher.settings.direction != "jensen_shannon"  # which launch/teacher_checks.py refuses
+    return linear_topk_kl(
+        hidden,
+        weight,
+        teacher.token_ids.long(),
+        teacher.log_probs,
+        direction=teacher.settings.direction,
         tp_group=group,
         vocab_size=teacher.vocab_size,
         chunk_tokens=context.chunk_tokens,

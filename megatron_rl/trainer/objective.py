@@ -139,8 +139,9 @@ class SFT(Objective[HeadOutputs]):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What has to be computed before."""
-        return frozenset() if self.teacher is None else frozenset({"teacher_hidden"})
+        """What has to be computed before; what a recorded teacher said has come with the batch."""
+        runs = self.teacher is not None and not self.teacher.recorded
+        return frozenset({"teacher_hidden"}) if runs else frozenset()
 
     def __call__(self, batch: Batch, outputs: HeadOutputs) -> Result:
         """Return the sum over the counted labels."""

@@ -36,7 +36,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
-from megatron_rl.trainer.head import HeadRequest, TeacherHead, hidden_head, log_prob_head
+from megatron_rl.trainer.head import HeadRequest, RecordedTeacher, TeacherHead, hidden_head, log_prob_head
 from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.objective import (
     ComputeHidden,
@@ -434,8 +434,13 @@ class Trainer:
 
         return values, loss
 
-    def _teacher_head(self, batch: Batch, objective: Objective) -> TeacherHead | None:
-        if objective.teacher is None or batch.teacher_hidden is None:
+    def _teacher_head(self, batch: Batch, objective: Objective) -> TeacherHead | RecordedTeacher | None:
+        if objective.teacher is None:
+            return None
+        if objective.teacher.recorded and batch.top_token_ids is not None and batch.top_log_probs is not None:
+            own = self.model.hf_config.vocab_size
+            return RecordedTeacher(batch.top_token_ids, batch.top_log_probs, objective.teacher, own)
+        if batch.teacher_hidden is None:
             return None
         teacher = self.companions[TEACHER]
         last = teacher.chunks[-1]

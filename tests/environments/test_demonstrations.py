@@ -32,11 +32,11 @@ DIGEST = vocabulary_digest(TOKENIZER)
 
 
 def made(prompt: Prompt, *, k: int = 0, **settings) -> Trajectory:
-    """Random tokens, of which some do not count."""
+    """Random tokens, none of them special, of which some do not count."""
     rng = np.random.default_rng()
     m = int(rng.integers(1, 30))
     found = Trajectory(
-        tokens=np.asarray([*prompt.tokens, *rng.integers(0, 512, m)], np.int32),
+        tokens=np.asarray([*prompt.tokens, *rng.integers(4, 512, m)], np.int32),
         prompt_length=len(prompt.tokens),
         prompt_id=prompt.prompt_id,
         group_id=0,

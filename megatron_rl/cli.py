@@ -20,6 +20,7 @@ CONFIG_COMMANDS = {
     "dpo": "a policy learned from preferences, without a reward model: DPO, IPO, KTO",
     "prune": "a smaller or sparser model, by what its parts do on the task's demonstrations or texts",
     "eval": "score the model on held-out prompts, sampled and greedy, or by the likelihood of held-out texts",
+    "quantize": "calibrate a quantized model on data, write it for SGLang, and measure how far it is from the original",
     "rollout": "sample the training prompts once and write the trajectories, without training",
     "serve-agent": "serve the model to agents that speak the OpenAI API, and record what they say, until interrupted",
 }
@@ -223,6 +224,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.dpo import dpo as command
     elif args.command == "prune":
         from megatron_rl.prune import prune as command
+    elif args.command == "quantize":
+        from megatron_rl.quantize import quantize as command
     elif args.command == "eval" and config.eval.likelihood:
         from megatron_rl.likelihood import likelihood_command as command
     elif args.command == "eval":

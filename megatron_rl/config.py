@@ -775,6 +775,19 @@ class PruneConfig:
 
 
 @section
+class QuantizeConfig:
+    """Post-training quantization for serving (`megatron-rl quantize`) of the model at model.path, calibrated on data."""
+
+    format: Literal["fp8_tensor", "int4"] = "fp8_tensor"
+    """fp8_tensor: weights and inputs in e4m3, one scale for each matrix and one for each layer's inputs, from calibration.
+    int4: weights alone, one scale for 128 inputs of an output, with the least error on the calibration data."""
+    samples: Positive = 128
+    """Demonstrations, or pieces of texts, of the training data by which scales are chosen."""
+    keep_layers: list[Count] = dataclasses.field(default_factory=list)
+    """Decoder layers that stay as they are; 0 is the first."""
+
+
+@section
 class LoggingConfig:
     """Logs and the report."""
 
@@ -819,6 +832,7 @@ class Config:
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
     logging: LoggingConfig = LoggingConfig()
     hooks: list[str] = dataclasses.field(default_factory=list)
     """What else takes part in updates, after what the config turns on: functions or classes of your own, module:name or

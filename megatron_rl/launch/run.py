@@ -97,7 +97,7 @@ class Run:
         program = rollout_program(config.rollout.program)
         self.task = build_task(
             config.data,
-            demonstrations=kind in ("sft", "prune", "score"),
+            demonstrations=kind in ("sft", "prune", "score", "quantize"),
             preferences=kind in ("reward", "dpo"),
             more_parts=program.parts,
             later_parts=[] if kind in FROM_DATA else names_of(config.rewards),

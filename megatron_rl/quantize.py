@@ -1,0 +1,93 @@
+"""Post-training quantization for serving: calibrate on the task's data, measure what it costs on held-out data, write `hf/`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from megatron_rl.config import Config
+from megatron_rl.data.sequence import Sequence
+from megatron_rl.errors import UserError
+from megatron_rl.launch.run import Run
+from megatron_rl.likelihood import held_out
+from megatron_rl.metrics import mismatch
+from megatron_rl.models import ptq
+from megatron_rl.ops.linear_kl import linear_kl
+from megatron_rl.ops.linear_log_probs import linear_log_probs
+
+REPORT = "quantization.json"
+MEASURED = ("abs_mean", "abs_p99", "ratio_max", "ratio_min")
+"""Of the mismatch's figures those that say something of tokens that neither side sampled."""
+
+
+def quantize(config: Config) -> None:
+    """`megatron-rl quantize`: the run's folder gets `hf/`, which SGLang serves, and the cost as quantization.json."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("quantize: runs in one process, which holds the whole model; leave --nproc out")
+    settings, source, out = config.quantize, Path(config.model.path), config.run_dir / "hf"
+    if out.exists():
+        raise UserError(f"quantize: {out} exists; remove it, or choose another name")
+    ptq.check_source(source, settings.format, settings.keep_layers)
+    with Run(config, kind="quantize") as run:
+        samples = run.stream.next_demonstrations(settings.samples, random.Random(f"{config.seed}/quantize"))
+        unseen = held_out(run)
+        model = ptq.load(source)
+
+        def passes() -> None:
+            for sample in samples:
+                hidden_states(model, sample)
+
+        ptq.calibrate(model, settings.format, settings.keep_layers, passes)
+        report = {
+            "format": settings.format,
+            "calibration_sequences": len(samples),
+            "calibration_tokens": sum(sample.inputs for sample in samples),
+            "held_out_sequences": len(unseen),
+            **cost(model, unseen),
+        }
+        ptq.export(model, settings.format, source, out, settings.keep_layers)
+        (run.folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+        run.logger.say(json.dumps(report, indent=2))
+        run.logger.say(f"model: {out}")
+
+
+def cost(model: PreTrainedModel, sequences: list[Sequence]) -> dict[str, float]:
+    """How far a calibrated model is from what it was, over the counted labels of the sequences; empty where there is none.
+
+    kl: mean KL(original || quantized) over the vocabulary, nats per token. abs_*: of the difference of the label's log-probs,
+    ratio_*: extremes of its probability's ratio, quantized / original. loss_*: mean negative log-likelihood, nats.
+    """
+    found, kl, nats = mismatch.Mismatch(), 0.0, torch.zeros(2, dtype=torch.float64)
+    head = model.lm_head.weight.detach()
+    for sequence in sequences:
+        with ptq.plain(model):
+            before = hidden_states(model, sequence)
+        after = hidden_states(model, sequence)
+        labels = torch.as_tensor(sequence.tokens[sequence.prompt_length :], dtype=torch.long, device=before.device)
+        mask = torch.as_tensor(sequence["loss_mask"], device=before.device)
+        old, new = (linear_log_probs(hidden, head, labels, log_rho=None).log_probs for hidden in (before, after))
+        found += mismatch.measure(new, old, mask)
+        kl += float(linear_kl(after, head, before, head)[mask].double().sum())
+        nats -= torch.stack([old[mask].double().sum(), new[mask].double().sum()]).cpu()
+    if not found.tokens:
+        return {}
+    figures, losses = mismatch.figures(found), (nats / found.tokens).tolist()
+    return {
+        "held_out_tokens": found.tokens,
+        "kl": kl / found.tokens,
+        **{name: figures[name] for name in MEASURED},
+        "loss_original": losses[0],
+        "loss_quantized": losses[1],
+    }
+
+
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, sequence: Sequence) -> torch.Tensor:
+    """[labels, hidden]: what the head turns into the logits of a sequence's labels."""
+    tokens = torch.as_tensor(sequence.tokens[:-1], dtype=torch.long, device=model.device)
+    return model.base_model(tokens[None], use_cache=False).last_hidden_state[0, sequence.prompt_length - 1 :]

@@ -7,7 +7,7 @@ ModelOpt's own INT4 export packs for TensorRT-LLM, which SGLang 0.5.23 does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ def scales(amax: Tensor) -> Tensor:
 
 def encode(weight: Tensor, scale: Tensor) -> Tensor:
     """The nearest codes of a weight [N, K] for scales [N, K / 128]: int8 [N, K]."""
-    groups = weight.float().unflatten(-1, (-1, GROUP)) / scale.float()[..., None]
+    # By the inverse, as ModelOpt has it: where weights and scales are bf16, ties are many.
+    groups = weight.float().unflatten(-1, (-1, GROUP)) * (1 / scale.float()[..., None])
     return groups.round().clamp(-HIGHEST - 1, HIGHEST).to(torch.int8).flatten(-2)
 
 
@@ -50,11 +51,11 @@ def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantized(
-    named_tensors: Iterable[tuple[str, Tensor]], of_weights: Mapping[str, Tensor]
+    named_tensors: Iterable[tuple[str, Tensor]], scales_of: Callable[[str, int], Tensor | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors, each weight X.weight as three. of_weights: scales by the weights' names; others stay."""
+    """Yield a model's tensors, X.weight as three. scales_of: name and columns -> scales; None: the tensor stays."""
     for name, tensor in named_tensors:
-        scale = of_weights.get(name)
+        scale = scales_of(name, tensor.shape[-1])
         if scale is None:
             yield name, tensor
             continue

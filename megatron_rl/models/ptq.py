@@ -1,22 +1,23 @@
 """Post-training quantization by nvidia-modelopt: a Hugging Face model calibrated on data, and written as SGLang loads it.
 
-fp8_tensor: one scale for each weight matrix, and one for each layer's inputs, the largest magnitude that calibration saw
-(ModelOpt's FP8_DEFAULT_CFG and its own export). int4: weights alone, in the layout of `int4.py`; a group's scale stands for
-half to all of its largest magnitude, wherever the error of the outputs on the calibration data is least (ModelOpt's
-INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian). Attention, MLPs and experts are quantized; router, embedding, head and
-norms stay. The model is transformers': experts are fused there, and ModelOpt has a quantizer for each of them.
+fp8_tensor: one scale for each weight matrix, and one for each layer's inputs, by the largest magnitude that calibration saw
+(ModelOpt's FP8_DEFAULT_CFG, in the layout of its own export). int4: weights alone, in the layout of `int4.py`; a group's
+scale stands for half to all of its largest magnitude, wherever the error of the outputs on the calibration data is least
+(ModelOpt's INT4_BLOCKWISE_WEIGHT_ONLY_CFG with local_hessian). Attention, MLPs and experts are quantized; router, embedding,
+head and norms stay. The model is transformers': experts are fused there, and ModelOpt has a quantizer for each of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.metadata
 import io
-import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ from megatron_rl.models.parallel_check import architecture, is_classifier, read_
 Format = Literal["fp8_tensor", "int4"]
 _MULTIPLES: dict[str, tuple[int, int]] = {"fp8_tensor": (16, 16), "int4": (64, 128)}
 """Rows and columns of which SGLang's kernels take multiples: torch._scaled_mm, Marlin."""
+_STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""Matrices that SGLang multiplies by as one."""
 _RENAMED = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Parts of the names of Mixtral's weights in files, and in transformers."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
@@ -101,7 +104,9 @@ def calibrate(model: PreTrainedModel, form: Format, keep_layers: list[int], pass
         for layer in keep_layers:
             recipe["quant_cfg"].append({"quantizer_name": f"model.layers.{layer}.*", "enable": False})
         mtq.quantize(model, recipe, lambda _: passes())
-    if form == "int4":
+    if form == "fp8_tensor":
+        _share_scales(model)
+    else:
         for quantizer in _quantizers(model):
             # What SGLang multiplies by is bf16.
             quantizer.amax = int4.HIGHEST * int4.scales(quantizer.amax).float()
@@ -121,21 +126,23 @@ def plain(model: torch.nn.Module) -> Iterator[None]:
 
 
 def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_layers: list[int]) -> None:
-    """Write the calibrated model beside the tokenizer of `source`; the folder appears whole or not at all. The model is spent.
+    """Write the source's tensors, quantized as the calibrated model is, and its tokenizer; a whole folder or none.
 
     Errors: UserError where it cannot be written.
     """
-    partial = out.with_name(out.name + ".partial")
+    # ModelOpt's own export_hf_checkpoint divides bf16 weights by their scale in bf16, and so rounds one in sixteen to the other
+    # neighbor in e4m3; its INT4 is packed for TensorRT-LLM.
+    partial, layers = out.with_name(out.name + ".partial"), _Layers(model)
     shutil.rmtree(partial, ignore_errors=True)
-    kept = [f"model.layers.{layer}" for layer in keep_layers]
     try:
         if form == "fp8_tensor":
-            settings = _export_fp8(model, partial, [f"{layer}.*" for layer in kept])
-            copy_metadata(source, partial, torch.bfloat16, {"quantization_config": settings})
+            plain_ones = ["lm_head", "*.gate", *(f"model.layers.{layer}.*" for layer in keep_layers)]
+            settings, tensors = _fp8_settings(plain_ones), _to_fp8(read_weights(source), layers)
         else:
-            others = ["lm_head", r"re:.*\.gate$", *(rf"re:{re.escape(layer)}\..*" for layer in kept)]
-            copy_metadata(source, partial, torch.bfloat16, {"quantization_config": int4.quantization_config(others)})
-            write_weights(partial, int4.quantized(read_weights(source), _Scales(model)))
+            plain_ones = ["lm_head", r"re:.*\.gate$", *(rf"re:model\.layers\.{layer}\..*" for layer in keep_layers)]
+            settings, tensors = int4.quantization_config(plain_ones), int4.quantized(read_weights(source), layers.int4)
+        copy_metadata(source, partial, torch.bfloat16, {"quantization_config": settings})
+        write_weights(partial, tensors)
         partial.rename(out)
     except OSError as error:
         raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
@@ -143,45 +150,96 @@ def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_l
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _export_fp8(model: PreTrainedModel, folder: Path, kept: list[str]) -> dict[str, Any]:
-    """By ModelOpt; returns config.json's `quantization_config`. kept: patterns of what is plain beside what ModelOpt names."""
-    with _quiet():
-        from modelopt.torch.export import export_hf_checkpoint
+def _to_fp8(named_tensors: Iterable[tuple[str, Tensor]], layers: _Layers) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, each X.weight that is quantized in e4m3, with X.weight_scale and X.input_scale, fp32 []."""
+    for name, tensor in named_tensors:
+        layer = layers.find(name)
+        if layer is None:
+            yield name, tensor
+            continue
+        weight_scale, input_scale = (_fp8_scale(quantizer.amax) for quantizer in (layer.weights, layer.inputs))
+        yield name, _e4m3(tensor, weight_scale)
+        module = name.removesuffix(".weight")
+        yield f"{module}.weight_scale", weight_scale
+        yield f"{module}.input_scale", input_scale
 
-        export_hf_checkpoint(model, export_dir=folder)
-    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
-    settings["ignore"] += kept
-    file = folder / "hf_quant_config.json"
-    nested = json.loads(file.read_text())
-    nested["quantization"]["exclude_modules"] += kept
-    file.write_text(json.dumps(nested, indent=2) + "\n")
-    return settings
+
+def _fp8_scale(amax: Tensor) -> Tensor:
+    """fp32 []: as ModelOpt's fake quantization has it, to the bit."""
+    amax = amax.detach().float().cpu().reshape([])
+    return torch.where(amax > fp8.TINY, 1 / (fp8.E4M3_MAX / amax), 1.0)
 
 
-class _Scales(dict[str, Tensor]):
-    """Scales of INT4 weights by the names of files, found when they are asked for."""
+def _e4m3(weight: Tensor, scale: Tensor) -> Tensor:
+    from modelopt.torch.quantization.qtensor import FP8QTensor
+
+    return FP8QTensor.quantize(weight.float(), scales=scale)[0]._quantized_data.contiguous()
+
+
+def _fp8_settings(plain_ones: list[str]) -> dict[str, Any]:
+    """The `quantization_config` that ModelOpt writes. plain_ones: patterns of layers that are not quantized."""
+    of_tensor = {"dynamic": False, "num_bits": 8, "type": "float"}
+    group = {"input_activations": of_tensor, "weights": of_tensor, "targets": ["Linear"]}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "config_groups": {"group_0": group},
+        "ignore": plain_ones,
+        "producer": {"name": "modelopt", "version": importlib.metadata.version("nvidia-modelopt")},
+    }
+
+
+def _share_scales(model: PreTrainedModel) -> None:
+    """One weight scale for matrices that SGLang stacks: it would round those with smaller ones a second time."""
+    for module in model.modules():
+        for names in _STACKED:
+            stacked: list[Any] = [getattr(module, name) for name in names if hasattr(module, name)]
+            quantizers = [layer.weight_quantizer for layer in stacked if hasattr(layer, "weight_quantizer")]
+            if len(quantizers) > 1 and quantizers[0].is_enabled:
+                largest = torch.stack([quantizer.amax for quantizer in quantizers]).max()
+                for quantizer in quantizers:
+                    quantizer.amax = largest
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What quantizes a weight of a file."""
+
+    weights: Any
+    inputs: Any
+    rows: slice
+    """Of the matrix that its quantizer sees."""
+
+
+class _Layers:
+    """The quantizers of a model by the names of files."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules: dict[str, Any] = dict(model.named_modules())
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """[N, K / 128] of a weight; None for a tensor that is not quantized."""
+    def find(self, name: str) -> _Layer | None:
+        """Of a tensor; None where it is not quantized."""
         if not fp8.is_quantized(name):
-            return default
+            return None
         module = ".".join(_RENAMED.get(part, part) for part in name.removesuffix(".weight").split("."))
-        expert = _EXPERT.fullmatch(module)
-        if expert:
-            experts, part = self._modules[expert[1]], "down_proj" if expert[3] == "down" else "gate_up_proj"
-            quantizer = getattr(experts, f"{part}_weight_quantizers")[int(expert[2])]
-            rows = getattr(experts, part).shape[1]
+        if expert := _EXPERT.fullmatch(module):
+            experts, (index, part) = self._modules[expert[1]], expert.group(2, 3)
+            fused = "down_proj" if part == "down" else "gate_up_proj"
+            half = getattr(experts, fused).shape[1] // 2
+            rows = {"gate": slice(half), "up": slice(half, None), "down": slice(None)}[part]
+            weights = getattr(experts, f"{fused}_weight_quantizers")[int(index)]
+            layer = _Layer(weights, getattr(experts, f"{fused}_input_quantizer"), rows)
         else:
-            quantizer, rows = self._modules[module].weight_quantizer, self._modules[module].weight.shape[0]
-        if not quantizer.is_enabled:
-            return default
-        found = int4.scales(quantizer.amax).reshape(rows, -1).cpu()
-        if expert and expert[3] != "down":
-            found = found.chunk(2)[expert[3] == "up"]
-        return found.contiguous()
+            linear = self._modules[module]
+            layer = _Layer(linear.weight_quantizer, linear.input_quantizer, slice(None))
+        return layer if layer.weights.is_enabled else None
+
+    def int4(self, name: str, columns: int) -> Tensor | None:
+        """Scales [N, columns / 128] of a weight [N, columns]; None where it is not quantized."""
+        layer = self.find(name)
+        if layer is None:
+            return None
+        return int4.scales(layer.weights.amax).reshape(-1, columns // int4.GROUP)[layer.rows].cpu().contiguous()
 
 
 def _quantizers(model: torch.nn.Module) -> Iterator[Any]:

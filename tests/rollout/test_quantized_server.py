@@ -1,7 +1,8 @@
 """Folders of `megatron-rl quantize` on real SGLang servers, which read them by their own layers and loaders.
 
 Their products have GPU kernels alone; `quantized_plugin` replaces these, and nothing else. The log-probs must be those of the
-calibrated model, and not those of the original.
+calibrated model, and not those of the original. A sum in another order rounds here and there an input to the neighbor in e4m3,
+and then all that follows in the sequence: hence medians.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PLUGIN = Path(__file__).parent / "quantized_plugin"
 SIZES = Sizes(
     hidden=128, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate=256, expert_intermediate=128, experts=4
 )
-CASES = [("qwen3_moe", "fp8_tensor", [1]), ("llama", "fp8_tensor", []), ("mixtral", "int4", []), ("qwen3", "int4", [0])]
+CASES = [("qwen3_moe", "fp8_tensor", [1]), ("llama", "fp8_tensor", []), ("mixtral", "int4", [1]), ("qwen3", "int4", [])]
 
 
 def a_model(family: str, folder: Path) -> Path:
@@ -74,5 +75,5 @@ def test_sglang_serves_the_calibrated_model(family, form, keep_layers, tmp_path)
         float(np.median(np.abs(np.concatenate(served) - np.concatenate(theirs)))) for theirs in (calibrated, original)
     )
     print(f"{family} {form}: to the calibrated model {near:.3g}, to the original {far:.3g}")
-    assert near < 0.002 and far > 10 * near, (near, far)
+    assert near < 1e-4 and far > 0.02, (near, far)
     shutil.rmtree(tmp_path / "hf")

@@ -781,7 +781,7 @@ class QuantizeConfig:
     format: Literal["fp8_tensor", "int4"] = "fp8_tensor"
     """fp8_tensor: weights and inputs in e4m3, one scale for each matrix and one for each layer's inputs, from calibration.
     int4: weights alone, one scale for 128 inputs of an output, with the least error on the calibration data."""
-    samples: Positive = 128
+    calibration_samples: Positive = 128
     """Demonstrations, or pieces of texts, of the training data by which scales are chosen."""
     keep_layers: list[Count] = dataclasses.field(default_factory=list)
     """Decoder layers that stay as they are; 0 is the first."""

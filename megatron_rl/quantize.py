@@ -34,7 +34,7 @@ def quantize(config: Config) -> None:
         raise UserError(f"quantize: {out} exists; remove it, or choose another name")
     ptq.check_source(source, settings.format, settings.keep_layers)
     with Run(config, kind="quantize") as run:
-        samples = run.stream.next_demonstrations(settings.samples, random.Random(f"{config.seed}/quantize"))
+        samples = run.stream.next_demonstrations(settings.calibration_samples, random.Random(f"{config.seed}/quantize"))
         unseen = held_out(run)
         model = ptq.load(source)
 

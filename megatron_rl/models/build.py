@@ -339,6 +339,12 @@ def load(
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
     check_precision(asked, this_machine(), rolls_out=False)
     hf_config = read_hf_config(hf_path)
+    method = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
+    if method in ("modelopt", "compressed-tensors"):
+        raise UserError(
+            f"model folder {hf_path}: is quantized ({method}), for serving; train and convert the plain weights that it"
+            " was made from"
+        )
     if is_classifier(hf_config) and not value_head:
         raise UserError(
             f"model folder {hf_path}: has a head of one number, as reward models and critics do, and none over the"

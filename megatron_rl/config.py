@@ -366,6 +366,13 @@ class DistillationConfig:
     """loss: what the logits of both are divided by. The divergence counts times its square (Hinton et al. 2015)."""
     coefficient: NonNegativeFloat = 1.0
     """Weight of what the teacher says."""
+    feature_layers: list[tuple[Count, Count]] = dataclasses.field(default_factory=list)
+    """Pairs of decoder layers, of the model and of the teacher, from 0, whose outputs are drawn together at the counted tokens;
+    both models have to have the same hidden size."""
+    feature_loss: Literal["mse", "cosine"] = "mse"
+    """feature_layers: mean squared difference of the outputs, or 1 - cosine."""
+    feature_coefficient: NonNegativeFloat = 1.0
+    """Weight of the features' loss, a sum over the pairs of layers."""
     task_coefficient: NonNegativeFloat = 0.0
     """Weight of the rest: the likelihood of the demonstrations (sft), the advantages of the rewards (train); 0: the teacher
     alone is learned from, and rewards are measured."""

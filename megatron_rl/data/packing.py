@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -97,6 +97,8 @@ class Batch:
     """Tokens on this context-parallel rank whose experts the engine did not tell."""
     teacher_hidden: torch.Tensor | None = None
     """[n, hidden of the teacher]: its last hidden states at label_rows; on the pipeline stage that has the head."""
+    teacher_layers: dict[int, torch.Tensor] = field(default_factory=dict)
+    """[m, hidden] by layer of the teacher: outputs at the m counted labels of this process's share of the T."""
     top_token_ids: torch.Tensor | None = None
     """[n, k] int32: a teacher's recorded likeliest tokens at label_rows, -1: none; None where no sequence has any."""
     top_log_probs: torch.Tensor | None = None
@@ -124,7 +126,12 @@ class Batch:
         fields = {name: values[rows] for name, values in self.fields.items()}
         taken = {name: getattr(self, name)[:, rows] for name in ("tokens", "position_ids")}
         segments = self.segments.take(rows)
-        of_rows = {"teacher_hidden": None, "top_token_ids": None, "top_log_probs": None}
+        of_rows: dict[str, Any] = {
+            "teacher_hidden": None,
+            "teacher_layers": {},
+            "top_token_ids": None,
+            "top_log_probs": None,
+        }
         return replace(self, **taken, labels=self.labels[rows], fields=fields, segments=segments, **of_rows)
 
 

@@ -324,6 +324,8 @@ def _companion_bytes(
         )
         if config.distillation.placement == "loss" and stage == config.parallel.pipeline - 1:
             teacher += width * other.hidden * tokens.of_step  # its hidden states, of all of a step
+        layers = {layer for _, layer in config.distillation.feature_layers}
+        teacher += width * other.hidden * tokens.of_step * len(layers)
     models = sum(width * count(weights_of(path)) for path in own)
     return {"critic": critic, "reward_models": models, "teacher": teacher}
 

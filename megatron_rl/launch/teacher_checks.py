@@ -42,6 +42,7 @@ def check_teacher(config: Config, hf_config: PreTrainedConfig, kind: Kind, world
             f"config: distillation.teacher = {settings.teacher}: has a head of one number; give a language model's folder"
         )
     check_same_tokenizer(config.model.path, settings.teacher, "distillation.teacher")
+    _check_features(config, hf_config, teacher)
     try:
         check_parallel(teacher, config.parallel, world_size)
     except UserError as error:
@@ -63,8 +64,13 @@ def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
     }
     if len(given := [f"distillation.{name}" for name, there in sources.items() if there]) > 1:
         raise UserError(f"config: {given[0]} and {given[1]} are both given; leave one of them out")
-    if not settings.coefficient:
+    if not settings.coefficient and not settings.feature_layers:
         raise UserError("config: distillation.coefficient = 0: the teacher would teach nothing; leave distillation out")
+    for key in ("feature_loss", "feature_coefficient"):
+        if not settings.feature_layers and getattr(settings, key) != getattr(default, key):
+            raise UserError(
+                f"config: distillation.{key} does nothing without distillation.feature_layers; leave it out"
+            )
     for key, contradicts, why, remedy in (
         (
             "placement = advantage",
@@ -106,6 +112,12 @@ def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
             for key in ("direction", "mix", "temperature")
         ),
         (
+            f"feature_layers = {[list(pair) for pair in settings.feature_layers]}",
+            bool(settings.feature_layers) and settings.teacher is None,
+            "only a model beside this one has layers to look at",
+            "set distillation.teacher",
+        ),
+        (
             f"mix = {settings.mix}",
             settings.mix != default.mix and settings.direction != "jensen_shannon",
             f"direction = {settings.direction} has no mixture",
@@ -114,6 +126,32 @@ def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
     ):
         if contradicts:
             raise UserError(f"config: distillation.{key}: {why}; {remedy}")
+
+
+def _check_features(config: Config, hf_config: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
+    """Errors: UserError for layers that are not there, or cannot be compared."""
+    settings = config.distillation
+    if not settings.feature_layers:
+        return
+    what = f"config: distillation.feature_layers = {[list(pair) for pair in settings.feature_layers]}:"
+    if settings.placement == "advantage":
+        raise UserError(f"{what} placement = advantage has no loss of layers; set placement: loss")
+    if not settings.feature_coefficient:
+        raise UserError(f"{what} with feature_coefficient = 0 they teach nothing; leave one of them out")
+    if config.parallel.pipeline > 1:
+        raise UserError(
+            f"{what} the layers of a pair may lie on different stages of parallel.pipeline = {config.parallel.pipeline}; set"
+            " it to 1"
+        )
+    for side, name, found in ((0, "model.path", hf_config), (1, "distillation.teacher", teacher)):
+        layers: int = found.num_hidden_layers
+        if gone := [pair[side] for pair in settings.feature_layers if pair[side] >= layers]:
+            raise UserError(f"{what} {name} has layers 0 to {layers - 1}, and not {gone[0]}")
+    if hf_config.hidden_size != teacher.hidden_size:
+        raise UserError(
+            f"{what} the model's hidden size is {hf_config.hidden_size} and the teacher's {teacher.hidden_size}; take a teacher"
+            " of the same, or leave feature_layers out"
+        )
 
 
 def _check_advantages(config: Config) -> None:

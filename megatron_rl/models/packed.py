@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.ops.token_places import TokenPlaces
 from megatron_rl.routing.passes import RoutePass
+
+
+class LayerOutputs(Protocol):
+    """Whoever looks at the outputs of a micro-batch's decoder layers."""
+
+    def see(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output [rows, 1, hidden] of a layer, from 0, that goes on to the next one."""
+        ...
 
 
 @dataclass
@@ -19,6 +28,8 @@ class PackedBatch(PackedSeqParams):
     """Places of its tokens; None: found on the way, at the price of waiting for a GPU."""
     routing: RoutePass | None = None
     """Work of the routers in this pass; None: they route freely, and nothing is recorded."""
+    features: LayerOutputs | None = None
+    """Who looks at the outputs of the layers in this pass."""
 
 
 def token_places(params: PackedSeqParams, tokens: int, cp_group: torch.distributed.ProcessGroup) -> TokenPlaces:

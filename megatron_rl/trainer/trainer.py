@@ -27,7 +27,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
 from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
-from megatron_rl.models.packed import PackedBatch
+from megatron_rl.models.packed import LayerOutputs, PackedBatch
 from megatron_rl.models.parallel_check import expert_count
 from megatron_rl.models.value_head import value_head
 from megatron_rl.ops.late_checks import LateChecks
@@ -36,6 +36,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.passes import RoutePass
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
+from megatron_rl.trainer.features import DrawnLayers, RecordedLayers, own_rows, watched_layers
 from megatron_rl.trainer.head import HeadRequest, RecordedTeacher, TeacherHead, hidden_head, log_prob_head
 from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.objective import (
@@ -200,11 +201,18 @@ class Trainer:
         return [result and result.tokens["values"] for result in results]
 
     @torch.no_grad()
-    def compute_hidden(self, batches: list[Batch]) -> list[torch.Tensor | None]:
-        """As compute_log_probs: last hidden states [n, hidden] at the rows that have a label."""
+    def teach(self, batches: list[Batch], layers: frozenset[int] = frozenset()) -> None:
+        """As compute_log_probs: add last hidden states and outputs of these layers to the micro-batches of a student."""
+        kept = [RecordedLayers(self._feature_rows(batch), layers) for batch in batches]
         with self._observed([], batches, "log_probs", ALONE) as passes:
-            results = self._run(self.chunks, batches, passes, ComputeHidden(), self.support, forward_only=True)
-        return [result and result.tokens["hidden"] for result in results]
+            results = self._run(
+                self.chunks, batches, passes, ComputeHidden(), self.support, forward_only=True, features=kept
+            )
+        for batch, result, of_batch in zip(batches, results, kept, strict=True):
+            batch.teacher_hidden, batch.teacher_layers = result and result.tokens["hidden"], of_batch.outputs
+
+    def _feature_rows(self, batch: Batch) -> torch.Tensor:
+        return own_rows(batch.mask, sequence_parallel=self.chunks[0].config.sequence_parallel)
 
     def compute_fields(self, batches: list[Batch], needs: frozenset[str], place: Place = ALONE) -> None:
         """Add to the micro-batches what an objective needs, each by a pass over them (`Objective.needs`)."""
@@ -223,8 +231,7 @@ class Trainer:
         if "teacher_log_probs" in needs and teacher:
             found["teacher_log_probs"] = teacher.compute_log_probs(batches, hooks=[])
         if "teacher_hidden" in needs and teacher:
-            for batch, hidden in zip(batches, teacher.compute_hidden(batches), strict=True):
-                batch.teacher_hidden = hidden
+            teacher.teach(batches, frozenset(layer for _, layer in self.config.distillation.feature_layers))
         for name, values in found.items():
             for batch, of_batch in zip(batches, values, strict=True):
                 if of_batch is not None:
@@ -244,12 +251,16 @@ class Trainer:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         objective = objective.for_update(self.totals(batches))
+        drawn: list[DrawnLayers] = []
+        if objective.teacher is not None and objective.teacher.feature_layers:
+            drawn = [DrawnLayers(self._feature_rows(b), b.teacher_layers, objective.teacher) for b in batches]
         with self._observed(self.hooks, batches, "update", place) as passes:
-            results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False)
+            results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False, features=drawn)
         for batch in batches:
-            batch.teacher_hidden = None  # which is large, and has been used
+            batch.teacher_hidden, batch.teacher_layers = None, {}  # which are large, and have been used
         measured = [result.metrics for result in results if result] if self.reports else []
         measured += [observer.metrics() for route_pass in passes if route_pass for observer in route_pass.observers]
+        measured += [features.metrics() for features in drawn]
         metrics = over_ranks(self.ranks, measured)
         for hook in self.hooks:
             hook.check(metrics)
@@ -340,32 +351,38 @@ class Trainer:
         support: SamplingSupport,
         *,
         forward_only: bool,
+        features: Items[LayerOutputs] = (),
     ) -> list[Result | None]:
-        """What the objective makes of each micro-batch; None on pipeline stages without the head."""
+        """What the objective makes of each micro-batch; None on pipeline stages without the head.
+
+        features: who looks at the outputs of the layers, of each micro-batch; empty: nobody.
+        """
         self.residence.require("all")
         if forward_only:
             for chunk in chunks:
                 chunk.eval()
         results: list[Result | None] = [None] * len(batches)
         self._results = results
-        data: list[Iterator] = [zip(range(len(batches)), batches, passes, strict=True) for _ in chunks]
+        watchers = features or [None] * len(batches)
+        data: list[Iterator] = [zip(range(len(batches)), batches, passes, watchers, strict=True) for _ in chunks]
         late = LateChecks()
         step = partial(self._forward_step, objective=objective, support=support, results=results, late=late)
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=data if len(chunks) > 1 else data[0],
-            model=[*chunks] if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(batches),
-            seq_length=self.config.batch.tokens_per_micro_batch,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with watched_layers(chunks if features else ()):
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=data if len(chunks) > 1 else data[0],
+                model=[*chunks] if len(chunks) > 1 else chunks[0],
+                num_microbatches=len(batches),
+                seq_length=self.config.batch.tokens_per_micro_batch,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         late.look()
         return results
 
     def _forward_step(
         self,
-        iterator: Iterator[tuple[int, Batch, RoutePass | None]],
+        iterator: Iterator[tuple[int, Batch, RoutePass | None, LayerOutputs | None]],
         chunk: torch.nn.Module,
         *,
         objective: Objective,
@@ -373,7 +390,7 @@ class Trainer:
         results: list[Result | None],
         late: LateChecks,
     ):
-        index, batch, route_pass = next(iterator)
+        index, batch, route_pass, features = next(iterator)
 
         def outputs(values: torch.Tensor) -> Values | HiddenStates | HeadOutputs:
             if objective.reads_hidden:
@@ -395,6 +412,7 @@ class Trainer:
             max_seqlen_kv=batch.max_seqlen,
             places=batch.places,
             routing=route_pass,
+            features=features,
         )
         if self.model.value_head:
             head, request = value_head, None

@@ -1,0 +1,110 @@
+"""Feature distillation: outputs of the model's decoder layers are drawn to those of a teacher's.
+
+A pass of the teacher records what its layers put out; a pass of the model meets that at its own layers, where the loss
+enters the backward. The losses are those of nvidia-modelopt's plugin for Megatron (`modelopt.torch.distill.plugins.megatron`).
+Its wrapper is not used: it runs the teacher within the model's forward, with logits of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, mse_loss
+
+from megatron_rl.config import DistillationConfig
+from megatron_rl.metrics.reduce import Metrics, ratio
+from megatron_rl.models.packed import LayerOutputs
+
+FEATURES = "distillation/features"
+"""Name of a metric: the loss of the features, summed over the pairs of layers, a mean over the counted tokens."""
+
+
+@dataclass
+class RecordedLayers:
+    """Keeps the outputs of a teacher's layers at some rows of a micro-batch."""
+
+    rows: Tensor
+    """[n] of the rows that this process has."""
+    layers: frozenset[int]
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    """[n, hidden] by layer."""
+
+    def see(self, layer: int, hidden: Tensor) -> Tensor:
+        """Keep it."""
+        if layer in self.layers:
+            self.outputs[layer] = hidden.detach()[self.rows, 0]
+        return hidden
+
+
+@dataclass
+class DrawnLayers:
+    """Adds the loss of the features to the model's, as a sum over the rows that count and the pairs of layers."""
+
+    rows: Tensor
+    targets: Mapping[int, Tensor]
+    """[n, hidden] by layer of the teacher."""
+    settings: DistillationConfig
+    _sums: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def see(self, layer: int, hidden: Tensor) -> Tensor:
+        """Add the loss of this layer's pairs to the backward."""
+        for pair in self.settings.feature_layers:
+            if pair[0] == layer:
+                own, target = hidden[self.rows, 0].float(), self.targets[pair[1]].float()
+                terms = FEATURE_LOSSES[self.settings.feature_loss](own, target).sum()
+                self._sums[pair] = terms.detach()
+                # Megatron's own way for losses of layers: the scale is that of the loss of the head.
+                loss = self.settings.feature_coefficient * terms
+                hidden = MoEAuxLossAutoScaler.apply(hidden, loss)  # pyright: ignore[reportAssignmentType]
+        return hidden
+
+    def metrics(self) -> Metrics:
+        """Return the loss, a mean over the tokens that count."""
+        return {FEATURES: ratio(torch.stack([*self._sums.values()]).sum(), len(self.rows))}
+
+
+def squared_error(own: Tensor, target: Tensor) -> Tensor:
+    """[n] of features [n, hidden]: mean squared difference."""
+    return mse_loss(own, target, reduction="none").mean(-1)
+
+
+def cosine_distance(own: Tensor, target: Tensor) -> Tensor:
+    """[n] of features [n, hidden]: 1 - cosine of the angle between them."""
+    return 1 - cosine_similarity(own, target, dim=-1)
+
+
+FEATURE_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": squared_error, "cosine": cosine_distance}
+"""distillation.feature_loss -> losses of n tokens."""
+
+
+def own_rows(mask: Tensor, *, sequence_parallel: bool) -> Tensor:
+    """The rows of this process's layer outputs that count. mask: [T] of the micro-batch's labels on this context rank."""
+    if sequence_parallel:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        mask = mask.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    return mask.nonzero()[:, 0]
+
+
+@contextmanager
+def watched_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, each decoder layer shows its output to the `features` of the micro-batch at hand."""
+
+    def show(layer: torch.nn.Module, args: tuple, named: dict[str, Any], output: tuple[Tensor, ...]) -> tuple:
+        watcher: LayerOutputs | None = named["packed_seq_params"].features
+        number: int = layer.layer_number - 1  # pyright: ignore[reportAssignmentType, reportOperatorIssue]
+        return output if watcher is None else (watcher.see(number, output[0]), *output[1:])
+
+    with ExitStack() as stack:
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, TransformerLayer):
+                    stack.callback(module.register_forward_hook(show, with_kwargs=True).remove)
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -21,6 +22,38 @@ from megatron_rl.rollout.server import reserve_port
 # which all processes are forked.
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["megatron_rl.train", "modelopt.torch"])
+
+
+def end_layout() -> None:
+    """Leave Megatron's parallel state, and its groups, for the next layout on the same processes. Collective.
+
+    A group of gloo has three threads, which cost time for as long as it lives; a layout has some thirty groups.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    free_trainers()
+    dist.barrier()  # nobody is within a collective of a group that another one ends
+    world = dist.group.WORLD
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not world]:
+        dist.destroy_process_group(group)
+    gc.collect()
+
+
+def free_trainers() -> None:
+    """Free the trainers of a parallel state that has ended, with their groups; Python's collector does not see that they hold
+    themselves, by torch's hooks of gradients."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    for found in [found for found in gc.get_objects() if isinstance(found, DistributedDataParallel)]:
+        found.grad_accs.clear()
+        settings = found.config
+        settings.finalize_model_grads_func = settings.grad_scale_func = settings.no_sync_func = None
+    gc.collect()
 
 
 def rank_environment(rank: int, world_size: int, reserved: socket.socket) -> dict[str, str]:

@@ -123,8 +123,8 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         _check_on_policy(config)
     if kind in LOOKS and config.lora.path:
         raise UserError(
-            f"config: lora.path = {config.lora.path}: eval, rollout and serve-agent look at model.path alone; write the whole"
-            f" model (megatron-rl convert {config.lora.path} OUT), set model.path: OUT, and leave lora out"
+            f"config: lora.path = {config.lora.path}: only what trains reads adapters, and this looks at model.path; write the"
+            f" whole model (megatron-rl convert {config.lora.path} OUT), set model.path: OUT, and leave lora out"
         )
     if kind not in LOOKS:
         _check_vp2o(config, hf_config, kind)

@@ -28,6 +28,10 @@ def check_prune(config: Config, hf_config: PreTrainedConfig, world_size: int) ->
     prune, source = config.prune, Path(config.model.path)
     if sizes_of(prune) == Sizes() and prune.sparsity == "none":
         raise UserError("config: prune removes nothing: set prune.experts, another size, or prune.sparsity: '2:4'")
+    if config.lora.rank:
+        raise UserError(
+            f"config: lora.rank = {config.lora.rank}: prune cuts the model at model.path, without adapters; leave lora out"
+        )
     if quantized := getattr(hf_config, "quantization_config", None):
         raise UserError(
             f"model folder {source}: is quantized ({quantized['quant_method']}); write plain weights first: megatron-rl"

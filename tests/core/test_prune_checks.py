@@ -77,6 +77,7 @@ def test_settings_that_hide_what_is_measured(tiny_model):
     folder, prune = tiny_model("qwen3_moe", "--layers", "4"), {"experts": 4}
     assert "moe_router_fusion" in refused(folder, prune, model={"path": str(folder), "moe_router_fusion": True})
     assert "moe_dispatcher" in refused(folder, prune, model={"path": str(folder), "moe_dispatcher": "allgather"})
+    assert "lora.rank = 4" in refused(folder, prune, lora={"rank": 4})
     assert "precision.train" in refused(folder, prune, precision={"train": "fp8_blockwise"})
 
 

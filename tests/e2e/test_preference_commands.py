@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatron_rl.environments.task import HELD_OUT_SHARE, is_held_out
@@ -107,8 +108,31 @@ def test_dpo_with_a_precomputed_reference_is_dpo(files):
     assert (files / "early" / "reference_log_probs.npz").is_file()
 
 
-def test_ppo_against_a_reward_model_and_a_critic_that_starts_as_it(files, reward):
-    """Its scores are those of transformers, for the responses that were sampled; the task's own score is looked at alone."""
+ADAPTERS = ("--lora.rank", "4", "--lora.alpha", "8")
+
+
+@pytest.mark.parametrize("command", ["reward", "dpo"])
+def test_adapters_learn_preferences(command, files):
+    """A reward model's beside its head; a policy's, whose reference is itself without them. Resume is the same to the bit."""
+    config, settings = str(files / "config.yaml"), ("--optimizer.decay_steps", "100", "--checkpoint.every", "2")
+    for name, more in (("whole", ()), ("halves", ("--steps", "2")), ("halves", ())):
+        forked(command, config, "--name", f"lora_{command}_{name}", *settings, *ADAPTERS, *more, ranks=2, timeout=240)
+    lines = lines_of(files, f"lora_{command}_whole")
+    assert lines[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6) != lines[STEPS]["eval/loss"]
+    folders = [files / f"lora_{command}_{name}" for name in ("whole", "halves")]
+    assert same_weights(*(folder / "hf" for folder in folders))
+    one, other = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in folders)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert any(tensor.abs().max() > 0 for name, tensor in one.items() if "lora_B" in name)
+    model = yaml.safe_load((files / "config.yaml").read_text())["model"]["path"]
+    before, after = dict(read_weights(Path(model))), dict(read_weights(folders[0] / "hf"))
+    moved = {name for name, tensor in after.items() if name not in before or not torch.equal(tensor, before[name])}
+    layers = {name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for name in one if ".lora_" in name}
+    assert moved == {f"{layer}.weight" for layer in layers} | ({"score.weight"} if command == "reward" else set())
+
+
+def train_by_ppo(files: Path, reward: Path, name: str, more: dict) -> None:
+    """Two steps against the reward model, with a critic that starts as it and learns alone in the first."""
     settings = {
         "data": {"task": "number_sorting", "rewards": {"correct": 0.0, "answered": 0.0, "liked": 1.0}},
         "rewards": {"models": {"liked": {"path": str(reward / "hf")}}, "overlong_buffer": 2},
@@ -130,8 +154,13 @@ def test_ppo_against_a_reward_model_and_a_critic_that_starts_as_it(files, reward
             {**config[section], **values} if isinstance(config.get(section), dict) and section != "data" else values
         )
     config["logging"] = {"progress": False, "tensorboard": False, "samples": 8}
-    (files / "ppo.yaml").write_text(yaml.safe_dump(config))
-    forked("train", str(files / "ppo.yaml"), "--name", "ppo", timeout=240)
+    (files / f"{name}.yaml").write_text(yaml.safe_dump(config | more))
+    forked("train", str(files / f"{name}.yaml"), "--name", name, timeout=240)
+
+
+def test_ppo_against_a_reward_model_and_a_critic_that_starts_as_it(files, reward):
+    """Its scores are those of transformers, for the responses that were sampled; the task's own score is looked at alone."""
+    train_by_ppo(files, reward, "ppo", {})
     lines = lines_of(files, "ppo")
     assert lines[1]["kl/coefficient"] == 0.1 and "loss/policy" not in {k for k, v in lines[1].items() if v is not None}
     assert lines[2]["loss/policy"] is not None and np.isfinite(lines[2]["critic/loss"])
@@ -149,3 +178,14 @@ def test_ppo_against_a_reward_model_and_a_critic_that_starts_as_it(files, reward
     for sample in samples:
         weighted = sample["reward/liked"] + sample["reward/overlong"]
         assert sample["reward"] == pytest.approx(weighted, abs=1e-6)
+
+
+def test_ppo_by_adapters_leaves_all_else(files, reward):
+    """Of the policy and of the critic, on the same ranks."""
+    lora = {"rank": 4, "alpha": 8.0}
+    train_by_ppo(files, reward, "lora_ppo", {"lora": lora, "checkpoint": {"every": 2}})
+    lines = lines_of(files, "lora_ppo")
+    assert lines[1]["mismatch/kl"] <= 1e-6 and lines[2]["mismatch/kl"] <= 1e-6  # merged weights are what is pushed
+    assert lines[2]["update/grad_norm"] > 0 and lines[2]["critic/loss"] > 0
+    [checkpoint] = (files / "lora_ppo" / "checkpoints").glob("step_*2")
+    assert (checkpoint / "adapter" / "adapter_model.safetensors").is_file()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ranks import end_layout
 from replays import POLICY_LR, make_config, make_samples, make_trainer, plant_predictors, shape_of, sums_of, update
 
 from megatron_rl.config import Config, RoutingConfig
@@ -19,8 +20,6 @@ from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.trainer import Trainer
 from tests.trainer.layouts import hook_of, score
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 LEARNING = {"optimizer": {"lr": 1e-3}, "routing": {"predictor_lr_multiplier": 1.0, "predictor_decay": 0.1}}
 EXPERTS = [[4, 1], [2, 7]]
@@ -76,7 +75,7 @@ def drift(model: str, seed: int, source: str, routing: dict) -> list[dict[str, f
                 direction = torch.randn(router.weight.shape, generator=generator)
                 router.weight.data.add_(direction, alpha=MOVE * start[layer] / float(direction.norm()))
         lines.append(figures(merge(sums)))
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return lines
 
 
@@ -92,7 +91,7 @@ def trained(model: str, seed: int, source: str) -> dict:
         "weights": weights_of(trainer),
         "predictors": predictors_of(trainer),
     }
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return result
 
 
@@ -115,7 +114,7 @@ def gradients(model: str, seed: int) -> dict:
     )[1]
     before = predictors_of(trainer)
     update(trainer, batches)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return {
         "router": {layer: grad.norm(dim=1).tolist() for layer, grad in captured.items()},
         "predictor_grads": [r.predictor.weight.grad for _, r in routers(trainer.chunks)],
@@ -146,13 +145,13 @@ def save_and_go_on(model: str, seed: int, folder: str) -> dict:
     saved = predictors_of(trainer)
     batch(trainer, 2)
     straight = predictors_of(trainer), weights_of(trainer)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     again = make_trainer(config)
     checkpoint.load(path, again, again.ranks)
     loaded = predictors_of(again)
     batch(again, 2)
     resumed = predictors_of(again), weights_of(again)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return {
         "path": str(path),
         "saved": saved,
@@ -170,7 +169,7 @@ def weights_alone(config: Config, path: Path, **options) -> dict[int, np.ndarray
     trainer = make_trainer(config)
     checkpoint.load_weights(path, trainer, **options)
     found = predictors_of(trainer)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return found
 
 
@@ -182,11 +181,11 @@ def changed_source(model: str, folder: str) -> tuple[dict, dict, dict]:
     update(before, batches)
     path = checkpoint.save(Path(folder) / "r2", 1, before, before.ranks, extra={}, keep=1)
     weights = weights_of(before)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     after = make_trainer(make_config(model, LEARNING, "pr2"))
     checkpoint.load(path, after, after.ranks)
     found = weights, weights_of(after), predictors_of(after)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return found
 
 
@@ -222,7 +221,7 @@ def steps(model: str) -> dict:
         gradients = {layer: torch.full_like(w, gradient) for layer, w in predictors.weights.items()}
         done = predictors.learn(gradients, cached, 1e-3)
         results[name] = done, predictors_of(trainer)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return results
 
 
@@ -257,7 +256,7 @@ def skipped(model: str, seed: int) -> dict[str, bool]:
         figures_of = figures(update(trainer, batches, 1)[0])
         assert figures_of["update/skipped"] == (how == "not finite"), figures_of
         moved[how] = any((before[layer] != weight).any() for layer, weight in predictors_of(trainer).items())
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return moved
 
 
@@ -272,7 +271,7 @@ def first_mini_batch(model: str, seed: int) -> dict[str, list[np.ndarray]]:
 
     found = {"r2": recorded([Routes("r2")], Place(0))}
     found |= {f"pr2, {number}": recorded(trainer.hooks, Place(number)) for number in (0, 1)}
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return found
 
 
@@ -287,6 +286,6 @@ def load_elsewhere(model: str, path: str, layout: dict) -> dict:
     own = hook_of(trainer, Predictors)
     moments = {layer: own.adam.state[weight]["exp_avg"].numpy().copy() for layer, weight in own.weights.items()}
     gathered = trainer.ranks.gather((predictors_of(trainer), moments, own.progress()["updates"]))
-    parallel_state.destroy_model_parallel()
+    end_layout()
     predictors, moments, updates = zip(*gathered, strict=True)
     return {"predictors": predictors, "moments": moments, "updates": updates}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from ranks import end_layout
 
 from megatron_rl.config import Config
 from megatron_rl.config_file import build_config
@@ -29,8 +30,6 @@ from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.objective import HeadOutputs, Policy, Result
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from tests.trainer import layouts
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
@@ -208,5 +207,5 @@ def replays(cases: list[tuple[str, list[Sequence], dict]], sources: list[str]) -
         beside = {"exported": exported_predictors(trainer), "weights": replayed_weights(trainer, len(results))}
         hooks = trainer.hooks
         results.append({source: replay(trainer, samples, source, hooks) | beside for source in sources})
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return results

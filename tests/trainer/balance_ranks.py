@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from ranks import end_layout
 
 from megatron_rl.config import ParallelConfig
 from megatron_rl.data.balance import plan_updates, redistribute
@@ -17,8 +18,6 @@ from megatron_rl.launch.run import Run
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.advantages import Advantages
 from tests.trainer import layouts
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 UPDATES = 2
@@ -116,7 +115,7 @@ def trains(model: str, trajectories: list[Trajectory], overrides: dict) -> dict[
             "tokens": tokens,
             "weights": {name: t.float().numpy().copy() for name, t in trainer.export_weights()},
         }
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return weights
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from layouts import make_config, make_trainer
+from ranks import end_layout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -185,11 +186,11 @@ def frozen_state(model: str, folder: str) -> dict[str, Any]:
         trainer.wake()
         outcome[f"{layout} woke"] = all(map(torch.equal, before, local_state(trainer)))
         path = checkpoint.save(Path(folder) / layout, 1, trainer, trainer.ranks, extra={}, keep=1)
-        parallel_state.destroy_model_parallel()
+        end_layout()
         again = trainer_of(layout, patterns)
         checkpoint.load(path, again, again.ranks)
         outcome[f"{layout} restored"] = all(map(torch.equal, before, local_state(again)))
-        parallel_state.destroy_model_parallel()
+        end_layout()
     other = trainer_of("data", ["*.router.*"])
     try:
         checkpoint.load(path, other, other.ranks)

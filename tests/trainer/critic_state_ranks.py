@@ -9,6 +9,7 @@ import torch
 from checkpoint_ranks import local_state
 from memory_ranks import device_storages, new_bytes
 from ppo_ranks import build_critic, config_of, make_trajectories, step
+from ranks import end_layout
 
 from megatron_rl.errors import UserError
 from megatron_rl.trainer import checkpoint
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def build(models: list[str], layout: str) -> tuple[Trainer, Critic, KLControl]:
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        end_layout()
     config = config_of(models, "gae", {"parallel": LAYOUTS[layout]})
     trainer = make_trainer(config)
     return trainer, build_critic(config, trainer), KLControl(config.algorithm.kl)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from layouts import make_config, whole_gradients
+from ranks import end_layout
 
 from megatron_rl.config import Config
 from megatron_rl.data.labels import Labels
@@ -16,8 +17,6 @@ from megatron_rl.trainer.advantages import Advantages
 from megatron_rl.trainer.critic import everywhere
 from megatron_rl.trainer.objective import SFT, Policy
 from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 
 def with_teacher(config: Config) -> Trainer:
@@ -53,7 +52,7 @@ def update_once(config: Config, samples: list[Sequence], *, policy: bool = False
     trainer._step = lambda: (caught.update(grads=whole_gradients(trainer)), step())[1]
     done = trainer.update(batches, objective)
     found |= {"metrics": figures(done.metrics), "grads": caught["grads"]}
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return found if ranks.rank == 0 else {}
 
 

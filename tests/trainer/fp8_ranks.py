@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from ranks import end_layout
 from trainer.layouts import make_config, make_trainer, run_layout
 
 from megatron_rl.models.fake_quant import FakeQuantizer
 from megatron_rl.trainer import checkpoint
 
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 
 
@@ -35,7 +35,7 @@ def alone(model: str, samples: list, cases: list[dict], folder: str) -> dict:
         }
         if name == "fp8_blockwise":
             recipes["saved"] = save_and_load(trainer, Path(folder))
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return {"recipes": recipes, "cases": run(model, samples, cases)}
 
 
@@ -80,7 +80,7 @@ def save_and_load(trainer, folder: Path) -> bool:
         p.data.zero_()
     checkpoint.load(path, trainer, trainer.ranks)
     same = all(torch.equal(p, before[name]) for name, p in trainer.chunks[0].named_parameters())
-    parallel_state.destroy_model_parallel()
+    end_layout()
     plain = make_trainer(replace(trainer.config, precision=make_config("", {"precision": {"train": "bf16"}}).precision))
     checkpoint.load(path, plain, plain.ranks)
     return same and all(torch.equal(p, before[name]) for name, p in plain.chunks[0].named_parameters())

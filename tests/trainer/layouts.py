@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import end_layout
 
 from megatron_rl.config import Config, RefreshConfig
 from megatron_rl.config_file import build_config
@@ -21,8 +22,6 @@ from megatron_rl.trainer import parallel
 from megatron_rl.trainer.hooks import ALONE, Place, UpdateHook
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 TEMPERATURE = 0.7
 LATER = Place(1)
@@ -161,7 +160,7 @@ def run_layout(config: Config, samples: list[Sequence], updates: int = 2, *, who
     result["weights"] = {name: t.float().cpu().numpy().copy() for name, t in trainer.export_weights()}
     if dist.get_rank() != 0:
         result.pop("grads"), result.pop("weights")
-    parallel_state.destroy_model_parallel()  # the next layout starts on the same processes
+    end_layout()  # the next layout starts on the same processes
     return result
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from layouts import gather_log_probs, make_config, make_trainer, score
+from ranks import end_layout
 from safetensors.torch import load_file
 
 from megatron_rl.data.sequence import Sequence
@@ -14,8 +15,6 @@ from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer
 
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
-
 
 def write_start(model: str, lora: dict, out: str) -> None:
     """A folder of adapters whose B is not zero, so that A has a gradient too."""
@@ -23,7 +22,7 @@ def write_start(model: str, lora: dict, out: str) -> None:
     for adapter in trainer.model.adapters(trainer.chunks):
         adapter.set(adapter.down(), 0.1 * torch.randn(adapter.up().shape))
     trainer.save_adapter(Path(out))
-    parallel_state.destroy_model_parallel()
+    end_layout()
 
 
 def adapters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -77,7 +76,7 @@ def train_as(model: str, samples: list[Sequence], layouts: list[dict]) -> list[d
         found["weights"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
         found["fingerprints"] = trainer.fingerprints()
         results.append(found if trainer.ranks.rank == 0 else {})
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return results
 
 
@@ -86,11 +85,11 @@ def go_on(model: str, samples: list[Sequence], overrides: dict, folder: str) -> 
     at_once = make_trainer(make_config(model, overrides))
     learn(at_once, samples, 4, moved=False)
     expected = adapters_of(at_once)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     first = make_trainer(make_config(model, overrides))
     learn(first, samples, 2, moved=False)
     path = checkpoint.save(Path(folder), 2, first, first.ranks, extra={}, keep=1)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     second = make_trainer(make_config(model, overrides))
     checkpoint.load(path, second, second.ranks)
     learn(second, samples, 2, moved=False)

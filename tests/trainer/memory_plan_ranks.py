@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from ranks import end_layout
 from trainer.layouts import make_config, make_trainer
 
 from benchmarks.peak_memory import forward_and_backward, peak_bytes
@@ -112,7 +113,7 @@ def token_slopes(models: list[str], recompute: str) -> list[dict[str, float]]:
         measure_passes(trainer)  # what is made once
         few, many = (measure_passes(trainer, sequences) for sequences in (SEQUENCES, 2 * SEQUENCES))
         found.append({name: (many[name] - few[name]) / TOKENS for name in few})
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -129,7 +130,7 @@ def measure(model: str, layouts: list[dict]) -> list[dict[str, int]]:
             figures |= measure_passes(trainer)
         figures["stage"] = parallel_state.get_pipeline_model_parallel_rank()
         found.append(figures)
-        parallel_state.destroy_model_parallel()  # the next layout starts on the same processes
+        end_layout()  # the next layout starts on the same processes
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from layouts import LATER, make_config, make_trainer
+from ranks import end_layout
 
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.trainer import checkpoint
@@ -18,7 +19,6 @@ from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
 from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 
 def one_update(trainer: Trainer, samples: list[Sequence]) -> None:
@@ -58,7 +58,7 @@ def train(
     one_update(trainer, samples)
     if folder:
         path = checkpoint.save(Path(folder), 1, trainer, trainer.ranks, extra={}, keep=1)
-        parallel_state.destroy_model_parallel()
+        end_layout()
         trainer = make_trainer(config)
         checkpoint.load(path, trainer, trainer.ranks)
     for _ in range(updates - 1):
@@ -70,7 +70,7 @@ def train(
         "buckets": sum(len(b.buckets) for b in buffers),
         "fused": {g.get("fused") for a in torch_adams(trainer.optimizer) for g in a.param_groups},
     }
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return {"state": result, **facts}
 
 
@@ -116,7 +116,7 @@ def sleep_between(model: str, samples: list[Sequence], overrides: dict) -> dict[
     one_update(trainer, samples)
     one_update(trainer, samples)
     expected = state_of(trainer)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     del trainer
 
     old = device_storages()
@@ -167,7 +167,7 @@ def sleep_between(model: str, samples: list[Sequence], overrides: dict) -> dict[
         "same_place": same_place,
         "gradients": gradients,
     }
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return result
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import torch
 from layouts import make_config, make_samples, make_trainer
+from ranks import end_layout
 
 from megatron_rl.algorithms.losses import POLICY_LOSSES
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.trainer.objective import Policy
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 
 def run_layouts(model: str, seed: int, layouts: list[dict]) -> list[dict]:
@@ -20,7 +19,7 @@ def run_layouts(model: str, seed: int, layouts: list[dict]) -> list[dict]:
     found = []
     for layout in layouts:
         found.append(run_layout(model, seed, layout))
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 

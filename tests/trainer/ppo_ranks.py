@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from layouts import make_config, make_trainer, whole_gradients
+from ranks import end_layout
 
 from megatron_rl.config import AlgorithmConfig, Config, KLConfig
 from megatron_rl.data.balance import redistribute
@@ -25,8 +26,6 @@ from megatron_rl.trainer.hooks import Place
 from megatron_rl.trainer.kl_control import KLControl
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 PROMPTS, SAMPLES, UPDATES = 4, 4, 2
 IN_REWARD = KLConfig(coefficient=0.1, placement="reward")
@@ -257,7 +256,7 @@ def run_layout(
     }
     coefficients = trainer.ranks.gather(kl.value)
     assert len(set(coefficients)) == 1, f"ranks have other coefficients: {coefficients}"
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return found if dist.get_rank() == 0 else {key: found[key] for key in found.keys() & {"refused"}}
 
 

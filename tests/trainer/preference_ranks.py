@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from layouts import make_config, whole_gradients
+from ranks import end_layout
 
 from megatron_rl.algorithms import preference
 from megatron_rl.config import Config
@@ -21,8 +22,6 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 from megatron_rl.trainer.units import Table, UnitPasses
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 REWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "bradley_terry": ("pair", {"center": 0.1}),
@@ -115,7 +114,7 @@ def run_layout(model: str, other: str, classifier: str, overrides: dict, seed: i
             found[name] = learn(trainer, config, name, seed + number, of_reward=of_reward)
         weights = {name: t.float().numpy().copy() for name, t in trainer.export_weights()}
         found["reward weights" if of_reward else "policy weights"] = weights if dist.get_rank() == 0 else {}
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found if dist.get_rank() == 0 else {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from ranks import end_layout
 from trainer.layouts import make_config, make_samples, make_trainer, score, update, whole_gradients
 
 from megatron_rl.data.balance import plan_updates
@@ -15,8 +16,6 @@ from megatron_rl.trainer.calibration import measure
 from megatron_rl.trainer.sparsify import sparsify
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
-
 
 def importances(world: list[tuple[str, dict, int]]) -> list[dict[str, torch.Tensor]]:
     """Importance of the parts of each (model folder, overrides of the config, seed of the samples)."""
@@ -25,7 +24,7 @@ def importances(world: list[tuple[str, dict, int]]) -> list[dict[str, torch.Tens
         trainer, batches = _built(model, overrides, seed)
         found.append(measure(trainer, batches, Shape.from_config(trainer.model.hf_config), trainer.config.prune))
         assert all(not m._forward_hooks and not m._forward_pre_hooks for c in trainer.chunks for m in c.modules())
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -36,7 +35,7 @@ def sparsified(world: list[tuple[str, dict, int]]) -> list[dict[str, torch.Tenso
         trainer, batches = _built(model, overrides, seed)
         sparsify(trainer, batches, Shape.from_config(trainer.model.hf_config), trainer.config.prune)
         found.append({name: tensor.clone() for name, tensor in trainer.export_weights()})
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -50,7 +49,7 @@ def updated(world: list[tuple[str, dict, int]], updates: int) -> list[dict]:
         figures = [update(trainer, batches) for _ in range(updates)]
         weights = {name: tensor.float().clone() for name, tensor in trainer.export_weights()}
         found.append({"weights": weights, "figures": figures})
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -61,7 +60,7 @@ def first_gradients(model: str, overrides: dict, seed: int) -> dict:
     score(trainer, batches)
     norm = update(trainer, batches)["update/grad_norm"]
     gradients = whole_gradients(trainer)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return {"norm": norm, "gradients": gradients}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from layouts import make_config
+from ranks import end_layout
 
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
@@ -15,8 +16,6 @@ from megatron_rl.rollout.later_rewards import LaterRewards
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.trainer import build_trainer
-
-from megatron.core import parallel_state  # isort: skip (after megatron_rl, which makes it importable without a GPU)
 
 COUNT, LONGEST = 9, 30
 
@@ -64,5 +63,5 @@ def score(model: str, classifier: str, seed: int, layouts: list[dict[str, Any]])
         rewards.score(mine, [Prompt("p", "")] * COUNT, learns=True)
         found = ranks.gather({t.prompt_id: t.reward for t in mine})
         results.append({number: reward for part in found for number, reward in part.items()})
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return results

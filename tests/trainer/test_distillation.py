@@ -170,12 +170,26 @@ def test_a_teacher_with_another_tokenizer_is_refused(student, tiny_model):
         check_teacher(config, read_hf_config(student), "sft", 1)
 
 
-def test_a_temperature_of_advantages_is_refused(student, teacher):
-    """train: the sampled tokens' log-probs are looked at as they are; reward models have no teacher."""
+def test_what_advantages_would_leave_out_is_refused(student, teacher):
+    """train: the sampled tokens' log-probs are looked at as they are, and rewards may not count; reward has no teacher."""
     settings = {"teacher": teacher, "placement": "advantage", "temperature": 2.0}
     config = build_config({"model": {"path": student}, "distillation": settings})
     with pytest.raises(UserError, match=r"distillation\.temperature = 2\.0: placement = advantage looks at"):
         check_teacher(config, read_hf_config(student), "train", 1)
+    for message, other in {
+        r"placement = advantage compares .* set rollout\.sampling\.temperature: 1": {
+            "rollout": {"sampling": {"temperature": 0.8}}
+        },
+        r"placement = advantage compares the teacher's": {"pruning": {"enabled": True}},
+        r"algorithm\.entropy_reward with distillation\.task_coefficient = 0": {"algorithm": {"entropy_reward": 0.1}},
+        r"algorithm\.kl\.placement = reward with distillation\.task_coefficient = 0": {
+            "algorithm": {"kl": {"coefficient": 0.1, "placement": "reward"}}
+        },
+    }.items():
+        settings = {"teacher": teacher, "placement": "advantage"}
+        config = build_config({"model": {"path": student}, "distillation": settings, **other})
+        with pytest.raises(UserError, match=message):
+            check_teacher(config, read_hf_config(student), "train", 1)
     config = build_config({"model": {"path": student}, "distillation": {"teacher": teacher}})
     with pytest.raises(UserError, match="a teacher is of megatron-rl sft and train, and reward has none"):
         check_teacher(config, read_hf_config(student), "reward", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import end_layout, run_ranks
 
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, alike, figures, maximum
@@ -91,7 +91,6 @@ class Toy(UpdateHook):
 
 def played(model: str, seed: int) -> dict:
     """What a trainer with the hook makes of updates at scales 1, 1/2 and 0, and of one that the hook refuses."""
-    from megatron.core import parallel_state
     from trainer.layouts import make_config, make_samples
 
     from megatron_rl.rollout.sampling import SamplingSupport
@@ -127,7 +126,7 @@ def played(model: str, seed: int) -> dict:
             with pytest.raises(UserError, match="toy: no"):
                 trainer.update(batches, objective)
             found["refused"] = all(map(torch.equal, kept, after))
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.lora_checks import check_lora
+from megatron_rl.launch.preflight import preflight
 from megatron_rl.models.parallel_check import read_hf_config
 
 pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
@@ -110,6 +111,7 @@ def test_what_was_saved_goes_on_to_the_bit(model, start, tmp_path):
         run_ranks(1, "lora_ranks:load_as", (model, {}, str(path)))
 
 
+UNMERGED = {"lora": {"rank": 4, "targets": ["*.self_attention.linear_*"]}, "sync": {"adapters": "unmerged"}}
 BAD = {
     "lora.alpha does nothing without adapters": {"lora": {"alpha": 8.0}},
     r"lora\.targets: '\*\.linear_q' matches no parameter .* did you mean": {
@@ -135,6 +137,17 @@ BAD = {
     r"model\.keep_zeros with lora\.rank = 4": {"lora": {"rank": 4}, "model": {"keep_zeros": True}},
     r"vp2o\.enabled with lora\.rank = 4": {"lora": {"rank": 4}, "vp2o": {"enabled": True}},
     r"precision\.train = fp8.* with lora\.rank = 4": {"lora": {"rank": 4}, "precision": {"train": "fp8_blockwise"}},
+    r"parallel\.tensor = 2 with an adapter of .*_down_proj.*leave \*_down_proj out": {
+        "lora": {"rank": 4},
+        "parallel": {"tensor": 2, "expert_tensor": 1},
+        "model": {"path": "deepseek_v3"},
+    },
+    r"unmerged: there are none": {"sync": {"adapters": "unmerged"}},
+    r"unmerged: lora\.targets has .*: SGLang": {"lora": {"rank": 4}, "sync": {"adapters": "unmerged"}},
+    r"unmerged: routing\.source = pr3": {**UNMERGED, "routing": {"source": "pr3"}},
+    r"unmerged: rollout\.record with routes": {**UNMERGED, "rollout": {"record": True, "routes": True}},
+    r"unmerged: rollout\.colocate": {**UNMERGED, "rollout": {"colocate": True}},
+    r"unmerged: precision\.rollout = fp8": {**UNMERGED, "precision": {"rollout": "fp8"}},
     r"lora\.path = /gone: does not exist": {"lora": {"rank": 4, "path": "/gone"}},
     r"lora\.dropout = 0\.1 with algorithm\.on_policy": {
         "lora": {"rank": 4, "dropout": 0.1},
@@ -144,13 +157,23 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_adapters_cannot_go_with_is_refused_by_one_line(message, model):
+def test_what_adapters_cannot_go_with_is_refused_by_one_line(message, model, tiny_model):
     """By the key, with the remedy."""
     overrides = dict(BAD[message])
-    overrides["model"] = {"path": model, **overrides.get("model", {})}
+    of_family = overrides.get("model", {}).get("path")
+    model = str(tiny_model(of_family)) if of_family else model
+    overrides["model"] = {**overrides.get("model", {}), "path": model}
     with pytest.raises(UserError, match=message) as refused:
         check_lora(build_config(overrides), read_hf_config(model), "train")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["ask", "score"])
+def test_what_looks_at_the_model_alone_does_not_take_adapters(kind, model):
+    """An evaluation of the base would be taken for one of the adapters."""
+    config = build_config({"model": {"path": model}, "lora": {"rank": 4, "path": "adapter"}})
+    with pytest.raises(UserError, match=r"lora\.path = adapter: .*\(megatron-rl convert adapter OUT\)"):
+        preflight(config, kind)
 
 
 def test_experts_in_one_tensor_have_no_form_in_peft(tiny_model):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from layouts import LATER, hook_of, make_config, make_trainer, score, update
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from ranks import end_layout
 
 from megatron_rl.algorithms import stein
 from megatron_rl.config import ParallelConfig, VP2OConfig
@@ -99,7 +100,7 @@ def _preview(model: str, samples: list[Sequence], overrides: dict) -> float:
         batches = trainer.pack(mine(trainer, samples))
         score(trainer, batches)
         update(trainer, batches)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return max(trainer.ranks.gather(worst))
 
 
@@ -161,7 +162,7 @@ def refused_on_all(model: str, samples: list[Sequence], vp2o: dict, layouts: lis
         before = state_of(trainer)
         undone = update(trainer, batches)["update/rejected"] == 1
         found.append(all(trainer.ranks.gather(undone and same(before, state_of(trainer)))))
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -271,7 +272,7 @@ def _stand_still(model: str, samples: list[Sequence], vp2o: dict, overrides: dic
         "load": sum(trainer.ranks.gather(sum(float(batch.routes.left(Load)[0][0]) for batch in batches))),
         "skipped": metrics["update/skipped"],
     }
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return found
 
 
@@ -320,7 +321,7 @@ def of_a_range(model: str, samples: list[Sequence], layouts: list[dict]) -> list
         own = trainer.config.parallel.distributed_optimizer
         total = sum(trainer.ranks.gather(moments)) / (1 if own else trainer.ranks.data_size)
         found.append(all(trainer.ranks.gather(bool(ok))) and total == tensors * size)
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -359,7 +360,7 @@ def of_the_rollout_batch(model: str, samples: list[Sequence], vp2o: dict, source
             own = region._prototypes_after(n, region._anchors[n], still, 1.0)
             expected[n] = float((now @ own - then @ p).norm(dim=-1).mean())
         found.append({"found": region._shifts(still, 1.0), "expected": expected})
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -401,7 +402,7 @@ def overwhelmed(model: str, samples: list[Sequence], vp2o: dict) -> dict[str, tu
         with _warnings() as said:
             shares = [learn(trainer, batches)["vp2o/repulsion_dominates"] for _ in range(2)]
         found[name] = (shares, said)
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -419,7 +420,7 @@ def outweighed(model: str, samples: list[Sequence], vp2o: dict) -> dict[tuple[st
             value for name, value in metrics.items() if re.fullmatch(r"routing/layer_\d+/orthogonality_gradient", name)
         ]
         found[form, weight] = (max(shares), said)
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return found
 
 
@@ -514,7 +515,7 @@ def _of_last_layer(model: str, samples: list[Sequence], vp2o: dict) -> SimpleNam
     trainer._step = captured
     found.metrics = update(trainer, [batch])
     handle.remove()
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return found
 
 
@@ -634,5 +635,5 @@ def in_turn(calls: dict[str, tuple]) -> dict[str, object]:
     for name, arguments in calls.items():
         found[name] = globals()[name](*arguments)
         if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+            end_layout()
     return found

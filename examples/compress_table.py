@@ -1,9 +1,9 @@
 """The table of compress_quickstart.sh: score, size and speed of teacher, pruned and distilled student.
 
-    python examples/compress_table.py runs/compress-seed0
+    python examples/compress_table.py runs/compress-seed0 [runs/compress-seed1 ...]
 
 Speed is that of the trainer's forward pass over one batch of the task's demonstrations: the three models take turns, and the
-median of several rounds counts. Writes compression.json and compression.md into the folder.
+median of several rounds counts. Writes compression.json and compression.md into each folder.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config_file import build_config
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments.build import build_task
-from megatron_rl.metrics.logger import SCORES_FILE, read_json_lines
+from megatron_rl.metrics.logger import METRICS_FILE, SCORES_FILE, read_json_lines
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.sizes import Shape, count, whole_model
 from megatron_rl.rollout.program import SingleTurn
@@ -28,6 +29,8 @@ from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 MODELS = {"teacher": "teacher", "pruned": "prune/hf", "distilled": "student"}
 ROUNDS, SAMPLES = 15, 256
+WINDOW = 6
+"""Steps of which a mean of the divergence is taken: single ones are of the few responses that were sampled."""
 
 
 def scoring(folder: Path) -> Trainer:
@@ -53,11 +56,8 @@ def demonstrations(trainer: Trainer, tokenizer_of: Path) -> list[Sequence]:
     return [program.demonstration(program.encode(prompt), rng) for prompt in task.prompts("train")[:SAMPLES]]
 
 
-def main() -> None:
-    """Print the table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of the script's runs")
-    root = parser.parse_args().run
+def measured(root: Path) -> dict[str, Any]:
+    """Of one run of the script: each model's figures, and the divergence from the teacher by step."""
     trainers = {name: scoring(root / folder) for name, folder in MODELS.items()}
     samples = demonstrations(trainers["teacher"], root / MODELS["teacher"])
     seconds: dict[str, list[float]] = {name: [] for name in MODELS}
@@ -66,6 +66,7 @@ def main() -> None:
             start = time.perf_counter()
             trainers[name].compute_log_probs(trainers[name].pack(samples))
             seconds[name].append(time.perf_counter() - start)
+    parallel.shutdown()
     rows = {}
     for name, folder in MODELS.items():
         weights = whole_model(Shape.from_config(read_hf_config(root / folder)))
@@ -78,20 +79,49 @@ def main() -> None:
             "megabytes": sum(file.stat().st_size for file in (root / folder).glob("*.safetensors")) / 1e6,
             "tokens_per_s": sum(s.inputs for s in samples) / statistics.median(seconds[name][1:]),
         }
-    kl = [
-        line["distillation/kl"]
-        for line in read_json_lines(root / "distill" / "metrics.jsonl")
-        if "distillation/kl" in line
-    ]
-    (root / "compression.json").write_text(json.dumps({"models": rows, "kl_to_teacher": kl}, indent=2) + "\n")
+    lines = read_json_lines(root / "distill" / METRICS_FILE)
+    kl = [line["distillation/kl"] for line in lines if line.get("distillation/kl") is not None]
+    return {"models": rows, "kl_to_teacher": kl, "kl_of_windows": windows(kl)}
+
+
+def windows(values: list[float]) -> list[float]:
+    """Means of WINDOW steps."""
+    return [statistics.mean(values[start : start + WINDOW]) for start in range(0, len(values), WINDOW)]
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Means over the runs, and standard deviations where there are several."""
+
+    def figure(name: str, key: str, form: str) -> str:
+        values = [run["models"][name][key] for run in runs]
+        more = f" ± {format(statistics.stdev(values), form)}" if len(values) > 1 and key in ("score", "greedy") else ""
+        return format(statistics.mean(values), form) + more
+
+    columns = {"score": ".3f", "greedy": ".3f", "parameters": ",.0f", "expert_parameters": ",.0f", "megabytes": ".1f"}
+    columns["tokens_per_s"] = ",.0f"
     text = "| | score | greedy | parameters | of experts | MB | forward, tokens/s |\n|---|---|---|---|---|---|---|\n"
-    for name, row in rows.items():
-        text += (
-            f"| {name} | {row['score']:.3f} | {row['greedy']:.3f} | {row['parameters']:,} | {row['expert_parameters']:,} |"
-            f" {row['megabytes']:.1f} | {row['tokens_per_s']:,.0f} |\n"
-        )
-    (root / "compression.md").write_text(text)
-    print(text, end="")
+    for name in MODELS:
+        text += f"| {name} | " + " | ".join(figure(name, *column) for column in columns.items()) + " |\n"
+    return text
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of the script's runs, one for each seed")
+    parser.add_argument("--json", type=Path, help="write the figures of all runs to this file")
+    arguments = parser.parse_args()
+    found = {}
+    for root in arguments.runs:
+        found[root.name] = measured(root)
+        (root / "compression.json").write_text(json.dumps(found[root.name], indent=2) + "\n")
+        (root / "compression.md").write_text(table([found[root.name]]))
+    print(table([*found.values()]), end="")
+    for name, run in found.items():
+        fall = " ".join(f"{value:.3f}" for value in run["kl_of_windows"])
+        print(f"{name}: KL(student, teacher), means of {WINDOW} steps: {fall}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from megatron_rl.models.sizes import Shape, count, whole_model
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
+from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 MODELS = {"teacher": "teacher", "pruned": "prune/hf", "distilled": "student"}
@@ -33,7 +34,8 @@ WINDOW = 6
 """Steps of which a mean of the divergence is taken: single ones are of the few responses that were sampled."""
 
 
-def scoring(folder: Path) -> Trainer:
+def scoring(folder: Path, ranks: Ranks | None) -> Trainer:
+    """A model for passes; ranks: those of the first one, which the others share."""
     config = build_config(
         {
             "model": {"path": str(folder)},
@@ -42,7 +44,7 @@ def scoring(folder: Path) -> Trainer:
             "precision": {"train": "fp32"},
         }
     )
-    ranks = parallel.initialize(config.parallel, 0)
+    ranks = ranks or parallel.initialize(config.parallel, 0)
     return build_trainer(config, ranks, total_updates=None, support=SamplingSupport())
 
 
@@ -58,7 +60,9 @@ def demonstrations(trainer: Trainer, tokenizer_of: Path) -> list[Sequence]:
 
 def measured(root: Path) -> dict[str, Any]:
     """Of one run of the script: each model's figures, and the divergence from the teacher by step."""
-    trainers = {name: scoring(root / folder) for name, folder in MODELS.items()}
+    trainers: dict[str, Trainer] = {}
+    for name, folder in MODELS.items():
+        trainers[name] = scoring(root / folder, trainers["teacher"].ranks if trainers else None)
     samples = demonstrations(trainers["teacher"], root / MODELS["teacher"])
     seconds: dict[str, list[float]] = {name: [] for name in MODELS}
     for _ in range(ROUNDS + 1):

@@ -132,14 +132,15 @@ def export(model: PreTrainedModel, form: Format, source: Path, out: Path, keep_l
     """
     # ModelOpt's own export_hf_checkpoint divides bf16 weights by their scale in bf16, and so rounds one in sixteen to the other
     # neighbor in e4m3; its INT4 is packed for TensorRT-LLM.
+    # Layers are named without what stands before them: SGLang's Mixtral leaves out "model.".
     partial, layers = out.with_name(out.name + ".partial"), _Layers(model)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if form == "fp8_tensor":
-            plain_ones = ["lm_head", "*.gate", *(f"model.layers.{layer}.*" for layer in keep_layers)]
+            plain_ones = ["lm_head", "*.gate", *(f"*layers.{layer}.*" for layer in keep_layers)]
             settings, tensors = _fp8_settings(plain_ones), _to_fp8(read_weights(source), layers)
         else:
-            plain_ones = ["lm_head", r"re:.*\.gate$", *(rf"re:model\.layers\.{layer}\..*" for layer in keep_layers)]
+            plain_ones = ["lm_head", r"re:.*\.gate$", *(rf"re:.*\blayers\.{layer}\..*" for layer in keep_layers)]
             settings, tensors = int4.quantization_config(plain_ones), int4.quantized(read_weights(source), layers.int4)
         copy_metadata(source, partial, torch.bfloat16, {"quantization_config": settings})
         write_weights(partial, tensors)

@@ -25,7 +25,13 @@ PLUGIN = Path(__file__).parent / "quantized_plugin"
 SIZES = Sizes(
     hidden=128, layers=3, heads=4, kv_heads=2, head_dim=32, intermediate=256, expert_intermediate=128, experts=4
 )
-CASES = [("qwen3_moe", "fp8_tensor", [1]), ("llama", "fp8_tensor", []), ("mixtral", "int4", [1]), ("qwen3", "int4", [])]
+CASES = [
+    ("qwen3_moe", "fp8_tensor", [1]),
+    ("llama", "fp8_tensor", []),
+    ("mixtral", "fp8_tensor", [1]),
+    ("mixtral", "int4", [1]),
+    ("qwen3", "int4", []),
+]
 
 
 def a_model(family: str, folder: Path) -> Path:

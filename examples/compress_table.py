@@ -30,7 +30,7 @@ from megatron_rl.trainer.trainer import Trainer, build_trainer
 
 MODELS = {"teacher": "teacher", "pruned": "prune/hf", "distilled": "student"}
 ROUNDS, SAMPLES = 15, 256
-WINDOW = 10
+WINDOW = 20
 """Steps of which a mean of the divergence is taken: single ones are of the few responses that were sampled."""
 
 

@@ -203,13 +203,15 @@ class Trainer:
     @torch.no_grad()
     def teach(self, batches: list[Batch], layers: frozenset[int] = frozenset()) -> None:
         """As compute_log_probs: add last hidden states and outputs of these layers to the micro-batches of a student."""
-        kept = [RecordedLayers(self._feature_rows(batch), layers) for batch in batches]
+        kept = [RecordedLayers(self._feature_rows(batch), layers) for batch in batches if layers]
         with self._observed([], batches, "log_probs", ALONE) as passes:
             results = self._run(
                 self.chunks, batches, passes, ComputeHidden(), self.support, forward_only=True, features=kept
             )
-        for batch, result, of_batch in zip(batches, results, kept, strict=True):
-            batch.teacher_hidden, batch.teacher_layers = result and result.tokens["hidden"], of_batch.outputs
+        for batch, result in zip(batches, results, strict=True):
+            batch.teacher_hidden = result and result.tokens["hidden"]
+        for batch, of_batch in zip(batches, kept, strict=bool(layers)):
+            batch.teacher_layers = of_batch.outputs
 
     def _feature_rows(self, batch: Batch) -> torch.Tensor:
         return own_rows(batch.mask, sequence_parallel=self.chunks[0].config.sequence_parallel)

@@ -18,6 +18,15 @@ from megatron_rl.trainer.critic import everywhere
 from megatron_rl.trainer.objective import SFT, Policy
 from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
+LAYOUTS = {
+    "tp2_sp": {"tensor": 2, "expert_tensor": 1},
+    "ep2": {"expert": 2},
+    "pp2": {"pipeline": 2},
+    "cp2": {"context": 2},
+    "dp2": {"distributed_optimizer": True},
+}
+"""On two processes."""
+
 
 def with_teacher(config: Config) -> Trainer:
     """As a run builds it."""

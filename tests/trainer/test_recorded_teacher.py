@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from distillation_ranks import update_once
+from distillation_ranks import LAYOUTS, update_once
 from layouts import make_config, make_samples
 from ranks import run_ranks
 from torch import Tensor
@@ -22,13 +22,6 @@ from megatron_rl.trainer import parallel
 pytestmark = pytest.mark.timeout(600)  # a test runs all layouts
 
 VOCAB = 512
-LAYOUTS = {
-    "tp2_sp": {"tensor": 2, "expert_tensor": 1},
-    "ep2": {"expert": 2},
-    "pp2": {"pipeline": 2},
-    "cp2": {"context": 2},
-    "dp2": {"distributed_optimizer": True},
-}
 
 
 @pytest.fixture(scope="module")

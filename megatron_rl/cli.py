@@ -61,6 +61,41 @@ def make_parser() -> argparse.ArgumentParser:
         help="the command that is to fit",
     )
     plan.add_argument("--json", action="store_true", help="machine-readable, in bytes")
+    launch = commands.add_parser(
+        "launch",
+        help="run a config on a cluster: writes the batch script and submits it",
+        allow_abbrev=False,
+        epilog="Every key of the config can be given as --section.key VALUE. docs/slurm.md says what happens in the job.",
+    )
+    launch.add_argument("scheduler", choices=("slurm",), help="of the cluster")
+    launch.add_argument("config", metavar="CONFIG", help="YAML file, which all nodes see")
+    launch.add_argument(
+        "--for",
+        dest="run",
+        choices=("train", "sft", "reward", "dpo"),
+        default="train",
+        help="the command to run (train)",
+    )
+    launch.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes of the job; on one all share it")
+    launch.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (8); 0: none")
+    launch.add_argument("--train-nodes", type=int, metavar="N", help="nodes that train; the others serve (half)")
+    launch.add_argument("--server-gpus", type=int, metavar="N", help="GPUs of one server (rollout.server.tensor)")
+    launch.add_argument("--time", default="24:00:00", help="time limit, behind which the job is requeued (24:00:00)")
+    launch.add_argument(
+        "--grace",
+        type=int,
+        default=600,
+        metavar="S",
+        help="seconds before it at which the trainer saves and ends (600)",
+    )
+    launch.add_argument("--account", help="as sbatch's option")
+    launch.add_argument("--partition", help="as sbatch's option")
+    launch.add_argument("--container", metavar="IMAGE", help="image for pyxis")
+    launch.add_argument("--mounts", help="mounts for pyxis (the checkout)")
+    launch.add_argument(
+        "--option", action="append", default=[], metavar="OPTION", help="one more of sbatch's: --option=--qos=high"
+    )
+    launch.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
     convert = commands.add_parser(
         "convert",
         help="Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export",
@@ -147,7 +182,7 @@ def _say_once(problem: str) -> None:
 
 def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
     attributes = args.command == "report" and args.attribute
-    if rest and args.command not in (*CONFIG_COMMANDS, "plan") and not attributes:
+    if rest and args.command not in (*CONFIG_COMMANDS, "plan", "launch") and not attributes:
         raise UserError(f"unknown argument '{rest[0]}'; see megatron-rl {args.command} --help")
     if args.command == "doctor":
         from megatron_rl.launch.doctor import doctor
@@ -201,6 +236,10 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.launch.fit import plan_command
 
         return plan_command(config, args.gpus, args.memory, run=args.run, as_json=args.json)
+    if args.command == "launch":
+        from megatron_rl.launch.slurm import launch_command
+
+        return launch_command(config, args, rest)
     # Told before torch and its neighbors are imported, which takes long.
     from megatron_rl.environments.build import check_data
     from megatron_rl.launch.plan import FROM_DATA, check_group

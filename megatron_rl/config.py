@@ -603,7 +603,15 @@ class RolloutConfig:
     """The engine: its servers, its limits and what it is asked for."""
 
     addresses: list[str] = dataclasses.field(default_factory=list)
-    """External SGLang servers (http://host:port); empty: the trainer starts its own on this machine."""
+    """External SGLang servers (http://host:port), all up at the start; empty: the trainer starts its own on this machine."""
+    address_folder: str | None = None
+    """Folder with a file *.address for each external SGLang server, as tools/serve.py writes them: servers may come and go
+    while the run goes on. At the start it waits for rollout.server.count of them (default 1)."""
+    health_check_interval_s: PositiveFloat = 10.0
+    """Time between two looks at each external server while it is asked; what one that is gone has not answered is asked
+    elsewhere."""
+    health_check_timeout_s: PositiveFloat = 30.0
+    """Longest wait for a sign of life of an external server."""
     colocate: bool = False
     """Servers that the trainer starts share its GPUs: they sleep while it trains, and it sleeps while they generate."""
     server: ServerConfig = ServerConfig()
@@ -633,6 +641,11 @@ class RolloutConfig:
     """How responses are asked for: single_turn; agent: conversations of several turns with tools, as the section agent says;
     openai_agent: by an agent of your own that speaks the OpenAI API (agent.function); or your own class, module:name
     (CONTRIBUTING.md says which)."""
+
+    @property
+    def external(self) -> bool:
+        """Whether others start the servers."""
+        return bool(self.addresses or self.address_folder)
 
 
 @section

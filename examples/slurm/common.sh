@@ -1,20 +1,24 @@
 # shellcheck shell=bash
-# Sourced by the *.sbatch files beside it: starts SGLang servers on some nodes of the job and the trainer on the others,
-# watches both, and saves and requeues when SLURM is about to end the job. On a single node the trainer starts its servers
-# itself, as its children.
+# Sourced by the *.sbatch files beside it, and by those that `megatron-rl launch slurm` writes: starts SGLang servers on some
+# nodes of the job, each as a step of its own that is started again when it ends, and the trainer on the others. Saves and
+# requeues when SLURM is about to end the job, and requeues after a failure as long as the run gets on. On a single node the
+# trainer starts its servers itself, as its children. In a heterogeneous job component 0 trains and component 1 serves.
 #
 #   cd CHECKOUT && MODEL=/folder/of/the/model sbatch examples/slurm/NAME.sbatch [--section.key VALUE ...]
 #
 # Variables (exported, or in front of sbatch); SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_TIMELIMIT are SLURM's own:
 #   MODEL            Hugging Face folder of the model, on a file system that all nodes see             (required)
 #   CONFIG           another config                                                     (default: that of the sbatch file)
+#   COMMAND          train, or sft, reward or dpo, which have no servers: all nodes train                   (default: train)
 #   TRAIN_DATA       training data, if not as in the config: data.path
 #   EVAL_DATA        held-out data: data.eval_path
 #   TRAIN_NODES      nodes of the trainer; the others serve                                (default: half of them)
 #   TRAIN_GPUS       on a single node, GPUs of the trainer; the others serve (default: all; the servers share them in turn)
 #   GPUS_PER_NODE    trainer processes a node                                  (default: SLURM's count of GPUs, or 1)
-#   SERVER_GPUS      GPUs of one SGLang server                                      (default: as in the sbatch file)
-#   BRING_UP_S       seconds until all servers must answer                                                (default: 1800)
+#   SERVER_GPUS      GPUs of one SGLang server; more than a node has: one over several nodes  (default: as in the sbatch file)
+#   BRING_UP_S       longest wait for the servers                                                         (default: 1800)
+#   SERVER_RESTARTS  times in a row that a server which ends within ten minutes is started again              (default: 5)
+#   MAX_FAILURES     attempts in a row that may end without a new checkpoint; then the job is not requeued   (default: 3)
 #   CONTAINER, MOUNTS  image and mounts for pyxis, if the cluster has it
 #   RUN_ROOT         where runs/ and logs/ go                                                  (default: the checkout)
 
@@ -41,24 +45,43 @@ say "job $SLURM_JOB_ID, attempt $attempt on $SLURM_JOB_NODELIST; logs: $logs"
 
 # -- who does what -----------------------------------------------------------------------------------------------------
 
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-TRAIN_NODES=${TRAIN_NODES:-$((${#nodes[@]} > 1 ? ${#nodes[@]} / 2 : 1))}
+COMMAND=${COMMAND:-train}
+TRAIN_NODES=${TRAIN_NODES:-}
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 SERVER_GPUS=${SERVER_GPUS:-1}
+BRING_UP_S=${BRING_UP_S:-1800}
 trainers=$GPUS_PER_NODE own=() # processes a node; settings of servers that the trainer starts
-if ((${#nodes[@]} == 1)); then
+train_part=() server_part=()   # components of a heterogeneous job
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+if [[ -n ${SLURM_HET_SIZE:-} ]]; then
+    ((SLURM_HET_SIZE == 2)) || fail "a heterogeneous job has two components here, trainer : servers, and not $SLURM_HET_SIZE"
+    mapfile -t train_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0")
+    mapfile -t server_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
+    train_part=(--het-group=0) server_part=(--het-group=1)
+elif [[ $COMMAND != train ]]; then
+    train_nodes=("${nodes[@]}") server_nodes=()
+elif ((${#nodes[@]} == 1)); then
+    train_nodes=("${nodes[@]}") server_nodes=()
     trainers=${TRAIN_GPUS:-$GPUS_PER_NODE}
     ((trainers >= 1 && trainers <= GPUS_PER_NODE)) || fail "TRAIN_GPUS=$trainers of the node's $GPUS_PER_NODE"
     ((trainers < GPUS_PER_NODE)) || own=(--rollout.colocate true)
     own+=(--sync.transport tensor)
 else
+    TRAIN_NODES=${TRAIN_NODES:-$((${#nodes[@]} / 2))}
     ((TRAIN_NODES >= 1 && TRAIN_NODES < ${#nodes[@]})) || fail "TRAIN_NODES=$TRAIN_NODES of ${#nodes[@]} leaves none to serve"
-    ((GPUS_PER_NODE % SERVER_GPUS == 0)) || fail "SERVER_GPUS=$SERVER_GPUS does not divide GPUS_PER_NODE=$GPUS_PER_NODE"
+    train_nodes=("${nodes[@]:0:TRAIN_NODES}") server_nodes=("${nodes[@]:TRAIN_NODES}")
 fi
-train_nodes=("${nodes[@]:0:TRAIN_NODES}")
-server_nodes=("${nodes[@]:TRAIN_NODES}")
-servers_per_node=$((GPUS_PER_NODE / SERVER_GPUS))
-servers=$((${#server_nodes[@]} * servers_per_node))
+servers_per_node=$((GPUS_PER_NODE / SERVER_GPUS)) nodes_per_server=1
+if ((SERVER_GPUS > GPUS_PER_NODE)); then
+    servers_per_node=1 nodes_per_server=$((SERVER_GPUS / GPUS_PER_NODE))
+fi
+if ((${#server_nodes[@]})); then
+    ((GPUS_PER_NODE % SERVER_GPUS == 0 || SERVER_GPUS % GPUS_PER_NODE == 0)) ||
+        fail "SERVER_GPUS=$SERVER_GPUS and GPUS_PER_NODE=$GPUS_PER_NODE: one must divide the other"
+    ((${#server_nodes[@]} % nodes_per_server == 0)) ||
+        fail "SERVER_GPUS=$SERVER_GPUS is $nodes_per_server nodes a server, which do not divide the ${#server_nodes[@]} that serve"
+fi
+servers=$((servers_per_node * (${#server_nodes[@]} / nodes_per_server)))
 
 join() {
     local IFS=,
@@ -76,9 +99,11 @@ ulimit -n "$(ulimit -Hn)" # one socket a request, hundreds of requests
 settings=(--model.path "$MODEL" --runs_dir "$RUN_ROOT/runs" --rollout.server.tensor "$SERVER_GPUS")
 [[ -z ${TRAIN_DATA:-} ]] || settings+=(--data.path "$TRAIN_DATA")
 [[ -z ${EVAL_DATA:-} ]] || settings+=(--data.eval_path "$EVAL_DATA")
-settings+=("${own[@]}" "$@")
+((!servers)) || settings+=(--rollout.address_folder "$logs" --rollout.server.count "$servers"
+    --rollout.server.start_timeout_s "$BRING_UP_S")
+settings+=("${own[@]}")
 
-# --overlap: both steps hold the whole job's resources; --kill-on-bad-exit: one lost rank ends its step.
+# --overlap: all steps hold the whole job's resources; --kill-on-bad-exit: one lost rank ends its step.
 step=(srun --overlap --exact --kill-on-bad-exit=1 --mem=0 --unbuffered)
 gpus=()
 ((${SLURM_GPUS_ON_NODE:-0} == 0)) || gpus=(--gpus-per-node="$SLURM_GPUS_ON_NODE")
@@ -86,32 +111,32 @@ container=()
 [[ -z ${CONTAINER:-} ]] || container=(--container-image="$CONTAINER" --container-mounts="${MOUNTS:-$root:$root}"
     --container-workdir="$root" --no-container-mount-home)
 
-start_step() { # log, nodes, tasks a node, command ...
+start_step() { # log, nodes, tasks a node, command ...; srun in the background
     local log=$1 list=$2 tasks=$3
     local count
     count=$(tr ',' '\n' <<<"$list" | wc -l)
     shift 3
-    "${step[@]}" "${gpus[@]}" "${container[@]}" --nodes="$count" --ntasks=$((count * tasks)) \
+    "${step[@]}" "${part[@]}" "${gpus[@]}" "${container[@]}" --nodes="$count" --ntasks=$((count * tasks)) \
         --ntasks-per-node="$tasks" --cpus-per-task=$((${SLURM_CPUS_ON_NODE:-tasks} / tasks)) --nodelist="$list" \
         --output="$log" --open-mode=append "$@" &
 }
 
 # -- start, watch, end -------------------------------------------------------------------------------------------------
 
-ending=0 server_pid='' train_pid=''
+ending=0 train_pid='' server_pids=()
 
 # SLURM sends USR1 to this script some minutes before the job's end (#SBATCH --signal) or at a preemption. Rank processes
-# that get it save after their current step and end. It may come more than once.
+# that get it save and end. It may come more than once.
 on_signal() {
     ending=1
-    say "told to end: the trainer saves after its current step"
+    say "told to end: the trainer saves"
     [[ -z $train_pid ]] || kill -USR1 "$train_pid" 2>/dev/null || true
 }
 trap on_signal USR1 TERM
 
 stop() {
     local pid
-    for pid in $train_pid $server_pid; do
+    for pid in $train_pid "${server_pids[@]}"; do
         kill -TERM "$pid" 2>/dev/null || true
     done
     wait
@@ -125,6 +150,12 @@ pause() { # a sleep that a signal interrupts
     wait $! || true
 }
 
+newest() { # the step of a run's newest checkpoint, or -1
+    local last
+    last=$(find "$1/checkpoints" -maxdepth 1 -regex '.*/step_[0-9]+' 2>/dev/null | sort | tail -n 1)
+    if [[ -n $last ]]; then printf '%s' "$((10#${last##*_}))"; else printf '%s' -1; fi
+}
+
 finished() { # has the run made all its steps, and saved after the last one?
     .venv/bin/python - "$1" <<'END'
 import pathlib, sys, yaml
@@ -134,68 +165,86 @@ sys.exit(not (run / "checkpoints" / f"step_{steps:06d}").is_dir())
 END
 }
 
-requeue() {
-    say "requeueing job $SLURM_JOB_ID; the next attempt goes on from the newest checkpoint"
+# Attempts that brought the run no further are counted, so that a job which can never get on does not come back for ever.
+requeue() { # the run's folder, why
+    local file=$RUN_ROOT/logs/$SLURM_JOB_NAME-$SLURM_JOB_ID/failures count=0
+    [[ ! -f $file ]] || read -r count <"$file"
+    count=$(($(newest "$1") > saved_before ? 0 : count + 1))
+    echo "$count" >"$file"
+    ((count < ${MAX_FAILURES:-3})) ||
+        fail "$2; and $count attempts in a row ended without a new checkpoint (MAX_FAILURES): not requeued"
+    say "$2: requeueing job $SLURM_JOB_ID; the next attempt goes on from the newest checkpoint"
     scontrol requeue "$SLURM_JOB_ID" || fail "could not requeue: submit the job again, it goes on from its checkpoint"
     pause 60 # SLURM ends this attempt meanwhile
     exit 0
 }
 
-start_servers() { # waits until all answer; their addresses go into `addresses`
-    local deadline file i
-    start_step "$logs/server-%t.log" "$(join "${server_nodes[@]}")" "$servers_per_node" \
-        bash "$root/examples/slurm/task.sh" serve "$logs" "$CONFIG" "${settings[@]}"
-    server_pid=$!
-    say "$servers SGLang server(s) of $SERVER_GPUS GPU(s) on $(join "${server_nodes[@]}")"
-
-    deadline=$((SECONDS + ${BRING_UP_S:-1800}))
-    for ((i = 0; i < servers; i++)); do
-        file=$logs/server-$i.address
-        until [[ -f $file ]] && curl --silent --fail --max-time 5 "$(<"$file")/ready" >/dev/null; do
-            ((!ending)) || requeue
-            if ! alive "$server_pid"; then
-                tail -n 20 "$logs/server-$i.log" >&2 || true
-                fail "server $i ended before it was ready: see $logs/server-$i.log"
-            fi
-            ((SECONDS < deadline)) || fail "server $i did not answer within ${BRING_UP_S:-1800} s: see $logs/server-$i.log"
-            pause 2
-        done
-        addresses+=("$(<"$file")")
+keep_server() { # number, nodes, place on its node: a server, and another one whenever it ends
+    local number=$1 list=$2 place=$3 log=$logs/server-$1.log
+    local lives=0 started status pid=''
+    local part=("${server_part[@]}")
+    trap 'kill -TERM $pid 2>/dev/null; wait $pid; exit 0' TERM
+    trap '' USR1
+    while true; do
+        started=$SECONDS status=0
+        start_step "$log" "$list" 1 bash "$root/examples/slurm/task.sh" serve "$logs" "$CONFIG" "$number" "$place" \
+            "${settings[@]}"
+        pid=$!
+        wait "$pid" || status=$?
+        rm -f "$logs/server-$number.address"
+        ((SECONDS - started < 600)) || lives=0
+        if ((++lives > ${SERVER_RESTARTS:-5})); then
+            say "error: server $number ended $lives times in a row: not started again, see $log" >&2
+            return 1
+        fi
+        say "server $number ended with status $status (see $log): started again"
+        sleep 5 &
+        pid=$!
+        wait "$pid"
     done
-    say "servers are ready: ${addresses[*]}"
 }
 
-run_job() { # the sbatch file's own arguments
-    local name status addresses=()
+start_servers() {
+    local number first
+    for ((number = 0; number < servers; number++)); do
+        first=$((nodes_per_server * (number / servers_per_node)))
+        keep_server "$number" "$(join "${server_nodes[@]:first:nodes_per_server}")" $((number % servers_per_node)) &
+        server_pids+=($!)
+    done
+    say "$servers SGLang server(s) of $SERVER_GPUS GPU(s) on $(join "${server_nodes[@]}"), $logs/server-*.log"
+}
+
+run_job() { # settings of the config, which come after the ones above
+    settings+=("$@")
+    local name runs=$RUN_ROOT/runs run status part=("${train_part[@]}")
     name=$(sed -n 's/^name: *//p' "$CONFIG")
     for ((i = 0; i < $#; i++)); do
         [[ ${*:i+1:1} != --name ]] || name=${*:i+2:1}
+        [[ ${*:i+1:1} != --runs_dir ]] || runs=${*:i+2:1}
     done
+    run=$runs/$name
+    saved_before=$(newest "$run")
     ((!servers)) || start_servers
     start_step "$logs/trainer-%t.log" "$(join "${train_nodes[@]}")" "$trainers" \
-        bash "$root/examples/slurm/task.sh" train "$logs" "$CONFIG" "${settings[@]}" \
-        --rollout.addresses "[$(join "${addresses[@]}")]"
+        bash "$root/examples/slurm/task.sh" "$COMMAND" "$logs" "$CONFIG" "${settings[@]}"
     train_pid=$!
-    say "trainer: $((TRAIN_NODES * trainers)) processes on $(join "${train_nodes[@]}"), $logs/trainer-0.log"
+    say "trainer: $((${#train_nodes[@]} * trainers)) processes on $(join "${train_nodes[@]}"), $logs/trainer-0.log"
 
-    while alive "$train_pid" && { ((!servers)) || alive "$server_pid"; }; do
+    while alive "$train_pid"; do
         pause 2
     done
-    if alive "$train_pid"; then # it cannot go on without servers, but may just be ending
-        pause 20
-        if alive "$train_pid"; then
-            fail "a server ended while the trainer ran: see $logs/server-*.log"
-        fi
-    fi
     status=0
     wait "$train_pid" || status=$?
     train_pid=''
-    if ((ending)) && ! finished "$RUN_ROOT/runs/$name"; then
-        requeue
+    ((!status)) || tail -n 20 "$logs/trainer-0.log" >&2 || true
+    if ((ending)) && ! finished "$run"; then
+        requeue "$run" "told to end"
     fi
-    if ((status)); then
-        tail -n 20 "$logs/trainer-0.log" >&2 || true
+    # Status 2 without a new checkpoint is an error for a person to mend.
+    if ((status == 2 && $(newest "$run") <= saved_before)); then
         fail "the trainer ended with status $status: see $logs/trainer-*.log"
+    elif ((status)); then
+        requeue "$run" "the trainer ended with status $status (see $logs/trainer-*.log)"
     fi
-    say "done: $RUN_ROOT/runs/$name"
+    say "done: $run"
 }

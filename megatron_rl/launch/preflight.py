@@ -84,7 +84,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         )
     if not from_data:
         rollout_program(config.rollout.program)
-    if not from_data and not config.rollout.addresses:
+    if not from_data and not config.rollout.external:
         _check_extra_args(config, hf_config)
     _check_servers(config, kind, world_size)
     check_preferences(config, kind, world_size)
@@ -447,12 +447,15 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
 def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
     """Refuse GPUs that are not there, and servers that cannot take turns with the trainer. Errors: UserError."""
     rollout = config.rollout
-    if rollout.colocate and rollout.addresses:
+    if rollout.colocate and rollout.external:
+        key, empty = ("addresses", "[]") if rollout.addresses else ("address_folder", "null")
         raise UserError(
-            "config: rollout.colocate with rollout.addresses: only servers that the trainer starts take turns with it; set"
-            " addresses: [], or colocate: false"
+            f"config: rollout.colocate with rollout.{key}: only servers that the trainer starts take turns with it; set"
+            f" {key}: {empty}, or colocate: false"
         )
-    if kind in FROM_DATA or rollout.addresses or rollout.load:
+    if kind == "train" and not rollout.load:
+        _check_waits(config, world_size)
+    if kind in FROM_DATA or rollout.load or rollout.external:
         return
     places = place_here(config, trains=kind == "train")
     if kind == "ask" or config.sync.transport == "disk":
@@ -462,12 +465,6 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
             "config: rollout.colocate with sync.transport = distributed: NCCL takes no two processes of a group on one GPU; set"
             " sync.transport: tensor"
         )
-    if rollout.colocate and world_size > 1 and rollout.server.start_timeout_s >= config.parallel.timeout_s:
-        raise UserError(
-            f"config: rollout.colocate: the other processes wait parallel.timeout_s = {config.parallel.timeout_s:g} s for the"
-            f" first, which waits rollout.server.start_timeout_s = {rollout.server.start_timeout_s:g} s for its servers; make"
-            " the former larger"
-        )
     if config.sync.transport == "tensor":  # the bucket lies on the first process's GPU
         far = [gpu for gpus in places for gpu in gpus if gpu and not torch.cuda.can_device_access_peer(gpu, 0)]
         if far:
@@ -475,6 +472,19 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
                 f"config: sync.transport = tensor: GPU {far[0]} has no peer access to GPU 0, where the weights are sent from;"
                 f" set sync.transport: {'disk' if rollout.colocate else 'distributed'}"
             )
+
+
+def _check_waits(config: Config, world_size: int) -> None:
+    """Refuse a wait of the other processes that ends before that of the first one, which they wait for. Errors: UserError.
+
+    Other waits for something outside are patient (`Ranks.patiently`).
+    """
+    inner, outer = config.sync.timeout_s, config.parallel.timeout_s
+    if world_size > 1 and inner >= outer:
+        raise UserError(
+            f"config: parallel.timeout_s = {outer:g} s is no longer than sync.timeout_s = {inner:g} s: in a push the other"
+            " processes wait for the first, which waits for servers; make the former larger"
+        )
 
 
 def _check_refresh(config: Config) -> None:

@@ -215,7 +215,7 @@ class Run:
                 self.logger.say(line)
             sides = {
                 "trains": self.kind not in LOOKS,
-                "rolls_out": self.kind not in FROM_DATA and not self.config.rollout.addresses,
+                "rolls_out": self.kind not in FROM_DATA and not self.config.rollout.external,
             }
             if hint := slow_bf16(self.config.precision, this_machine(), **sides):
                 self.logger.say(hint)

@@ -124,8 +124,12 @@ class ChildServers:
                 return found
             time.sleep(0.05)
 
-    def restart(self) -> None:
-        """Start those that are dead again, each at its address; where they sleep, without their cache."""
+    def changed(self, patience_s: float = 0.0) -> int:
+        """How many have ended; while there is none, those that end within the time."""
+        return len(self.dead(patience_s))
+
+    def renew(self) -> list[str]:
+        """Start those that are dead again, each at its address; where they sleep, without their cache. -> all addresses."""
         dead = self.dead()
         for server in dead:
             server.stop()
@@ -133,6 +137,7 @@ class ChildServers:
         self._each(RolloutServer.wait_ready, dead)
         if self.sleeps:
             self._each(lambda server: server.sleep("kv_cache"), dead)
+        return self.addresses
 
     def sleep(self, *tags: str) -> None:
         """`RolloutServer.sleep` of all."""

@@ -25,11 +25,18 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 DECODERS = 4
 """Threads that decode replies, so that the event loop goes on with the others: routes of a response are many megabytes."""
+NO_SIGN = "gives no sign of life"
 NEVER = -1e30
 """SGLang has its type's least number in the place of minus infinity, where a probability is 0 in fp32."""
 ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
 """Beginnings of the id of a request that wants router features, or of these the logits alone (`ASKS` of the served model's
 export.py): SGLang has no field of a request's own that would reach a model."""
+
+
+def with_scheme(address: str) -> str:
+    """http://host:port of an address that may lack the http."""
+    address = address.rstrip("/")
+    return address if "://" in address else f"http://{address}"
 
 
 def server_order(number: int, total: int, servers: int) -> list[int]:
@@ -176,16 +183,23 @@ class SGLangClient:
         timeout_s: float = 600.0,
         retries: int = 3,
         lost: Callable[[], bool] = lambda: False,
+        health: tuple[float, float] | None = None,
         adapter: str | None = None,
     ):
         """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead.
 
-        adapter: name of that with which servers answer; None: the model as it is.
+        health: look at each server after every so many seconds, and wait so many for a sign of life; what one without has not
+        answered is asked of others, at once. adapter: name of that with which servers answer; None: the model as it is.
         """
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
-        self.addresses = [a.rstrip("/") if "://" in a else f"http://{a.rstrip('/')}" for a in addresses]
+        self.addresses = [with_scheme(address) for address in addresses]
+        """May be set while nothing is asked."""
+        self.versions: set[str] | None = None
+        """Weight versions of this run; a server that answers with others was started anew, and its answers are not taken.
+        None: all do."""
         self.concurrency, self.timeout_s, self.retries, self.lost = concurrency, timeout_s, retries, lost
+        self.health = health
         self._of_all = {} if adapter is None else {"lora_path": adapter}
         """Fields of every request."""
         self.retried = 0
@@ -197,9 +211,18 @@ class SGLangClient:
         self._free, self._running = asyncio.Condition(), 0
         self._pool = ThreadPoolExecutor(DECODERS, "decode")
         self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
+        self._down: dict[str, str] = {}
+        """Servers that are asked last, and why."""
+        self._flying: dict[str, set[asyncio.Task]] = {address: set() for address in self.addresses}
+        """Calls under way."""
+        watched = self.addresses if self.health else []
+        self._watches = [asyncio.create_task(self._watch(address, *self.health)) for address in watched if self.health]
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
         await self._session.close()
         self._pool.shutdown(cancel_futures=True)
 
@@ -284,23 +307,67 @@ class SGLangClient:
         decode: Callable[[bytes], list[Reply]],
     ) -> list[Reply]:
         """The decoded answer of the first server in `order` that gives one."""
-        problem = ""
+        problem, asked = "", set[str]()
+
+        async def ask(address: str) -> list[Reply]:
+            await self._compute(address, prefixes)
+            answer = await self._post(f"{address}/generate", body)
+            replies = await asyncio.get_running_loop().run_in_executor(self._pool, decode, answer)
+            self._check_versions(address, replies)
+            return replies
+
         for attempt in range(self.retries + 1):
-            address = self.addresses[order[attempt % len(order)]]
+            left = [self.addresses[index] for index in order if self.addresses[index] not in asked]
+            if not left:
+                asked.clear()
+                left = [self.addresses[index] for index in order]
+            address = next((one for one in left if one not in self._down), left[0])
+            asked.add(address)
+            task = asyncio.create_task(ask(address))
+            self._flying[address].add(task)
             try:
-                await self._compute(address, prefixes)
-                answer = await self._post(f"{address}/generate", body)
-                return await asyncio.get_running_loop().run_in_executor(self._pool, decode, answer)
+                return await task
             except TimeoutError:
                 problem = f"{address} did not answer within {self.timeout_s:g} s"
             except (aiohttp.ClientError, OSError) as error:
                 problem = f"{address}: {str(error) or type(error).__name__}"
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if address not in self._down or (current is not None and current.cancelling()):
+                    raise
+                problem = self._down[address]
+            finally:
+                self._flying[address].discard(task)
             if self.lost():
                 raise EngineLost(f"SGLang's server died ({problem})")
             if attempt < self.retries:
                 self.retried += 1
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
+
+    def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
+        """Errors: ClientError for weights that this run has not pushed."""
+        found = {span.version for reply in replies for span in reply.weight_spans}
+        if self.versions is not None and (strange := found - self.versions):
+            self._down[address] = f"{address} has weights of version '{min(strange)}': it was started anew"
+            raise aiohttp.ClientError(f"weights of version '{min(strange)}', which this run has not pushed")
+
+    async def _watch(self, address: str, interval_s: float, timeout_s: float) -> None:
+        """End the calls to a server that gives no sign of life."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                async with self._session.get(f"{address}/ready", timeout=timeout) as reply:
+                    if reply.status == 200:
+                        if self._down.get(address, "").endswith(NO_SIGN):
+                            del self._down[address]
+                        continue
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                pass
+            self._down.setdefault(address, f"{address} {NO_SIGN}")
+            for task in self._flying[address]:
+                task.cancel()
 
     async def _compute(self, address: str, prefixes: Sequence[tuple[int, ...]]) -> None:
         """Have a server compute prompts that no call has had it compute; wait for those that others have it compute.

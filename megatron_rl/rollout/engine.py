@@ -23,7 +23,7 @@ from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.models.served import check_served
 from megatron_rl.rollout.children import ChildServers, place_here
 from megatron_rl.rollout.client import SGLangClient
-from megatron_rl.rollout.external import check_servers
+from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
 from megatron_rl.rollout.recover import Recovery, generate
@@ -51,7 +51,7 @@ class Engine:
         self.run, self.trains = run, run.kind == "train"
         self.config = run.config if self.trains else replace(run.config, routing=RoutingConfig())
         self._stack = ExitStack()
-        self._servers = ChildServers(self.config, [], sleeps=False)  # of rank 0 may get some
+        self._children = ChildServers(self.config, [], sleeps=False)  # of rank 0 may get some
         rollout, model = self.config.rollout, run.hf_config.to_dict()
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
@@ -65,18 +65,18 @@ class Engine:
 
     def __enter__(self) -> Engine:
         rollout = self.config.rollout
-        if rollout.load or rollout.addresses:
+        if rollout.load or rollout.external:
             return self
         check_served(self.config, self.run.hf_config, pushes=self.trains)
-        self.run.ranks.main_does(self._start_servers)
+        self.run.ranks.main_does(self._start_servers, patient=True)
         return self
 
     def _start_servers(self) -> None:
         places = place_here(self.config, trains=self.trains)
-        self._servers = ChildServers(self.config, places, sleeps=self._shares)
-        self._stack.callback(self._servers.close)
+        self._children = ChildServers(self.config, places, sleeps=self._shares)
+        self._stack.callback(self._children.close)
         try:
-            self._servers.start()
+            self._children.start()
         except BaseException:
             self._stack.close()
             raise
@@ -90,27 +90,35 @@ class Engine:
         if rollout.load:
             return
 
-        def wait() -> list[str]:
-            if not self._servers.servers:
-                check_servers(self.config, self.run.hf_config, pushes=self.trains)
-                return rollout.addresses
-            if not self._shares:
-                self._servers.wait_ready()
-            return self._servers.addresses
+        servers: ChildServers | Fleet = self._children
+        if rollout.external and ranks.rank == 0:
+            servers = Fleet(self.config, self.run.hf_config, pushes=self.trains, say=self.run.logger.say)
 
-        addresses = ranks.main_does(wait)
+        def wait() -> list[str]:
+            if not self._shares:  # these were waited for at their start
+                servers.wait_ready()
+            return servers.addresses
+
+        addresses = ranks.main_does(wait, patient=True)
         self.client = SGLangClient(
             addresses,
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
             retries=rollout.retries,
-            lost=self._servers.lost,
+            lost=servers.lost,
+            health=(rollout.health_check_interval_s, rollout.health_check_timeout_s) if rollout.external else None,
             adapter=SERVED if serves_adapters(self.config) and self.trains else None,
         )
         sync = self._make_sync(addresses)
         self._stack.callback(sync.close)
-        self._turns = Turns(self._servers, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part))
-        self._recovery = Recovery(self._servers, ranks, self._turns.make_room)
+        self._turns = Turns(self._children, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part))
+
+        def moved(addresses: list[str]) -> None:
+            self.client.addresses = addresses
+            sync.move(addresses)
+
+        make_room = self._turns.make_room
+        self._recovery = Recovery(servers, ranks, make_room, moved, external=rollout.external)
         self._pusher = Pusher(
             sync,
             self._turns,
@@ -119,6 +127,8 @@ class Engine:
             digests=rollout.record and self._routes is not None,
             keeps_weights=self.config.sync.refresh.when == "drift",
         )
+        if rollout.external and self.trains:
+            self.client.versions = self._pusher.versions
         self.run.before_saving = self.sleep  # all of the trainer has to be there
         self._stack.push(self._leave)
 
@@ -254,7 +264,7 @@ class Engine:
         return give_rewards(self.run.task, self.run.tokenizer, prompts, collection.trajectories())
 
     def _revive(self) -> bool:
-        if revived := self._recovery.revive():
+        if revived := self._recovery.revive(trouble=True):
             self._pusher.again()
         return revived
 

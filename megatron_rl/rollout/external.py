@@ -16,6 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import architecture
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, has_experts
+from megatron_rl.rollout.client import with_scheme
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes, feature_stride, serves_adapters
 
@@ -26,11 +27,18 @@ PHASES = ("prefill", "decode")
 def check_servers(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
     """Errors: UserError, one line, for the first of rollout.addresses that cannot do what the config asks of it."""
     for address in config.rollout.addresses:
-        info, model = (_get(address, path) for path in ("server_info", "model_info"))
-        if found := problems(info, model, config, hf_config, pushes=pushes):
-            raise UserError(
-                f"rollout.addresses: {address} {'; it '.join(found)}; start it through tools/serve.py with this config"
-            )
+        if found := problems_of(address, config, hf_config, pushes=pushes):
+            raise UserError(f"rollout.addresses: {address} {found}")
+
+
+def problems_of(address: str, config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> str:
+    """What a server cannot do of what the config asks, as predicates with the remedy; empty: it can do all.
+
+    Errors: UserError where it does not answer.
+    """
+    info, model = (_get(address, path) for path in ("server_info", "model_info"))
+    found = problems(info, model, config, hf_config, pushes=pushes)
+    return f"{'; it '.join(found)}; start it through tools/serve.py with this config" if found else ""
 
 
 def problems(
@@ -113,9 +121,8 @@ def problems(
 
 
 def _get(address: str, path: str) -> dict[str, Any]:
-    base = address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
     try:
-        with urllib.request.urlopen(f"{base}/{path}", timeout=ANSWER_S) as reply:
+        with urllib.request.urlopen(f"{with_scheme(address)}/{path}", timeout=ANSWER_S) as reply:
             return json.load(reply)
     except (urllib.error.URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class LaterRewards:
         judged = [t for t in trajectories if self._judges(t)]
         for name, settings in self._config.models.items():
             if server := self._servers.get(name):
-                scores = self._ranks.leaders_do(lambda server=server: server.score(judged, prompts)) or []
+                ask = partial(server.score, judged, prompts)
+                scores = self._ranks.leaders_do(ask, patient=True) or []
             else:
                 of_copy = self._by_model(self.models[name], judged)  # which all processes of the copy have
                 scores = of_copy if self._ranks.is_leader else []

@@ -37,6 +37,8 @@ class Pusher:
         """Step of the trainer's weights: the next push is of them."""
         self.version = 0
         """Step of the weights that the servers have."""
+        self.versions: set[str] = set()
+        """All that were pushed by this process."""
         self.digest = ""
         """Digest of what was pushed last, where digests are taken."""
         self.bytes = 0
@@ -65,11 +67,12 @@ class Pusher:
                     weights = digest.watch(weights)
                 self.bytes = self._sync.push(weights, str(self.now)).bytes
                 self.version, self.digest = self.now, str(digest)
+                self.versions.add(str(self.now))
                 self._trainer.weights_pushed()
                 self._turns.to_servers("kv_cache")
                 return
             except UserError:  # the same on every process
-                if attempt == RESTARTS or not self._recovery.revive(DEATH_S):
+                if attempt == RESTARTS or not self._recovery.revive(DEATH_S, trouble=True):
                     raise
 
     def wake(self) -> None:
@@ -90,6 +93,6 @@ class Pusher:
             wake()
             self._sync.verify()
         except UserError:
-            if not self._recovery.revive(DEATH_S):
+            if not self._recovery.revive(DEATH_S, trouble=True):
                 raise
             self.again()

@@ -1,4 +1,4 @@
-"""Child servers that have died are started again, every process learns of it, and what they left open is asked again."""
+"""Servers that died are started again or left out, new ones are taken in, and what was left open is asked again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout.children import ChildServers
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.trainer.parallel import Ranks
 
 RESTARTS = 3
@@ -15,20 +16,38 @@ RESTARTS = 3
 
 
 class Recovery:
-    """Restarts of the servers that this run has started. All processes have one and call it together."""
+    """Changes among the servers. All processes have one and call it together."""
 
-    def __init__(self, servers: ChildServers, ranks: Ranks, make_room: Callable[[], None]) -> None:
-        """servers: this process's children, which rank 0 alone may have; make_room: called everywhere before one starts."""
-        self._servers, self._ranks, self._make_room = servers, ranks, make_room
+    def __init__(
+        self,
+        servers: ChildServers | Fleet,
+        ranks: Ranks,
+        make_room: Callable[[], None],
+        moved: Callable[[list[str]], None],
+        *,
+        external: bool,
+    ) -> None:
+        """servers: which rank 0 alone may have; make_room: called everywhere before one starts.
+
+        moved: called everywhere with the addresses after a change. external: others start them.
+        """
+        self._servers, self._ranks, self._make_room, self._moved = servers, ranks, make_room, moved
+        self.external = external
         self.restarts = 0
-        """Since the start of the run."""
+        """Servers that were started again, or came or went, since the start of the run."""
 
-    def revive(self, patience_s: float = 0.0) -> bool:
-        """Restart the servers that are dead, or one that dies within the time. Returns whether there was one."""
-        if not (count := self._ranks.maximum(len(self._servers.dead(patience_s)))):
+    def revive(self, patience_s: float = 0.0, *, trouble: bool = False) -> bool:
+        """Start the children that are dead again; leave external servers out that are gone, and take new ones in.
+
+        patience_s: while there is no change, one within this time will do. trouble: something failed; external servers are
+        used anew also where no change is seen, as one may have been away for a moment. Returns whether the servers are to be
+        sent the weights, as they are others or new.
+        """
+        count = self._ranks.maximum(self._servers.changed(patience_s))
+        if not count and not (trouble and self.external):
             return False
         self._make_room()
-        self._ranks.main_does(self._servers.restart)
+        self._moved(self._ranks.main_does(self._servers.renew, patient=True))
         self.restarts += count
         return True
 
@@ -36,14 +55,14 @@ class Recovery:
 def generate(collection: Collection, client: SGLangClient, ranks: Ranks, revive: Callable[[], bool]) -> None:
     """Complete every process's collection.
 
-    revive: brings dead servers back with the current weights, on all processes; returns whether there were any.
+    revive: brings servers back with the current weights, on all processes; returns whether there were any.
     Errors: UserError, the same on every process, for what a restart does not mend, or where one did not help.
     """
     for attempt in range(RESTARTS + 1):
         problem: UserError | None = None
+        answered = ranks.patiently(lambda: None if collection.complete else collection.run(client))
         try:
-            if not collection.complete:
-                collection.run(client)
+            answered()
         except UserError as error:
             problem = error
         problems = [p for p in ranks.gather(problem) if p is not None]

@@ -38,7 +38,7 @@ class Turns:
         """Servers give up their memory, and all of the trainer is there again."""
         if self.shared and not self.asleep:
             with self._clock("sleep"):
-                self._ranks.main_does(self._servers.sleep)
+                self._ranks.main_does(self._servers.sleep, patient=True)
                 self.asleep = True
                 self.trainer.wake()
 
@@ -54,8 +54,8 @@ class Turns:
             self.trainer.sleep(keep_weights=sending)
             self._ranks.barrier()  # every process has left its GPU
             if sending:  # of a server that never slept, or was started again
-                self._ranks.main_does(lambda: self._servers.sleep("kv_cache"))
-            self._ranks.main_does(lambda: self._servers.wake(*tags))
+                self._ranks.main_does(lambda: self._servers.sleep("kv_cache"), patient=True)
+            self._ranks.main_does(lambda: self._servers.wake(*tags), patient=True)
             if sending:
                 self.trainer.wake(weights_only=True)
             else:

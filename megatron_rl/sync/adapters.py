@@ -63,6 +63,12 @@ class AdapterSync:
         """Compare versions with the last push. Errors (on every rank): WeightSyncError naming the servers."""
         together(self._check_served if self._is_sender else None, self.group)
 
+    def move(self, addresses: list[str]) -> None:
+        """These are the servers from now on; the next push reaches them."""
+        if list(addresses) != self.addresses:
+            self.close()
+            self.addresses = list(addresses)
+
     def close(self) -> None:
         """Give up the connection, and remove what was written for the servers."""
         if self._engines is not None:

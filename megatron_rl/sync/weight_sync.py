@@ -100,10 +100,15 @@ class WeightSync:
 
         `push` does this by itself. addresses: where the servers are now, if they have moved.
         """
-        if addresses is not None and list(addresses) != self.addresses:
+        if addresses is not None:
+            self.move(addresses)
+        self._together(self._connect)
+
+    def move(self, addresses: list[str]) -> None:
+        """These are the servers from now on; the next push reaches them. Every rank calls it; nothing is waited for."""
+        if list(addresses) != self.addresses:
             self.close()
             self.addresses = list(addresses)
-        self._together(self._connect)
 
     def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
         """Stream all weights to all servers and compare checksums. Collective: all ranks iterate, all get the result.

@@ -86,7 +86,7 @@ class Advantages:
         """Errors: UserError on all processes, for a server that does not answer."""
         asked = [t for t in trajectories if not t.masked]
         ranks = self._trainer.ranks
-        ranks.leaders_do(lambda: teacher_log_probs(address, asked, timeout_s=self._timeout_s))
+        ranks.leaders_do(lambda: teacher_log_probs(address, asked, timeout_s=self._timeout_s), patient=True)
 
     def _goes_on(self, trajectory: Trajectory) -> bool:
         """Whether it was cut off, and its last state's value stands for what would have come: a score would count twice."""

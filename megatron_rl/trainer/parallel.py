@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +23,9 @@ from megatron_rl.models.parallel_check import expert_tensor_size
 from megatron_rl.sync import nccl
 
 T = TypeVar("T")
+
+BEAT_S = 1.0
+"""Longest time between two signs of life of the processes while one of them waits for something outside."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +65,47 @@ class Ranks:
         values: list[Any] = self.gather(value if self.is_leader else None)
         return [values[leader] for leader in self.leaders]
 
-    def main_does(self, work: Callable[[], T]) -> T:
-        """What `work` returns on global rank 0, on every process, as is its error."""
+    def main_does(self, work: Callable[[], T], *, patient: bool = False) -> T:
+        """What `work` returns on global rank 0, on every process, as is its error. patient: however long it takes."""
+        if patient:
+            work = self.patiently(work if self.rank == 0 else lambda: None)  # type: ignore[assignment]
         return self.from_main(together(work if self.rank == 0 else None, self.world_group))
 
-    def leaders_do(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns on a leader, None elsewhere; one leader's error is every process's."""
+    def leaders_do(self, work: Callable[[], T], *, patient: bool = False) -> T | None:
+        """What `work` returns on a leader, None elsewhere; one leader's error is every process's. patient: as of main_does."""
+        if patient:
+            work = self.patiently(work if self.is_leader else lambda: None)  # type: ignore[assignment]
         return together(work if self.is_leader else None, self.world_group)
 
     def all_do(self, work: Callable[[], T]) -> T:
         """What `work` returns here; one process's error is every process's."""
         done: Any = together(work, self.world_group)
         return done
+
+    def patiently(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Do work everywhere that waits for something outside, such as servers. Returns what gives its result here, or error.
+
+        It runs in a thread, while the processes tell each other that they live: however long one has to wait, no other one
+        takes it for lost (parallel.timeout_s), and one that is lost is noticed in that time. Returns when all are through.
+        """
+        if self.world_size == 1:
+            return work
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        # A daemon, as the interpreter would wait for another thread at its end, also after an interrupt.
+        threading.Thread(target=run, name="patiently", daemon=True).start()
+        start = time.monotonic()
+        while True:
+            # What is short is not made longer by waiting for the next sign of life.
+            wait([done], min(BEAT_S, 0.01 + (time.monotonic() - start) / 50))
+            if not self.maximum(int(not done.done())):
+                return done.result
 
     def exchange(self, outgoing: list[T]) -> list[T]:
         """A leader's outgoing[d] goes to the leader of data-parallel rank d; what each of them sent here, in their order.

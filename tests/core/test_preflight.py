@@ -521,12 +521,14 @@ def test_agreement_floor_outside_its_interval(floor):
     assert build_config({"rollout": {"agreement_floor": None}}).rollout.agreement_floor is None
 
 
-def test_a_colocated_server_starts_within_the_trainers_patience(tiny_model, monkeypatch):
-    """The other processes wait for the first, which waits for its servers."""
+def test_a_push_ends_within_the_patience_of_the_other_processes(tiny_model, monkeypatch):
+    """The other processes wait for the first, which waits for servers."""
+    keys = {"model": {"path": str(tiny_model("qwen3_moe"))}, "batch": {"prompts_per_step": 4}}
+    config = build_config(keys | {"sync": {"timeout_s": 300}, "parallel": {"timeout_s": 300}})
+    preflight(config, "train")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    keys = {"rollout": {"colocate": True}, "sync": {"transport": "tensor"}, "parallel": {"timeout_s": 300}}
-    config = build_config(keys | {"model": {"path": str(tiny_model("qwen3_moe"))}, "batch": {"prompts_per_step": 4}})
-    with pytest.raises(UserError, match=r"timeout_s = 300 s .*start_timeout_s = 300 s .*make the former larger"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"parallel.timeout_s = 300 s .*sync.timeout_s = 300 s.*make the former larger"):
         preflight(config, "train")
     preflight(config, "ask")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from megatron_rl.errors import UserError, together
@@ -50,6 +52,39 @@ def test_results_and_errors_over_four_processes():
         other = "UserError: another process failed: ZeroDivisionError('here')"
         assert crash == ("ZeroDivisionError: here" if rank == 1 else other)
         assert fine == str(rank), "nobody is left in an earlier collective"
+
+
+def waits() -> list[str]:
+    """Of a first process that waits longer than a collective may: told patiently, then not."""
+    from megatron_rl.config import ParallelConfig
+    from megatron_rl.trainer import parallel
+
+    ranks = parallel.initialize(ParallelConfig(timeout_s=4), 0)
+
+    def late() -> str:
+        time.sleep(9)
+        return "late"
+
+    def fails() -> str:
+        raise UserError(f"of {ranks.rank}")
+
+    found = [ranks.main_does(late, patient=True), str(ranks.leaders_do(late if ranks.rank else str, patient=True))]
+    for work in (lambda: ranks.main_does(fails, patient=True), lambda: ranks.main_does(late)):
+        start = time.monotonic()
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(f"{type(error).__name__} {'early' if time.monotonic() - start < 8 else 'late'}")
+    return found
+
+
+@pytest.mark.slow
+def test_a_patient_wait_outlives_the_longest_of_a_collective():
+    first, *others = run_ranks(3, "test_together:waits")
+    assert first[:3] == ["late", "", "UserError early"]
+    for other in others:
+        assert other[:3] == ["late", "late", "UserError early"]
+        assert other[3].endswith(" early") and "Error" in other[3], "without patience the others give up"
 
 
 def test_alone_it_is_a_call():

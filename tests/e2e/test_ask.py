@@ -49,8 +49,8 @@ def test_eval_of_a_run_whose_server_dies(config, monkeypatch, capsys):
     class Killing(Engine):
         def ask(self, *args, **options):
             if not asked:
-                self._servers.servers[0]._process.kill()  # with it the whole of this server
-                self._servers.servers[0]._process.wait(20)
+                self._children.servers[0]._process.kill()  # with it the whole of this server
+                self._children.servers[0]._process.wait(20)
             asked.append(options["seed"])
             found = super().ask(*args, **options)
             restarts.append(figures(self.metrics())["rollout/restarts"])

@@ -77,6 +77,7 @@ def test_the_file_has_what_is_wanted_to_the_token(sampled):
     assert 4 < len(kept) < len(trajectories) / 2, "filters had something to do"
     assert f"demonstrations: {len(kept)} of {len(trajectories)} responses are kept; left out: " in said
     assert all(f" {reason}" in said for reason in ("cut off", "below min_reward")) and str(path) in said
+    told = 0
     for row, t in zip(rows, kept, strict=True):
         assert row["prompt_tokens"] + row["response_tokens"] == t.tokens.tolist()
         assert row["loss_mask"] == [1] * t.response_length and row["reward"] == 1.0 and row["response"] == t.text
@@ -84,7 +85,9 @@ def test_the_file_has_what_is_wanted_to_the_token(sampled):
         assert ids.shape == log_probs.shape == (t.response_length, K)
         own = ids == np.asarray(row["response_tokens"])[:, None]  # of the sampled token the engine said the same
         found = np.where(own, log_probs, 0).sum(1)[own.any(1)]
-        assert np.abs(found - t["rollout_log_probs"][own.any(1)]).max() < 1e-6
+        assert np.abs(found - t["rollout_log_probs"][own.any(1)]).max(initial=0) < 1e-6
+        told += int(own.any(1).sum())
+    assert told > sum(t.response_length for t in kept) / 2, "of 64 tokens the likeliest 40 are told"
 
 
 @pytest.mark.timeout(900)

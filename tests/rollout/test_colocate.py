@@ -143,14 +143,14 @@ class Exporter:
 
 
 def versions(engine: Engine) -> list[str]:
-    return [httpx.get(f"{a}/model_info", timeout=30).json()["weight_version"] for a in engine._servers.addresses]
+    return [httpx.get(f"{a}/model_info", timeout=30).json()["weight_version"] for a in engine._children.addresses]
 
 
 def test_a_server_of_several_is_restarted_alone(model, tmp_path):
     config = config_of(model, tmp_path, max_new_tokens=40)
     try:
         with Run(config, kind="ask") as run, Engine(run) as engine:
-            first, second = engine._servers.servers
+            first, second = engine._children.servers
             engine.join()
             prompts = run.stream.next(4)
             weights = Exporter(load_file(model / "model.safetensors"))
@@ -236,7 +236,7 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
     try:
         with Run(config, kind="train") as run:
             with Engine(run) as engine:
-                first, second = engine._servers.servers
+                first, second = engine._children.servers
                 assert seen() == ["RolloutServer sleep"], "before the trainer is built"
                 assert not first.ready() and not second.ready()
                 trainer = run.build()

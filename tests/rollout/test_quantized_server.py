@@ -27,8 +27,6 @@ SIZES = Sizes(
 )
 CASES = [
     ("qwen3_moe", "fp8_tensor", [1]),
-    ("llama", "fp8_tensor", []),
-    ("mixtral", "fp8_tensor", [1]),
     ("mixtral", "int4", [1]),
     ("qwen3", "int4", []),
 ]

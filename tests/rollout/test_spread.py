@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,7 +17,7 @@ from aiohttp import web
 
 from megatron_rl.launch.plan import share_of
 from megatron_rl.rollout import client as client_module
-from megatron_rl.rollout.client import SGLangClient, server_order
+from megatron_rl.rollout.client import EngineLost, SGLangClient, server_order
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -32,10 +33,14 @@ class Endpoint:
     sampled: list[list[tuple[int, ...]]] = field(default_factory=list)
     prefixes: list[tuple[int, ...]] = field(default_factory=list)
     refuses: bool = False
+    hangs: bool = False
+    delay_s: float = 0.0
+    version: str = "0"
     address: str = ""
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        await asyncio.sleep(600 if self.hangs else self.delay_s)
         if self.refuses:
             return web.Response(status=503, text="busy")
         prompts = [tuple(ids) for ids in body["input_ids"]]
@@ -49,13 +54,18 @@ class Endpoint:
     def reply(self, prompt: tuple[int, ...], body: dict) -> dict:
         meta = {
             "finish_reason": {"type": "stop"},
-            "weight_version": "0",
+            "weight_version": self.version,
             "output_token_logprobs": [[-0.5, 7, None]],
         }
         if body["return_routed_experts"]:
             table = np.tile(np.arange(LAYOUT.topk, dtype=np.uint8), (len(prompt), LAYOUT.layers, 1))
             meta["routed_experts"] = base64.b64encode(table.tobytes()).decode()
         return {"output_ids": [7], "meta_info": meta}
+
+    async def ready(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(600)
+        return web.Response(status=200)
 
     @property
     def responses(self) -> int:
@@ -73,7 +83,8 @@ def endpoints():
     async def start(endpoint: Endpoint) -> None:
         app = web.Application()
         app.router.add_post("/generate", endpoint.generate)
-        runners.append(web.AppRunner(app))
+        app.router.add_get("/ready", endpoint.ready)
+        runners.append(web.AppRunner(app, shutdown_timeout=0.1))
         await runners[-1].setup()
         site = web.TCPSite(runners[-1], "127.0.0.1", 0)
         await site.start()
@@ -93,8 +104,18 @@ def endpoints():
     loop.close()
 
 
-def ask(servers: list[Endpoint], *, leaders: int, prompts: int, samples: int, max_new_tokens: int, **settings) -> list:
-    """Every leader asks for its share; all trajectories."""
+def ask(
+    servers: list[Endpoint],
+    *,
+    leaders: int,
+    prompts: int,
+    samples: int,
+    max_new_tokens: int,
+    options: dict | None = None,
+    versions: set[str] | None = None,
+    **settings,
+) -> list:
+    """Every leader asks for its share; all trajectories. options, versions: of the clients."""
     questions = [Question(str(i), [5, 6, i + 10]) for i in range(prompts)]
     found = []
     for leader in range(leaders):
@@ -106,7 +127,8 @@ def ask(servers: list[Endpoint], *, leaders: int, prompts: int, samples: int, ma
             share=share_of(prompts * samples, leader, leaders),
             **settings,
         )
-        client = SGLangClient([server.address for server in servers], timeout_s=30)
+        client = SGLangClient([server.address for server in servers], timeout_s=30, **(options or {}))
+        client.versions = versions
         collection.run(client)
         assert collection.complete and collection.responses == len(collection.share)
         found += collection.trajectories()
@@ -158,6 +180,38 @@ def test_what_a_dead_server_had_goes_to_all_others(endpoints, monkeypatch):
     made[2].refuses = True
     ask(made, leaders=4, prompts=10, samples=8, max_new_tokens=32768)
     assert [server.responses for server in made] == [20, 20, 0, 20, 20]
+
+
+def test_what_a_server_without_a_sign_of_life_has_is_asked_of_the_others(endpoints):
+    """As where its host is cut off: no connection breaks, and nothing comes."""
+    made = endpoints(3)
+    made[1].hangs = True
+    start = time.monotonic()
+    settings = {"leaders": 1, "prompts": 6, "samples": 4, "max_new_tokens": 32768}
+    found = ask(made, **settings, options={"health": (0.2, 1.0)})
+    assert time.monotonic() - start < 20, "long before the client's own limit of 30 s"
+    assert len(found) == 24 and [server.responses for server in made] == [12, 0, 12]
+
+
+def test_an_answer_slower_than_a_look_at_the_server_is_waited_for(endpoints):
+    [one] = endpoints(1)
+    one.delay_s = 1.5
+    found = ask([one], leaders=1, prompts=1, samples=2, max_new_tokens=9999, options={"health": (0.1, 0.5)})
+    assert len(found) == 2 and one.responses == 2
+
+
+def test_answers_of_weights_that_were_not_pushed_are_not_taken(endpoints, monkeypatch):
+    """A server that was started anew at its old address has those of its folder."""
+    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.01)
+    made = endpoints(3)
+    made[0].version = "default"
+    found = ask(made, leaders=1, prompts=6, samples=4, max_new_tokens=32768, versions={"0", "1"})
+    assert {span.version for t in found for span in t.weight_spans} == {"0"} and len(found) == 24
+    for server in made:
+        server.version = "default"
+    with pytest.raises(EngineLost, match="weights of version 'default', which this run has not pushed"):
+        ask(made, leaders=1, prompts=1, samples=1, max_new_tokens=8, versions={"0"})
+    assert len(ask(made, leaders=1, prompts=1, samples=1, max_new_tokens=8)) == 1, "without a trainer any will do"
 
 
 def test_a_failed_call_samples_what_it_did_not_get_and_no_more(endpoints, monkeypatch):

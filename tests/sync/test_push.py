@@ -366,7 +366,7 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
             exports.append(0)
             for index, item in enumerate(weights.items()):
                 if len(exports) == 1 and index == len(weights) // 2:
-                    kill_scheduler(engine._servers.servers[0])
+                    kill_scheduler(engine._children.servers[0])
                 yield item
 
         def weights_pushed(self) -> None:
@@ -378,7 +378,7 @@ def test_the_step_goes_on_when_the_server_is_killed_in_a_push(model, tmp_path):
             engine.push(Exporter(), version=3)
             assert figures(engine.metrics())["rollout/restarts"] == 1 and len(exports) == 2
             assert told == [2], "a trainer is told once, of the push that the engine has got"
-            assert generate(engine._servers.servers[0], 1)["meta_info"]["weight_version"] == "3"
+            assert generate(engine._children.servers[0], 1)["meta_info"]["weight_version"] == "3"
     finally:
         parallel.shutdown()
 

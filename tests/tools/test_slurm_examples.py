@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli import main
 from megatron_rl.config_file import key_paths, load_config
 from megatron_rl.launch.plan import make_plan
+from megatron_rl.launch.slurm import seconds_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((REPOSITORY / "examples" / "slurm").glob("*.sbatch"))
@@ -58,7 +60,9 @@ def test_keys_on_the_scripts_command_lines_exist():
         "rollout.server.tensor",
         "data.path",
         "data.eval_path",
-        "rollout.addresses",
+        "rollout.address_folder",
+        "rollout.server.count",
+        "rollout.server.start_timeout_s",
         "rollout.colocate",
         "sync.transport",
     }
@@ -133,7 +137,7 @@ def test_server_and_trainer_have_the_same_nccl_setting(tmp_path, given):
     environment |= {"NCCL_CUMEM_ENABLE": given} if given else {}
     said = [
         subprocess.run(
-            ["bash", str(REPOSITORY / "examples" / "slurm" / "task.sh"), role, str(tmp_path), "config"],
+            ["bash", str(REPOSITORY / "examples" / "slurm" / "task.sh"), role, str(tmp_path), "config", "0", "0"],
             capture_output=True,
             text=True,
             timeout=60,
@@ -157,15 +161,27 @@ done
 SLURM_PROCID=0 SLURM_LOCALID=0 SLURMD_NODENAME=node0 GLOO_SOCKET_IFNAME=lo "$@"
 """
 SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == requeue ]]; then # which ends the script
+    echo requeued >>"$LOGGED"
+    kill -KILL $PPID
+fi
 [[ $2 != hostnames ]] || printf 'node%s\\n' $(seq 0 $((NODES - 1)))
 [[ $2 != node ]] || echo "NodeName=$3 NodeAddr=127.0.0.1 State=UP"
 """
 TRAINER = """#!/usr/bin/env bash
 echo "rank $RANK of $WORLD_SIZE, $LOCAL_WORLD_SIZE here: $*"
+for ((i = 0; i < 300; i++)); do # while the other steps start
+    (($(wc -l <"$LOGGED") < ${STEPS:-1})) || break
+    sleep 0.1
+done
+[[ -z ${SAVES:-} ]] || mkdir -p "$SAVES"
+exit ${STATUS:-0}
 """
 
 
-def submit(tmp_path: Path, *arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess, list[str], str]:
+def submit(
+    tmp_path: Path, *arguments: str, script: Path | None = None, **variables: str
+) -> tuple[subprocess.CompletedProcess, list[str], str]:
     """Run a script with stand-ins for SLURM's commands and for the trainer: what it says, its steps, the trainer's log."""
     checkout, model = tmp_path / "checkout", tmp_path / "model"
     for file, text in (("bin/srun", SRUN), ("bin/scontrol", SCONTROL), ("checkout/.venv/bin/megatron-rl", TRAINER)):
@@ -174,8 +190,9 @@ def submit(tmp_path: Path, *arguments: str, **variables: str) -> tuple[subproces
         path.write_text(text)
         path.chmod(0o755)
     for name in ("examples", "configs"):
-        (checkout / name).symlink_to(REPOSITORY / name)
-    model.mkdir()
+        if not (checkout / name).exists():
+            (checkout / name).symlink_to(REPOSITORY / name)
+    model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     environment = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -189,7 +206,7 @@ def submit(tmp_path: Path, *arguments: str, **variables: str) -> tuple[subproces
         "SLURM_GPUS_ON_NODE": "8",
         "NODES": "1",
     }
-    script = next(s for s in SCRIPTS if s.stem == "olmoe-1b-7b")
+    script = script or next(s for s in SCRIPTS if s.stem == "olmoe-1b-7b")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     done = subprocess.run(
         ["bash", str(script), *arguments],
@@ -216,7 +233,7 @@ def test_on_one_node_the_trainer_starts_its_servers(tmp_path, variables, process
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(steps) == 1 and f"--nodes=1 --ntasks={processes} --ntasks-per-node={processes}" in steps[0]
     assert said.startswith(f"rank 0 of {processes}, {processes} here: train ")
-    assert f"{settings} --rollout.addresses []" in said, "an argument of the user's comes after the script's own"
+    assert said.endswith(settings), "an argument of the user's comes after the script's own"
 
 
 def test_more_gpus_than_the_node_has_are_refused(tmp_path):
@@ -225,9 +242,123 @@ def test_more_gpus_than_the_node_has_are_refused(tmp_path):
     assert "TRAIN_GPUS=9 of the node's 8" in done.stderr
 
 
-@pytest.mark.parametrize(("nodes", "training"), [(2, 1), (3, 1), (4, 2), (8, 4)])
-def test_half_of_several_nodes_train(tmp_path, nodes, training):
-    done, steps, _ = submit(tmp_path, NODES=str(nodes))
-    assert done.returncode == 1 and "server 0 ended before it was ready" in done.stderr, "there is no SGLang here"
-    assert f"--nodes={nodes - training} " in steps[0] and " serve " in steps[0]
-    assert "rollout.colocate" not in steps[0]
+@pytest.mark.parametrize(("nodes", "training"), [(2, 1), (3, 1), (4, 2)])
+def test_half_of_several_nodes_train_and_each_server_is_a_step(tmp_path, nodes, training):
+    servers = (nodes - training) * 4
+    done, steps, said = submit(tmp_path, NODES=str(nodes), SERVER_GPUS="2", STEPS=str(servers + 1))
+    assert done.returncode == 0, done.stdout + done.stderr
+    serving = [step for step in steps if " serve " in step]
+    places = {
+        re.search(r"--nodes=1 .*--nodelist=(node\d) .* (\d+) (\d) --model.path", step).groups() for step in serving
+    }
+    assert places == {(f"node{training + i // 4}", str(i), str(i % 4)) for i in range(servers)}
+    assert f"rank 0 of {training * 8}, 8 here: train " in said and f"--rollout.server.count {servers} " in said
+    assert f"--rollout.address_folder {tmp_path}/checkout/logs/job-1/attempt-0 " in said and "colocate" not in said
+
+
+def test_a_server_of_several_nodes_is_one_step(tmp_path):
+    done, steps, _ = submit(tmp_path, NODES="6", TRAIN_NODES="2", SERVER_GPUS="16", STEPS="3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lists = sorted(re.search(r"--nodes=2 --ntasks=2 .*--nodelist=(\S+)", s)[1] for s in steps if " serve " in s)
+    assert lists == ["node2,node3", "node4,node5"]
+    done, *_ = submit(tmp_path, NODES="6", TRAIN_NODES="3", SERVER_GPUS="16")
+    assert "SERVER_GPUS=16 is 2 nodes a server, which do not divide the 3 that serve" in done.stderr
+
+
+def test_a_server_that_ends_is_started_again_and_the_trainer_goes_on(tmp_path):
+    """There is no SGLang here, so that it ends at once."""
+    done, steps, _ = submit(tmp_path, NODES="2", SERVER_GPUS="8", STEPS="4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sum(" serve " in step for step in steps) >= 3 and sum(" train " in step for step in steps) == 1
+    assert re.search(r"server 0 ended with status \d+ .*: started again", done.stdout)
+    tried = submit(tmp_path, NODES="2", SERVER_GPUS="8", STEPS="6", SERVER_RESTARTS="0")[0]
+    assert "server 0 ended 1 times in a row: not started again" in tried.stderr
+
+
+def test_a_failure_is_requeued_as_long_as_the_run_gets_on(tmp_path):
+    checkpoints = tmp_path / "checkout" / "runs" / "olmoe-1b-7b" / "checkpoints"
+    for attempt, saves in enumerate(["", "", "step_000010", "", ""]):
+        variables = {"SAVES": str(checkpoints / saves)} if saves else {}
+        done, steps, _ = submit(tmp_path, STATUS="3", SLURM_RESTART_COUNT=str(attempt), **variables)
+        assert done.returncode != 0 and steps[-1] == "requeued", f"attempt {attempt}: {done.stdout}{done.stderr}"
+        assert "the trainer ended with status 3" in done.stdout and "requeueing job 1" in done.stdout
+    done, steps, _ = submit(tmp_path, STATUS="3", SLURM_RESTART_COUNT="5")
+    assert done.returncode == 1 and steps[-1] != "requeued"
+    assert "3 attempts in a row ended without a new checkpoint (MAX_FAILURES): not requeued" in done.stderr
+
+
+def test_what_a_person_has_to_mend_is_not_requeued(tmp_path):
+    done, steps, _ = submit(tmp_path, STATUS="2")
+    assert done.returncode == 1 and "requeued" not in steps
+    assert "the trainer ended with status 2: see" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["sft", "reward", "dpo"])
+def test_what_learns_from_data_has_all_nodes_and_no_servers(tmp_path, command):
+    done, steps, said = submit(tmp_path, "--steps", "3", NODES="4", COMMAND=command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(steps) == 1 and "--nodes=4 --ntasks=32" in steps[0]
+    assert f"rank 0 of 32, 8 here: {command} " in said and "address" not in said
+
+
+# -- megatron-rl launch slurm ------------------------------------------------------------------------------------------
+
+
+def launch(capsys, *arguments: str) -> str:
+    """The script that it prints, or its error."""
+    capsys.readouterr()
+    status = main(["launch", "slurm", *arguments, "--dry-run"])
+    out, error = capsys.readouterr()
+    return out if status == 0 else error
+
+
+def test_the_script_of_a_config_does_what_an_example_does(tmp_path, tiny_model, capsys):
+    config, model = str(REPOSITORY / "configs" / "olmoe-1b-7b.yaml"), tiny_model("olmoe")
+    arguments = [config, "--nodes", "4", "--gpus-per-node", "8", "--server-gpus", "2", "--model.path", str(model)]
+    text = launch(capsys, *arguments, "--time", "2-12:00:00", "--account", "lab", "--option=--qos=high", "--steps", "7")
+    for line in (
+        "job-name=olmoe-1b-7b",
+        "nodes=4",
+        "gpus-per-node=8",
+        "time=2-12:00:00",
+        "signal=B:USR1@600",
+        "requeue",
+    ):
+        assert f"#SBATCH --{line}\n" in text
+    assert "#SBATCH --account=lab\n" in text and "#SBATCH --qos=high\n" in text
+    script = tmp_path / "job.sbatch"
+    script.write_text(text)
+    checked = [str(REPOSITORY / ".venv" / "bin" / "shellcheck"), "--external-sources", str(script)]
+    done = subprocess.run(checked, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout
+    done, steps, said = submit(tmp_path, "--seed", "5", script=script, NODES="4", MODEL="", STEPS="9")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sum(" serve " in step for step in steps) >= 8 and "rank 0 of 16, 8 here: train " in said
+    assert f"train {config} --model.path {model} " in said and said.endswith(f"--model.path {model} --steps 7 --seed 5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "2", "--time", "soon"], "--time soon is none of SLURM's forms"),
+        (["--nodes", "2", "--time", "10"], "leaves less to train than --grace 600 s to save"),
+        (["--nodes", "0"], "--nodes 0 --gpus-per-node 8: at least 1 and 0"),
+        (["--nodes", "2", "--train-nodes", "2"], "--train-nodes 2 of --nodes 2 leaves none to serve"),
+        (["--nodes", "4", "--server-gpus", "3"], "--server-gpus 3 does not divide the 8 GPUs of a node"),
+        (["--nodes", "4", "--parallel.tensor", "3"], "parallel.tensor x pipeline x context = 3 does not divide the 16"),
+        (["--nodes", "4", "--batch.samples_per_prompt", "1"], "batch.samples_per_prompt = 1 leaves a response nothing"),
+        (["--nodes", "4", "--model.path", "nowhere"], "nowhere has no config.json"),
+    ],
+)
+def test_what_would_fail_on_the_cluster_is_told_at_once(tiny_model, capsys, arguments, message):
+    config = str(REPOSITORY / "configs" / "olmoe-1b-7b.yaml")
+    said = launch(capsys, config, "--model.path", str(tiny_model("olmoe")), *arguments)
+    assert message in said and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("2:00:00", 7200), ("3-0", 259200), ("1-12:30", 131400), ("1-00:00:05", 86405)],
+)
+def test_times_are_those_of_slurm(time, seconds):
+    assert seconds_of(time) == seconds

@@ -1,0 +1,156 @@
+"""Servers that others start, and that come and go: those of rollout.addresses and of the files in rollout.address_folder."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.client import with_scheme
+from megatron_rl.rollout.external import check_servers, problems_of
+
+PAUSE_S = 0.5
+"""Between two looks at servers that are waited for."""
+SETTLE_S = 5.0
+"""Servers that come back after all were lost often come together: so long is waited for the others of them."""
+
+
+class Fleet:
+    """The external servers of a run, of rank 0. It has the methods of `ChildServers` that `Recovery` and `Engine` call.
+
+    A member is sent the weights at every push and is asked by the client. Members change in `renew` alone, after which the
+    weights are pushed: a server that is new, or was started again, has them before its first request.
+    """
+
+    sleeps = False
+
+    def __init__(
+        self, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, say: Callable[[str], None]
+    ) -> None:
+        """pushes: weights go there; else they answer with those that they have. say: told who comes and goes."""
+        self.config, self.hf_config, self.pushes, self._say = config, hf_config, pushes, say
+        self.folder = Path(config.rollout.address_folder) if config.rollout.address_folder else None
+        self.addresses: list[str] = []
+        """Of the members."""
+        self._refused: dict[str, str] = {}
+        """Servers that cannot do what the config asks, and why."""
+
+    def close(self) -> None:
+        """They are others' to end."""
+
+    def lost(self) -> bool:
+        """Never known without asking them."""
+        return False
+
+    def known(self) -> list[str]:
+        """All addresses that somebody names, members or not."""
+        found = [with_scheme(address) for address in self.config.rollout.addresses]
+        if self.folder is not None:
+            for file in sorted(self.folder.glob("*.address")):
+                try:
+                    found += [with_scheme(file.read_text().strip())]
+                except OSError:  # its server takes it away
+                    continue
+        return [*dict.fromkeys(found)]
+
+    def wait_ready(self) -> None:
+        """The first members: all of rollout.addresses, and as many from the folder as rollout.server.count says, or one.
+
+        Errors: UserError for one of rollout.addresses that does not answer or cannot do what the config asks, and where none
+        is in the folder in time.
+        """
+        check_servers(self.config, self.hf_config, pushes=self.pushes)
+        listed = len(self.config.rollout.addresses)
+        wanted = listed + (self.config.rollout.server.count or 1 if self.folder is not None else 0)
+        self._renew(wanted, self.config.rollout.server.start_timeout_s)
+
+    def changed(self, patience_s: float = 0.0) -> int:
+        """How many members do not answer, and how many others do; where there is none, those within the time."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            answering = self._answering()
+            count = len({*answering} ^ {*self.addresses})
+            if count or time.monotonic() >= deadline:
+                return count
+            time.sleep(PAUSE_S)
+
+    def renew(self) -> list[str]:
+        """Make members of all that answer and can do what the config asks; waits for one where there is none."""
+        self._renew(1, self.config.rollout.server.start_timeout_s, settle_s=SETTLE_S)
+        return self.addresses
+
+    def _renew(self, wanted: int, timeout_s: float, settle_s: float = 0.0) -> None:
+        start = time.monotonic()
+        came_s, waited = None, False
+        while True:
+            found = self._answering()
+            if found and came_s is None:
+                came_s = time.monotonic()
+            waited_s = time.monotonic() - start
+            settled = came_s is not None and (not waited or time.monotonic() - came_s >= settle_s)
+            if (len(found) >= wanted and settled) or waited_s >= timeout_s:
+                break
+            waited = True
+            time.sleep(PAUSE_S)
+        if not found:
+            where = f"rollout.address_folder {self.folder}" if self.folder is not None else "rollout.addresses"
+            known = [*self.known()]
+            named = f" ({', '.join(known)})" if known else " (which names none)"
+            why = "".join(f"; {address} {problem}" for address, problem in self._refused.items())
+            raise UserError(
+                f"rollout: no server of {where}{named} answered within {timeout_s:g} s"
+                f" (rollout.server.start_timeout_s){why}"
+            )
+        self._tell(self.addresses, found)
+        if len(found) < wanted:
+            self._say(f"rollout: {len(found)} of {wanted} servers answered within {timeout_s:g} s: going on with these")
+        self.addresses = found
+
+    def _tell(self, before: Iterable[str], now: list[str]) -> None:
+        if not before:
+            return
+        others = f"{len(now)} server{'s' if len(now) > 1 else ''}"
+        for address in before:
+            if address not in now:
+                self._say(f"rollout: {address} does not answer any more: going on with {others}")
+        for address in now:
+            if address not in before:
+                self._say(f"rollout: {address} is here, and gets the weights before its first request")
+
+    def _answering(self) -> list[str]:
+        """Known servers that are ready and can do what the config asks. A new one is looked at once."""
+        known = self.known()
+        with ThreadPoolExecutor(max(1, len(known))) as threads:
+            ready = [*threads.map(self._ready, known)]
+        found = []
+        for address, answers in zip(known, ready, strict=True):
+            if not answers:
+                self._refused.pop(address, None)  # what starts there next may be another one
+                continue
+            if address not in self.addresses and address not in self._refused:
+                try:
+                    problem = problems_of(address, self.config, self.hf_config, pushes=self.pushes)
+                except UserError:  # it has gone since
+                    continue
+                if problem:
+                    self._refused[address] = problem
+                    self._say(f"rollout: {address} is not used: it {problem}")
+            if address not in self._refused:
+                found.append(address)
+        return found
+
+    def _ready(self, address: str) -> bool:
+        try:
+            with urllib.request.urlopen(
+                f"{address}/ready", timeout=self.config.rollout.health_check_timeout_s
+            ) as reply:
+                return reply.status == 200
+        except (urllib.error.URLError, OSError, ValueError):
+            return False

@@ -1,0 +1,162 @@
+"""Servers that others start come and go while a run goes on: real servers by tools/serve.py, killed with kill -9."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from tests.program import Program
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 240
+
+
+class Servers:
+    """Servers of a config, each with its own file in `addresses`."""
+
+    def __init__(self, config: Path, folder: Path) -> None:
+        self.config, self.folder, self.addresses = config, folder, folder / "addresses"
+        self.addresses.mkdir()
+        self._processes: dict[str, subprocess.Popen] = {}
+
+    def start(self, name: str) -> None:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(ROOT / "tools" / "serve.py"),
+                    str(self.config),
+                    *("--host", "127.0.0.1", "--address-file", str(self.addresses / f"{name}.address")),
+                ],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def kill(self, name: str) -> None:
+        """As when its host is lost: what it wrote stays."""
+        process = self._processes.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+    def address(self, name: str) -> str:
+        return (self.addresses / f"{name}.address").read_text().strip()
+
+    def close(self) -> None:
+        for name in list(self._processes):
+            self.kill(name)
+
+
+def wait_for(true: Callable[[], object], what: str, program: Program | None = None) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not true():
+        assert program is None or program.poll() is None, f"the run ended before: {what}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S} s: {what}"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def config(tmp_path, tiny_model) -> Path:
+    path = tmp_path / "config.yaml"
+    tree = {
+        "name": "fleet",
+        "steps": 2000,
+        "runs_dir": str(tmp_path / "runs"),
+        "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers"))},
+        "data": {"task": "number_sorting"},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 1, "tokens_per_micro_batch": 512},
+        "precision": {"train": "fp32", "rollout": "fp32"},
+        "rollout": {
+            "address_folder": str(tmp_path / "addresses"),
+            "health_check_interval_s": 1,
+            "max_new_tokens": 8,
+            "context_length": 32,
+            "server": {"threads": 1, "max_total_tokens": 2048, "count": 2, "start_timeout_s": TIMEOUT_S},
+        },
+        "eval": {"prompts": 0},
+        "logging": {"tensorboard": False, "progress": False},
+    }
+    path.write_text(json.dumps(tree))
+    return path
+
+
+@pytest.fixture
+def servers(config, tmp_path) -> Iterator[Servers]:
+    found = Servers(config, tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.mark.timeout(900)
+def test_a_run_outlives_its_servers(config, servers, tmp_path):
+    """One of two dies, a third one comes, all die, and one comes back: no step is lost, and no old weight is sampled from."""
+    log, metrics = tmp_path / "log", tmp_path / "runs" / "fleet" / METRICS_FILE
+
+    def steps() -> int:
+        return len(read_json_lines(metrics)) if metrics.exists() else 0
+
+    def more_steps(count: int, what: str) -> None:
+        goal = steps() + count
+        wait_for(lambda: steps() >= goal, what, program)
+
+    for name in ("first", "second"):
+        servers.start(name)
+    program = Program("train", str(config), log=log)
+    try:
+        more_steps(3, "steps with two servers")
+        gone = servers.address("first")
+        servers.kill("first")
+        wait_for(
+            lambda: f"{gone} does not answer any more: going on with 1 server\n" in log.read_text(), "left out", program
+        )
+        more_steps(3, "steps with the other server")
+        servers.start("third")
+        wait_for(
+            lambda: " is here, and gets the weights before its first request" in log.read_text(), "taken in", program
+        )
+        assert servers.address("third") in log.read_text()
+        more_steps(3, "steps with the new server")
+        before = steps()
+        for name in ("second", "third"):
+            servers.kill(name)
+        servers.start("fourth")
+        wait_for(lambda: steps() >= before + 4, "steps when all are lost and one came", program)
+        os.kill(program.pid, signal.SIGTERM)
+        assert program.wait(TIMEOUT_S) == 0, log.read_text()[-3000:]
+    finally:
+        program.kill()
+    rows = read_json_lines(metrics)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step once"
+    assert all(row["rollout/stale"] == 0 for row in rows)
+    changes = [row["rollout/restarts"] for row in rows]
+    assert changes == sorted(changes) and changes[-1] >= 4, "one went, one came, two went, one came"
+    served = httpx.get(f"{servers.address('fourth')}/model_info", timeout=30).json()["weight_version"]
+    assert served in (str(len(rows)), str(len(rows) - 1)), "it has the weights of the last push"
+
+
+def test_none_in_the_folder_is_one_line(config, tmp_path):
+    log = tmp_path / "log"
+    program = Program("train", str(config), "--rollout.server.start_timeout_s", "3", log=log)
+    try:
+        assert program.wait(TIMEOUT_S) == 2
+    finally:
+        program.kill()
+    said = log.read_text()
+    [line] = [line for line in said.splitlines() if "error:" in line]
+    assert (
+        f"no server of rollout.address_folder {tmp_path / 'addresses'} (which names none) answered within 3 s" in line
+    )
+    assert "rollout.server.start_timeout_s" in line and "Traceback" not in said

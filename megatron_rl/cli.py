@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import logging
 import os
 import sys
@@ -128,6 +129,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--step", type=int, metavar="N", help="recorded step to attribute, from 0; by default the newest"
     )
     report.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine, for --attribute")
+    status = commands.add_parser("status", help="where a run stands, read from its folder", allow_abbrev=False)
+    status.add_argument("run", metavar="RUN", nargs="+", help="run folder(s): runs/NAME")
+    status.add_argument("--json", action="store_true", help="machine-readable")
     doctor = commands.add_parser(
         "doctor", help="what is installed here, and what each missing part costs", allow_abbrev=False
     )
@@ -188,6 +192,18 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.launch.doctor import doctor
 
         return doctor(as_json=args.json)
+    if args.command == "status":
+        from rich.console import Console
+
+        from megatron_rl.metrics.status import as_json, as_table, status_of
+
+        found = [status_of(Path(run)) for run in args.run]
+        if args.json:
+            print(json.dumps([as_json(one) for one in found], indent=2))
+        else:
+            for one in found:
+                Console().print(as_table(one))
+        return None
     if args.command == "report":
         from rich.console import Console
 

@@ -814,6 +814,8 @@ class LoggingConfig:
     progress: bool = True
     tensorboard: bool = True
     wandb_project: str | None = None
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of rank 0's machine at which Prometheus finds the newest values, as megatron_rl_metric{run, metric}."""
     samples: Count = 8
     """Rollouts of each step that are kept for the report: best-paid, most frequent, and others from prompt to prompt."""
     profile_steps: list[Positive] = dataclasses.field(default_factory=list)

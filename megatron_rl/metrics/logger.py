@@ -1,4 +1,4 @@
-"""The run's log: metrics.jsonl and samples.jsonl, TensorBoard, Weights & Biases, and the progress line."""
+"""The run's log: metrics.jsonl and samples.jsonl, TensorBoard, Weights & Biases, Prometheus, and the progress line."""
 
 from __future__ import annotations
 
@@ -130,6 +130,7 @@ class RunLogger:
         self._warned: set[str] = set()
         if active and config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
             raise UserError("config: logging.wandb_project needs the package wandb: pip install wandb, or turn it off")
+        self._exported = self._prometheus() if active and config.logging.prometheus_port else None
 
     def say(self, line: str) -> None:
         """A line for the user, above the progress line."""
@@ -193,6 +194,7 @@ class RunLogger:
                 self._wandb: self.config.logging.wandb_project,
             }
             self._services = [start() for start, on in wanted.items() if on]
+            self._services += [self._exported] if self._exported else []
         for log in self._services:
             log({name: value for name, value in values.items() if value is not None}, step)
         return values
@@ -207,6 +209,35 @@ class RunLogger:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
             writer.flush()
+
+        return log
+
+    def _prometheus(self) -> Callable[[Mapping[str, float], int], None]:
+        """Errors: UserError where the port is taken: told at the start, and not at the first line."""
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        registry = CollectorRegistry()
+        newest = Gauge(
+            "megatron_rl_metric", "Newest value, by its name in metrics.jsonl", ["run", "metric"], registry=registry
+        )
+        at = Gauge("megatron_rl_step", "Steps that have been made", ["run"], registry=registry)
+        when = Gauge("megatron_rl_last_step_timestamp_seconds", "When the last one ended", ["run"], registry=registry)
+        run, port = self.config.name, self.config.logging.prometheus_port or 0
+        try:
+            server, thread = start_http_server(port, registry=registry)
+        except OSError as error:
+            raise UserError(
+                f"config: logging.prometheus_port: {port}: {error.strerror}; set it to a free one"
+            ) from None
+        self._open.callback(thread.join, 5.0)
+        self._open.callback(server.server_close)
+        self._open.callback(server.shutdown)
+
+        def log(values: Mapping[str, float], step: int) -> None:
+            at.labels(run).set(step)
+            when.labels(run).set_to_current_time()
+            for name, value in values.items():
+                newest.labels(run, name).set(value)
 
         return log
 

@@ -56,7 +56,7 @@ def read_run(folder: Path) -> RunLog:
     """Read a run's folder. Errors: UserError where it holds no run, or one that cannot be read."""
     config_file = folder / "config.yaml"
     if not config_file.exists() and not (folder / METRICS_FILE).exists():
-        raise UserError(f"report: {folder} holds no run (neither config.yaml nor {METRICS_FILE})")
+        raise UserError(f"{folder} holds no run (neither config.yaml nor {METRICS_FILE})")
     try:
         config = parse_yaml(config_file.read_text()) if config_file.exists() else {}
     except yaml.YAMLError as error:

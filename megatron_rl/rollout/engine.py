@@ -127,7 +127,8 @@ class Engine:
             digests=rollout.record and self._routes is not None,
             keeps_weights=self.config.sync.refresh.when == "drift",
         )
-        if rollout.external and self.trains:
+        # A run that claims to be on-policy stops at a server with other weights; others push again.
+        if rollout.external and self.trains and not self.config.algorithm.on_policy:
             self.client.versions = self._pusher.versions
         self.run.before_saving = self.sleep  # all of the trainer has to be there
         self._stack.push(self._leave)

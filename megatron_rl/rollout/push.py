@@ -85,7 +85,7 @@ class Pusher:
         self.verify(lambda: self._turns.to_servers("kv_cache", "weights"))
 
     def verify(self, wake: Callable[[], None] = lambda: None) -> None:
-        """Check that all servers, once awake, have what was pushed last; where one has died, it is pushed again.
+        """Check that all servers, once awake, have what was pushed last; where a child has died, it is pushed again.
 
         Errors: UserError naming servers.
         """
@@ -93,6 +93,7 @@ class Pusher:
             wake()
             self._sync.verify()
         except UserError:
-            if not self._recovery.revive(DEATH_S, trouble=True):
+            # What external servers answered came from weights that can no longer be looked at.
+            if self._recovery.external or not self._recovery.revive(DEATH_S):
                 raise
             self.again()

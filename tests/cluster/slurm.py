@@ -19,7 +19,8 @@ from typing import Any
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 GPUS, CPUS, MEMORY_MB = 4, 16, 8000
-"""What a node says that it has; its GPUs are plain files."""
+"""What a node says that it has; its GPUs are plain files. There is also a partition `big` of 64 nodes of 8 GPUs, which can be
+asked whether a job would fit (sbatch --test-only), and no more."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
 
 CONFIG = """\
@@ -55,10 +56,15 @@ SlurmctldParameters=preempt_send_user_signal
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobRequeue=1
+SuspendTime=-1
+ResumeProgram=/bin/true
+SuspendProgram=/bin/true
+NodeName=big[1-64] NodeHostname=localhost NodeAddr=127.0.0.1 Port=18001-18064 CPUs=64 RealMemory=64000 Gres=gpu:8 State=CLOUD
 NodeName=DEFAULT CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
 {nodes}
-PartitionName=batch Nodes=ALL Default=YES MaxTime=1:00:00 PriorityTier=5 PreemptMode=REQUEUE GraceTime={grace} State=UP
-PartitionName=urgent Nodes=ALL MaxTime=1:00:00 PriorityTier=10 PreemptMode=OFF State=UP
+PartitionName=big Nodes=big[1-64] MaxTime=10-0 State=UP
+PartitionName=batch Nodes={names} Default=YES MaxTime=1:00:00 PriorityTier=5 PreemptMode=REQUEUE GraceTime={grace} State=UP
+PartitionName=urgent Nodes={names} MaxTime=1:00:00 PriorityTier=10 PreemptMode=OFF State=UP
 """
 
 
@@ -90,9 +96,11 @@ class Slurm:
             (folder / name).mkdir(parents=True)
         for index in range(GPUS):
             (folder / "gpu" / f"nvidia{index}").touch()
-        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu/nvidia[0-{GPUS - 1}]\n")
+        own = f"NodeName={','.join(self.nodes)} Name=gpu File={folder}/gpu/nvidia[0-{GPUS - 1}]\n"
+        (folder / "gres.conf").write_text(own + "NodeName=big[1-64] Name=gpu Count=8\n")
         hosts = [f"NodeName={n} NodeHostname=localhost NodeAddr=127.0.0.1 Port={free_port()}" for n in self.nodes]
         values = {"folder": folder, "host": "localhost(127.0.0.1)", "controller_port": free_port(), "grace": grace_s}
+        values["names"] = ",".join(self.nodes)
         text = CONFIG.format(**values, nodes="\n".join(hosts), cpus=CPUS, memory=MEMORY_MB, gpus=GPUS)
         (folder / "slurm.conf").write_text(text)
 
@@ -143,6 +151,13 @@ class Slurm:
         for pid in self._on_node(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def kill_processes(self, node: str, name: str) -> None:
+        """kill -9 of a node's processes of whose command line `name` is a part."""
+        for pid in self._on_node(node):
+            with contextlib.suppress(OSError):
+                if name in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
 
     def _on_node(self, node: str) -> list[int]:
         """Processes of jobs on a node: steps' daemons, which hold its spool folder, and who has its name."""

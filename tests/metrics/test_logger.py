@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +131,37 @@ def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 9.0)]
     assert "entropy" not in events.Tags()["scalars"]
+
+
+def test_prometheus_gets_the_newest_numbers(tmp_path):
+    import httpx
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    config = replace(CONFIG, name="a/b", logging=LoggingConfig(tensorboard=False, prometheus_port=port))
+
+    def exported() -> dict[tuple[str, str | None], float]:
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).raise_for_status().text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        assert all(sample.labels["run"] == "a/b" for sample in samples)
+        return {(sample.name, sample.labels.get("metric")): sample.value for sample in samples}
+
+    before = time.time()
+    with RunLogger(tmp_path, config) as logger:
+        assert exported() == {}
+        for step in (1, 2):
+            logger.log_step(step, {"mismatch/p<0.1/abs": step / 4, "entropy": float("nan")})
+        with pytest.raises(UserError, match=rf"logging.prometheus_port: {port}: .*; set it to a free one"):
+            RunLogger(tmp_path / "other", config)
+        RunLogger(tmp_path / "other", config, active=False)
+        found = exported()
+    assert found["megatron_rl_metric", "mismatch/p<0.1/abs"] == 0.5 and found["megatron_rl_step", None] == 2
+    assert ("megatron_rl_metric", "entropy") not in found
+    assert before <= found["megatron_rl_last_step_timestamp_seconds", None] <= time.time()
+    with pytest.raises(httpx.TransportError):
+        exported()
 
 
 def test_wandb_that_is_missing_is_said_at_the_start(tmp_path, monkeypatch):

@@ -24,7 +24,8 @@ def option(script: Path, name: str) -> str:
 
 def test_there_is_a_script_for_each_model_and_task():
     gpt_oss = [f"gpt-oss-{size}-{task}" for size in ("120b", "20b") for task in ("gsm8k", "retool", "verifyif")]
-    assert [s.stem for s in SCRIPTS] == [*gpt_oss, "moonlight-16b-a3b", "olmoe-1b-7b", "qwen3-30b-a3b"]
+    others = ["moonlight-16b-a3b", "olmoe-1b-7b", "qwen3-14b-dvp", "qwen3-30b-a3b", "qwen3-30b-a3b-vp2o"]
+    assert [s.stem for s in SCRIPTS] == [*gpt_oss, *others]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)

@@ -2,7 +2,9 @@
 
     tools/serve.py CONFIG --host ADDRESS --address-file FILE [--section.key VALUE ...]
 
-Takes a free port, writes http://ADDRESS:PORT to FILE, and becomes the server.
+Takes a free port, writes http://ADDRESS:PORT to FILE, and becomes the server. One server over several machines
+(rollout.server.tensor above their GPUs) is started on each of them, with --nodes, --node-rank and the same --meet; the
+first one writes the file.
 """
 
 from __future__ import annotations
@@ -25,10 +27,22 @@ def main() -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("--host", required=True, help="address of this machine at which trainer and servers reach it")
     parser.add_argument("--address-file", required=True, type=Path)
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of this server (1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (0)")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="where they meet: a free port of the first one")
     args, overrides = parser.parse_known_args()
     try:
+        if not 0 <= args.node_rank < args.nodes or (args.nodes > 1 and not args.meet):
+            raise UserError(
+                f"--nodes {args.nodes} --node-rank {args.node_rank}: ranks count from 0, and several need --meet"
+            )
         config = load_config(args.config, overrides)
         server = RolloutServer.from_config(config, pythonpath=[SERVER_PYTHONPATH])
+        if config.rollout.server.tensor % args.nodes:
+            raise UserError(
+                f"--nodes {args.nodes} does not divide rollout.server.tensor = {config.rollout.server.tensor}: each machine has"
+                " the same share of a server's GPUs"
+            )
         command, environment = server.command(), server.environment()
     except UserError as error:
         print(f"serve: error: {error}", file=sys.stderr)
@@ -36,9 +50,12 @@ def main() -> int:
     reserved = reserve_port(args.host)
     reserved.set_inheritable(True)  # outlives the exec below
     port = reserved.getsockname()[1]
-    partial = args.address_file.with_suffix(".partial")
-    partial.write_text(f"http://{args.host}:{port}\n")
-    partial.rename(args.address_file)  # whole or not there
+    if args.node_rank == 0:
+        partial = args.address_file.with_suffix(".partial")
+        partial.write_text(f"http://{args.host}:{port}\n")
+        partial.rename(args.address_file)  # whole or not there
+    if args.nodes > 1:
+        command += ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank), "--dist-init-addr", args.meet]
     command += ["--host", args.host, "--port", str(port)]  # of a flag given twice the last counts
     return os.execvpe(command[0], command, environment)
 

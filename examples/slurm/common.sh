@@ -18,6 +18,8 @@
 #   SERVER_GPUS      GPUs of one SGLang server; more than a node has: one over several nodes  (default: as in the sbatch file)
 #   BRING_UP_S       longest wait for the servers                                                         (default: 1800)
 #   SERVER_RESTARTS  times in a row that a server which ends within ten minutes is started again              (default: 5)
+#   SERVER_SILENCE_S seconds without an answer after which a server that was there is started again         (default: 120)
+#   GRACE_S          seconds after the signal to end at which the job is requeued though the trainer has not ended (default: 540)
 #   MAX_FAILURES     attempts in a row that may end without a new checkpoint; then the job is not requeued   (default: 3)
 #   CONTAINER, MOUNTS  image and mounts for pyxis, if the cluster has it
 #   RUN_ROOT         where runs/ and logs/ go                                                  (default: the checkout)
@@ -116,18 +118,19 @@ start_step() { # log, nodes, tasks a node, command ...; srun in the background
     local count
     count=$(tr ',' '\n' <<<"$list" | wc -l)
     shift 3
-    "${step[@]}" "${part[@]}" "${gpus[@]}" "${container[@]}" --nodes="$count" --ntasks=$((count * tasks)) \
+    "${step[@]}" --job-name="$step_name" "${part[@]}" "${gpus[@]}" "${container[@]}" --nodes="$count" --ntasks=$((count * tasks)) \
         --ntasks-per-node="$tasks" --cpus-per-task=$((${SLURM_CPUS_ON_NODE:-tasks} / tasks)) --nodelist="$list" \
         --output="$log" --open-mode=append "$@" &
 }
 
 # -- start, watch, end -------------------------------------------------------------------------------------------------
 
-ending=0 train_pid='' server_pids=()
+ending=0 told=0 train_pid='' server_pids=()
 
 # SLURM sends USR1 to this script some minutes before the job's end (#SBATCH --signal) or at a preemption. Rank processes
 # that get it save and end. It may come more than once.
 on_signal() {
+    ((ending)) || told=$SECONDS
     ending=1
     say "told to end: the trainer saves"
     [[ -z $train_pid ]] || kill -USR1 "$train_pid" 2>/dev/null || true
@@ -157,21 +160,31 @@ newest() { # the step of a run's newest checkpoint, or -1
 }
 
 finished() { # has the run made all its steps, and saved after the last one?
-    .venv/bin/python - "$1" <<'END'
-import pathlib, sys, yaml
-run = pathlib.Path(sys.argv[1])
-steps = yaml.safe_load((run / "config.yaml").read_text())["steps"]
-sys.exit(not (run / "checkpoints" / f"step_{steps:06d}").is_dir())
+    local steps
+    steps=$(.venv/bin/python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["steps"])' "$1/config.yaml" 2>/dev/null)
+    [[ -n $steps ]] && (($(newest "$1") >= steps))
+}
+
+run_folder() { # of a config and its settings
+    .venv/bin/python - "$@" <<'END'
+import sys
+from megatron_rl.config_file import load_config
+from megatron_rl.errors import UserError
+try:
+    print(load_config(sys.argv[1], sys.argv[2:]).run_dir)
+except UserError as error:
+    sys.exit(f"error: {error}")
 END
 }
 
 # Attempts that brought the run no further are counted, so that a job which can never get on does not come back for ever.
 requeue() { # the run's folder, why
-    local file=$RUN_ROOT/logs/$SLURM_JOB_NAME-$SLURM_JOB_ID/failures count=0
+    local file=$RUN_ROOT/logs/$SLURM_JOB_NAME-$SLURM_JOB_ID/failures count=0 most=${MAX_FAILURES:-3}
     [[ ! -f $file ]] || read -r count <"$file"
     count=$(($(newest "$1") > saved_before ? 0 : count + 1))
     echo "$count" >"$file"
-    ((count < ${MAX_FAILURES:-3})) ||
+    ((!ending)) || most=$((most > 10 ? most : 10)) # a full cluster may push a job aside several times before it has started
+    ((count < most)) ||
         fail "$2; and $count attempts in a row ended without a new checkpoint (MAX_FAILURES): not requeued"
     say "$2: requeueing job $SLURM_JOB_ID; the next attempt goes on from the newest checkpoint"
     scontrol requeue "$SLURM_JOB_ID" || fail "could not requeue: submit the job again, it goes on from its checkpoint"
@@ -179,9 +192,16 @@ requeue() { # the run's folder, why
     exit 0
 }
 
+end_step() { # name
+    local found
+    found=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format="%i %j" | awk -v name="$1" '$2 == name {print $1}')
+    # shellcheck disable=SC2086 # one word a step
+    [[ -z $found ]] || scancel $found
+}
+
 keep_server() { # number, nodes, place on its node: a server, and another one whenever it ends
     local number=$1 list=$2 place=$3 log=$logs/server-$1.log
-    local lives=0 started status pid=''
+    local file=$logs/server-$1.address lives=0 seen=0 started status pid='' step_name=server-$1
     local part=("${server_part[@]}")
     trap 'kill -TERM $pid 2>/dev/null; wait $pid; exit 0' TERM
     trap '' USR1
@@ -190,8 +210,21 @@ keep_server() { # number, nodes, place on its node: a server, and another one wh
         start_step "$log" "$list" 1 bash "$root/examples/slurm/task.sh" serve "$logs" "$CONFIG" "$number" "$place" \
             "${settings[@]}"
         pid=$!
+        seen=0
+        while alive "$pid"; do
+            sleep 5 &
+            wait $! || true
+            if [[ -f $file ]] && curl --silent --fail --max-time 30 "$(<"$file")/ready" >/dev/null; then
+                seen=$SECONDS
+            elif ((seen && SECONDS - seen > ${SERVER_SILENCE_S:-120})); then # srun itself may wait for ever for a lost node
+                say "server $number gives no sign of life: its step is ended"
+                end_step "server-$number" || true # the controller may be busy with the same node
+                kill -KILL "$pid" 2>/dev/null || true
+                break
+            fi
+        done
         wait "$pid" || status=$?
-        rm -f "$logs/server-$number.address"
+        rm -f "$file"
         ((SECONDS - started < 600)) || lives=0
         if ((++lives > ${SERVER_RESTARTS:-5})); then
             say "error: server $number ended $lives times in a row: not started again, see $log" >&2
@@ -216,13 +249,8 @@ start_servers() {
 
 run_job() { # settings of the config, which come after the ones above
     settings+=("$@")
-    local name runs=$RUN_ROOT/runs run status part=("${train_part[@]}")
-    name=$(sed -n 's/^name: *//p' "$CONFIG")
-    for ((i = 0; i < $#; i++)); do
-        [[ ${*:i+1:1} != --name ]] || name=${*:i+2:1}
-        [[ ${*:i+1:1} != --runs_dir ]] || runs=${*:i+2:1}
-    done
-    run=$runs/$name
+    local run status part=("${train_part[@]}") step_name=trainer
+    run=$(run_folder "$CONFIG" "${settings[@]}") || exit
     saved_before=$(newest "$run")
     ((!servers)) || start_servers
     start_step "$logs/trainer-%t.log" "$(join "${train_nodes[@]}")" "$trainers" \
@@ -232,6 +260,7 @@ run_job() { # settings of the config, which come after the ones above
 
     while alive "$train_pid"; do
         pause 2
+        ((!ending || SECONDS - told < ${GRACE_S:-540})) || requeue "$run" "the step at hand takes longer than GRACE_S"
     done
     status=0
     wait "$train_pid" || status=$?

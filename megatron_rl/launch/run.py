@@ -138,7 +138,8 @@ class Run:
         self._saved_at = self.step if self._found or kind in LOOKS else -1
         self._saving: checkpoint.Save | None = None
         """One that is written in the background."""
-        self.logger = RunLogger(self.folder, config, resume_step=self.step, active=self.ranks.rank == 0)
+        writes = {"active": self.ranks.rank == 0, "exports": kind not in LOOKS}
+        self.logger = RunLogger(self.folder, config, resume_step=self.step, **writes)
         self._stop = False
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)

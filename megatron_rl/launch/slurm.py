@@ -81,6 +81,7 @@ class Job:
             variables["TRAIN_NODES"] = str(self.trainers)
         if not self.gpus_per_node:  # SLURM says how many a whole node has
             variables["GPUS_PER_NODE"] = "1"
+        variables["GRACE_S"] = str(max(1, self.grace_s - min(60, self.grace_s // 4)))
         if self.command != "train":
             variables["COMMAND"] = self.command
         lines = [
@@ -91,10 +92,7 @@ class Job:
             *[f"#SBATCH {option}" for option in self.options],
             "set -euo pipefail",
             "",
-            *[
-                f"[[ -n ${{{name}:-}} ]] || {name}={shlex.quote(value)}"
-                for name, value in (variables | self.variables).items()
-            ],
+            *[f"{name}={shlex.quote(value)}" for name, value in (variables | self.variables).items()],
             f"# shellcheck source={COMMON}",
             f'source "$SLURM_SUBMIT_DIR/{COMMON}" || {{',
             '    echo "submit this from the checkout\'s root" >&2',
@@ -143,6 +141,13 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
             f"launch: --server-gpus {server_gpus} does not divide the {gpus} GPUs of a node, nor the {serving} nodes that serve"
             " into whole servers"
         )
+    # The job runs in the checkout; what the config says is meant from here.
+    paths = {"runs_dir": config.runs_dir, "model.path": config.model.path}
+    paths |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    overrides = [*overrides]
+    for key, path in paths.items():
+        if path and (key == "runs_dir" or Path(path).exists()):
+            overrides += [f"--{key}", str(Path(path).resolve())]
     variables = {"CONTAINER": args.container, "MOUNTS": args.mounts}
     named = {"account": args.account, "partition": args.partition}
     job = Job(

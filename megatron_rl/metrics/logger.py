@@ -109,9 +109,12 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 class RunLogger:
     """Writes the log of one run; does nothing on ranks that are not `active`."""
 
-    def __init__(self, run_dir: Path, config: Config, *, resume_step: int = 0, active: bool = True) -> None:
+    def __init__(
+        self, run_dir: Path, config: Config, *, resume_step: int = 0, active: bool = True, exports: bool = True
+    ) -> None:
         """resume_step: the step after which the run goes on; lines of later steps are cut off at the first write.
 
+        exports: to Prometheus, where the config says so; what only looks may run beside the run that does.
         Errors: UserError where a package that the config asks for is missing.
         """
         self.run_dir = Path(run_dir)
@@ -130,7 +133,7 @@ class RunLogger:
         self._warned: set[str] = set()
         if active and config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
             raise UserError("config: logging.wandb_project needs the package wandb: pip install wandb, or turn it off")
-        self._exported = self._prometheus() if active and config.logging.prometheus_port else None
+        self._exported = self._prometheus() if active and exports and config.logging.prometheus_port else None
 
     def say(self, line: str) -> None:
         """A line for the user, above the progress line."""

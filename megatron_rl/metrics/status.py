@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import struct
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from megatron_rl.launch.run_lock import NAME as LOCK
 from megatron_rl.metrics.logger import METRICS_FILE
 from megatron_rl.metrics.runlog import RunLog, number, read_run
 
+FLOCK = "hhqqi4x"
+"""struct flock of Linux on 64 bits: type, whence, start, length, process."""
 RECENT = 10
 """Steps over which times are taken."""
 SHOWN = ("reward/mean", "eval/score", "loss/policy", "mismatch/kl", "mismatch/ess", "rollout/stale", "rollout/restarts")
@@ -116,13 +119,13 @@ def _writer(path: Path) -> tuple[str, bool | None]:
     try:
         with path.open() as file:
             writer = file.read().strip()
+            # Asked, and not taken: a trainer that starts at this moment would find it locked.
+            wanted = struct.pack(FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
             try:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back with the file
-            except (BlockingIOError, PermissionError):
-                return writer, True
+                found = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
             except OSError:
                 return writer, None
-            return writer, False
+            return writer, found[0] != fcntl.F_UNLCK
     except OSError:
         return "", False
 

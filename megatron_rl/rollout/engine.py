@@ -68,7 +68,11 @@ class Engine:
         if rollout.load or rollout.external:
             return self
         check_served(self.config, self.run.hf_config, pushes=self.trains)
-        self.run.ranks.main_does(self._start_servers, patient=True)
+        try:
+            self.run.ranks.main_does(self._start_servers, patient=True)
+        except BaseException:  # an interrupt, while others start
+            self._stack.close()
+            raise
         return self
 
     def _start_servers(self) -> None:

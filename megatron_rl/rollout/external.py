@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ def check_servers(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) 
             raise UserError(f"rollout.addresses: {address} {found}")
 
 
+def server_of(address: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a server says of itself: SGLang's /server_info and /model_info. Errors: UserError where it does not answer."""
+    return _get(address, "server_info"), _get(address, "model_info")
+
+
 def problems_of(address: str, config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> str:
     """What a server cannot do of what the config asks, as predicates with the remedy; empty: it can do all.
 
     Errors: UserError where it does not answer.
     """
-    info, model = (_get(address, path) for path in ("server_info", "model_info"))
+    info, model = server_of(address)
     found = problems(info, model, config, hf_config, pushes=pushes)
     return f"{'; it '.join(found)}; start it through tools/serve.py with this config" if found else ""
 
@@ -124,7 +130,7 @@ def _get(address: str, path: str) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(f"{with_scheme(address)}/{path}", timeout=ANSWER_S) as reply:
             return json.load(reply)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise UserError(
             f"rollout.addresses: {address}/{path} does not answer as SGLang 0.5.23 ({reason}); is the server up?"

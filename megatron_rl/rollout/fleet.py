@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -14,10 +15,12 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import with_scheme
-from megatron_rl.rollout.external import check_servers, problems_of
+from megatron_rl.rollout.external import check_servers, problems, server_of
 
 PAUSE_S = 0.5
 """Between two looks at servers that are waited for."""
+NEW_S = 2.0
+"""Longest wait for a sign of life of a server that is no member: one that is late is looked at again at the next push."""
 SETTLE_S = 5.0
 """Servers that come back after all were lost often come together: so long is waited for the others of them."""
 
@@ -41,6 +44,8 @@ class Fleet:
         """Of the members."""
         self._refused: dict[str, str] = {}
         """Servers that cannot do what the config asks, and why."""
+        self._sizes: dict[str, int] = {}
+        """GPUs of each server that can."""
 
     def close(self) -> None:
         """They are others' to end."""
@@ -133,24 +138,37 @@ class Fleet:
         for address, answers in zip(known, ready, strict=True):
             if not answers:
                 self._refused.pop(address, None)  # what starts there next may be another one
+                self._sizes.pop(address, None)
                 continue
-            if address not in self.addresses and address not in self._refused:
+            if address not in self._sizes and address not in self._refused:
                 try:
-                    problem = problems_of(address, self.config, self.hf_config, pushes=self.pushes)
+                    self._look_at(address)
                 except UserError:  # it has gone since
                     continue
-                if problem:
-                    self._refused[address] = problem
-                    self._say(f"rollout: {address} is not used: it {problem}")
             if address not in self._refused:
                 found.append(address)
         return found
 
+    def _look_at(self, address: str) -> None:
+        """Whether a server can do what the config asks, and is as large as the others. Errors: UserError where it is gone."""
+        info, model = server_of(address)
+        size = info.get("tp_size") or 1
+        found = problems(info, model, self.config, self.hf_config, pushes=self.pushes)
+        others = {self._sizes[member] for member in self.addresses if member in self._sizes}
+        if self.pushes and others and size not in others:
+            found.append(f"has --tensor-parallel-size {size}, and the other servers {min(others)}")
+        if not found:
+            self._sizes[address] = size
+            return
+        self._refused[address] = "; it ".join(found)
+        self._say(f"rollout: {address} is not used: it {self._refused[address]}")
+
     def _ready(self, address: str) -> bool:
+        timeout_s = self.config.rollout.health_check_timeout_s
+        if address not in self.addresses:  # of a lost host, say, for which no push should wait long
+            timeout_s = min(NEW_S, timeout_s)
         try:
-            with urllib.request.urlopen(
-                f"{address}/ready", timeout=self.config.rollout.health_check_timeout_s
-            ) as reply:
+            with urllib.request.urlopen(f"{address}/ready", timeout=timeout_s) as reply:
                 return reply.status == 200
-        except (urllib.error.URLError, OSError, ValueError):
+        except (urllib.error.URLError, HTTPException, OSError, ValueError):
             return False

@@ -43,7 +43,7 @@ class Recovery:
         used anew also where no change is seen, as one may have been away for a moment. Returns whether the servers are to be
         sent the weights, as they are others or new.
         """
-        count = self._ranks.maximum(self._servers.changed(patience_s))
+        count = self._ranks.main_does(lambda: self._servers.changed(patience_s), patient=True)
         if not count and not (trouble and self.external):
             return False
         self._make_room()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +55,8 @@ class Job:
         self.run = folder / "runs" / name
         self.number = 0
 
-    def submit(self, *options: str, minutes: int = 30) -> None:
-        """By `megatron-rl launch slurm`."""
+    def submit(self, *options: str, minutes: int = 30, **variables: str) -> None:
+        """By `megatron-rl launch slurm`. variables: of common.sh."""
         options = ("--nodes", "2", "--gpus-per-node", "0", "--time", str(minutes), "--grace", "30", *options)
         log = f"--option=--output={self.folder}/%x-%j.log"
         done = subprocess.run(
@@ -65,7 +64,7 @@ class Job:
             capture_output=True,
             text=True,
             timeout=120,
-            env=self.slurm.environment | {"RUN_ROOT": str(self.folder)},
+            env=self.slurm.environment | {"RUN_ROOT": str(self.folder)} | variables,
         )
         assert done.returncode == 0, done.stderr
         self.number = int(done.stdout.split()[1])
@@ -173,12 +172,14 @@ def test_pushed_aside_by_a_higher_partition(slurm, job, undisturbed, place):
 
 
 def test_a_node_is_lost_and_comes_back(slurm, job, undisturbed):
+    """SLURM notices, and the job waits for the node."""
     job.submit()
     job.wait_steps(14)
     slurm.lose_node("n2")
-    time.sleep(1)
+    slurm.wait(lambda: slurm.state(job.number) == "PENDING", "the job is requeued", 120)
     slurm.start_node("n2")
     job.wait_end()
+    assert int(slurm.job(job.number)["Restarts"]) >= 1
     assert_same_run(job, undisturbed)
 
 
@@ -190,6 +191,17 @@ def test_a_server_that_dies_is_another_one_and_the_job_goes_on(slurm, job):
     job.wait_end()
     assert job.steps == list(range(1, STEPS + 1)) and slurm.job(job.number)["Restarts"] == "0"
     assert "started again" in job.log and read_json_lines(job.run / METRICS_FILE)[-1]["rollout/restarts"] >= 1
+
+
+def test_a_node_that_is_gone_for_a_moment(slurm, job):
+    """SLURM does not notice, and srun waits for ever for the step that was there."""
+    job.submit(SERVER_SILENCE_S="10")
+    job.wait_steps(5)
+    slurm.lose_node("n2")
+    slurm.start_node("n2")
+    slurm.wait(lambda: "server 0 gives no sign of life: its step is ended" in job.log, f"it is noticed; {job.log}", 90)
+    job.wait_end()
+    assert job.steps == list(range(1, STEPS + 1)) and slurm.job(job.number)["Restarts"] == "0"
 
 
 def attempt_log(job: Job, attempt: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def option(script: Path, name: str) -> str:
 
 def test_there_is_a_script_for_each_model_and_task():
     gpt_oss = [f"gpt-oss-{size}-{task}" for size in ("120b", "20b") for task in ("gsm8k", "retool", "verifyif")]
-    others = ["moonlight-16b-a3b", "olmoe-1b-7b", "qwen3-14b-dvp", "qwen3-30b-a3b", "qwen3-30b-a3b-vp2o"]
+    others = ["moonlight-16b-a3b", "olmoe-1b-7b", "qwen3-14b-dvp", "qwen3-30b-a3b-vp2o", "qwen3-30b-a3b"]
     assert [s.stem for s in SCRIPTS] == [*gpt_oss, *others]
 
 
@@ -113,8 +114,9 @@ def test_a_run_whose_last_step_is_saved_is_finished(checkpoints, status, tmp_pat
     for name in checkpoints:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     common = (REPOSITORY / "examples" / "slurm" / "common.sh").read_text()
-    [function] = re.findall(r"^finished\(\).*?^}$", common, re.MULTILINE | re.DOTALL)
-    command = ["bash", "-c", f'{function}\nfinished "$1"', "-", str(tmp_path)]
+    functions = re.findall(r"^(?:newest|finished)\(\).*?^}$", common, re.MULTILINE | re.DOTALL)
+    assert len(functions) == 2
+    command = ["bash", "-euo", "pipefail", "-c", "\n".join([*functions, 'finished "$1"']), "-", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert (done.returncode, done.stderr) == (status, "")
 
@@ -171,7 +173,7 @@ fi
 """
 TRAINER = """#!/usr/bin/env bash
 echo "rank $RANK of $WORLD_SIZE, $LOCAL_WORLD_SIZE here: $*"
-for ((i = 0; i < 300; i++)); do # while the other steps start
+for ((i = 0; i < ${TENTHS:-300}; i++)); do # while the other steps start
     (($(wc -l <"$LOGGED") < ${STEPS:-1})) || break
     sleep 0.1
 done
@@ -190,6 +192,10 @@ def submit(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
+    python = checkout / ".venv" / "bin" / "python"
+    if not python.exists():  # the environment's, by a script: through a link it would not know its packages
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
     for name in ("examples", "configs"):
         if not (checkout / name).exists():
             (checkout / name).symlink_to(REPOSITORY / name)
@@ -272,7 +278,9 @@ def test_a_server_that_ends_is_started_again_and_the_trainer_goes_on(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert sum(" serve " in step for step in steps) >= 3 and sum(" train " in step for step in steps) == 1
     assert re.search(r"server 0 ended with status \d+ .*: started again", done.stdout)
-    tried = submit(tmp_path, NODES="2", SERVER_GPUS="8", STEPS="6", SERVER_RESTARTS="0")[0]
+    again = tmp_path / "again"
+    again.mkdir()
+    tried = submit(again, NODES="2", SERVER_GPUS="8", STEPS="3", TENTHS="120", SERVER_RESTARTS="0")[0]
     assert "server 0 ended 1 times in a row: not started again" in tried.stderr
 
 
@@ -335,7 +343,8 @@ def test_the_script_of_a_config_does_what_an_example_does(tmp_path, tiny_model, 
     done, steps, said = submit(tmp_path, "--seed", "5", script=script, NODES="4", MODEL="", STEPS="9")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sum(" serve " in step for step in steps) >= 8 and "rank 0 of 16, 8 here: train " in said
-    assert f"train {config} --model.path {model} " in said and said.endswith(f"--model.path {model} --steps 7 --seed 5")
+    runs = f"--runs_dir {Path('runs').resolve()} --model.path {model}"
+    assert f"train {config} --model.path {model} " in said and said.endswith(f"--steps 7 {runs} --seed 5")
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ keep_server() { # number, nodes, place on its node: a server, and another one wh
             wait $! || true
             if [[ -f $file ]] && curl --silent --fail --max-time 30 "$(<"$file")/ready" >/dev/null; then
                 seen=$SECONDS
-            elif ((seen && SECONDS - seen > ${SERVER_SILENCE_S:-120})); then # srun itself may wait for ever for a lost node
+            elif ((SECONDS - (seen ? seen : started + BRING_UP_S) > ${SERVER_SILENCE_S:-120})); then # srun itself may wait for ever for a lost node
                 say "server $number gives no sign of life: its step is ended"
                 end_step "server-$number" || true # the controller may be busy with the same node
                 kill -KILL "$pid" 2>/dev/null || true

@@ -196,7 +196,7 @@ def test_a_server_that_dies_is_another_one_and_the_job_goes_on(slurm, job):
 def test_a_node_that_is_gone_for_a_moment(slurm, job):
     """SLURM does not notice, and srun waits for ever for the step that was there."""
     job.submit(SERVER_SILENCE_S="10")
-    job.wait_steps(5)
+    job.wait_steps(25)  # the script has seen the server by then
     slurm.lose_node("n2")
     slurm.start_node("n2")
     slurm.wait(lambda: "server 0 gives no sign of life: its step is ended" in job.log, f"it is noticed; {job.log}", 90)

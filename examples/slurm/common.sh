@@ -216,7 +216,8 @@ keep_server() { # number, nodes, place on its node: a server, and another one wh
             wait $! || true
             if [[ -f $file ]] && curl --silent --fail --max-time 30 "$(<"$file")/ready" >/dev/null; then
                 seen=$SECONDS
-            elif ((SECONDS - (seen ? seen : started + BRING_UP_S) > ${SERVER_SILENCE_S:-120})); then # srun itself may wait for ever for a lost node
+            elif ((SECONDS - (seen ? seen : started + BRING_UP_S) > ${SERVER_SILENCE_S:-120})); then
+                # srun itself may wait for ever for a node that was lost.
                 say "server $number gives no sign of life: its step is ended"
                 end_step "server-$number" || true # the controller may be busy with the same node
                 kill -KILL "$pid" 2>/dev/null || true
@@ -252,6 +253,7 @@ run_job() { # settings of the config, which come after the ones above
     local run status part=("${train_part[@]}") step_name=trainer
     run=$(run_folder "$CONFIG" "${settings[@]}") || exit
     saved_before=$(newest "$run")
+    touch "$logs/started"
     ((!servers)) || start_servers
     start_step "$logs/trainer-%t.log" "$(join "${train_nodes[@]}")" "$trainers" \
         bash "$root/examples/slurm/task.sh" "$COMMAND" "$logs" "$CONFIG" "${settings[@]}"
@@ -269,8 +271,8 @@ run_job() { # settings of the config, which come after the ones above
     if ((ending)) && ! finished "$run"; then
         requeue "$run" "told to end"
     fi
-    # Status 2 without a new checkpoint is an error for a person to mend.
-    if ((status == 2 && $(newest "$run") <= saved_before)); then
+    # Status 2 before the first step is an error for a person to mend; later it may be of lost servers.
+    if ((status == 2)) && [[ ! $run/metrics.jsonl -nt $logs/started ]]; then
         fail "the trainer ended with status $status: see $logs/trainer-*.log"
     elif ((status)); then
         requeue "$run" "the trainer ended with status $status (see $logs/trainer-*.log)"

@@ -177,6 +177,7 @@ for ((i = 0; i < ${TENTHS:-300}; i++)); do # while the other steps start
     (($(wc -l <"$LOGGED") < ${STEPS:-1})) || break
     sleep 0.1
 done
+[[ -z ${MAKES:-} ]] || { mkdir -p "$(dirname "$MAKES")" && sleep 0.1 && touch "$MAKES"; }
 [[ -z ${SAVES:-} ]] || mkdir -p "$SAVES"
 exit ${STATUS:-0}
 """
@@ -300,6 +301,9 @@ def test_what_a_person_has_to_mend_is_not_requeued(tmp_path):
     done, steps, _ = submit(tmp_path, STATUS="2")
     assert done.returncode == 1 and "requeued" not in steps
     assert "the trainer ended with status 2: see" in done.stderr
+    steps_made = str(tmp_path / "checkout" / "runs" / "olmoe-1b-7b" / "metrics.jsonl")  # of this attempt
+    done, steps, _ = submit(tmp_path, STATUS="2", MAKES=steps_made)
+    assert done.returncode != 0 and steps[-1] == "requeued", "all servers may be lost in a run that went well"
 
 
 @pytest.mark.parametrize("command", ["sft", "reward", "dpo"])

@@ -28,7 +28,8 @@ FAST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Of tests/gpu; here, because pytest reads options before it comes to that folder."""
+    """Of all tests, and of tests/gpu: pytest reads options before it comes to that folder."""
+    parser.addoption("--times", metavar="FILE", help="append a line for each test to FILE as it ends: seconds, outcome, name")
     group = parser.getgroup("gpu")
     group.addoption("--on-cpu", action="store_true", help="run tests/gpu without a GPU where they can")
     group.addoption("--gpu-json", metavar="FILE", help="write outcomes and figures of tests/gpu to FILE")
@@ -46,6 +47,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in SLOW and item.path.name not in FAST:
             item.add_marker("slow")
+
+
+class _Ends:
+    """Says at once which test has failed, as a suite that is ended by a limit says nothing at its end; keeps times."""
+
+    def __init__(self, times: str | None) -> None:
+        self._times = times
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            print(f"\n{report.outcome.upper()} {report.nodeid} ({report.when})", flush=True)
+        if report.when == "teardown" and self._times:
+            with open(self._times, "a") as file:
+                file.write(f"{self._seconds.pop(report.nodeid):8.2f} {report.outcome} {report.nodeid}\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Reports come together in the process that the user has started."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Ends(config.getoption("--times")))
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.trainer.advantages import Advantages
 from megatron_rl.trainer.units import with_last_state
 
-ALONE: Any = SimpleNamespace(gather_from_leaders=lambda value: [value], leaders_do=lambda work: work())
+ALONE: Any = SimpleNamespace(gather_from_leaders=lambda value: [value], leaders_do=lambda work, patient=False: work())
 """Ranks of a run of one process."""
 
 

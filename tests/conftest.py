@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -63,6 +64,12 @@ class _Ends:
         if report.when == "teardown" and self._times:
             with open(self._times, "a") as file:
                 file.write(f"{self._seconds.pop(report.nodeid):8.2f} {report.outcome} {report.nodeid}\n")
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have imported is not looked at again whenever garbage is collected."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -171,6 +172,7 @@ class Run:
             self.rewards.load_state_dict(state["extra"].get("rewards", {}))
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
+        gc.freeze()  # of a million objects, most of modules, which each collection of garbage would look at, on every rank
         return self.trainer
 
     def _build_critic(self) -> None:

@@ -21,6 +21,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import together
 from megatron_rl.models.parallel_check import expert_tensor_size
 from megatron_rl.sync import nccl
+from megatron_rl.trainer.gloo_device import share_device
 
 T = TypeVar("T")
 
@@ -167,6 +168,7 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
     for name, value in nccl.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not dist.is_initialized():
+        share_device()
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)

@@ -6,5 +6,6 @@ time, and copied the pages.
 
 import gc
 
+gc.enable()
 gc.collect()
 gc.freeze()

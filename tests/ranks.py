@@ -21,7 +21,7 @@ from megatron_rl.rollout.server import reserve_port
 # Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven: once in the server from
 # which all processes are forked.
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["megatron_rl.train", "modelopt.torch", "tests.frozen"])
+FORKED.set_forkserver_preload(["tests.unhindered", "megatron_rl.train", "modelopt.torch", "tests.frozen"])
 
 
 def end_layout() -> None:

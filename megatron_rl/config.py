@@ -627,6 +627,15 @@ class RolloutConfig:
     """Attempts after the first, with a growing pause; a dead child server is restarted in between."""
     seed_requests: bool = True
     """Give every request a seed of its own: the same config samples the same responses, in whatever order they arrive."""
+    max_staleness: Count = 0
+    """Steps that the servers may be ahead of the trainer. 0: they wait for each other; 1: the next step's responses are
+    sampled while the trainer learns (one-step-off); more: fully asynchronous. So many steps older are the weights that have
+    sampled a response, at most; sync.refresh adds its own delay."""
+    partial_rollout: bool = True
+    """With max_staleness: a push of weights interrupts responses, which go on with the new ones. false: it waits for them."""
+    durable: bool = True
+    """Keep the samples of a step on disk as they finish (in the run's pending/), until a checkpoint comes behind it: a run that
+    was ended in the step asks for none of them again. With routes they are large."""
     routes: bool = False
     """Ask the engine for the experts of every token, also where routing.source does not need them: for the metrics."""
     agreement_floor: Annotated[float, Field(gt=0, lt=1)] | None = 0.5

@@ -13,6 +13,10 @@ class UserError(Exception):
     """Bad input or a broken environment. The command line prints it as a single line and exits with status 2."""
 
 
+class StopRequested(BaseException):
+    """The run was asked to end (SIGTERM, SIGUSR1) in the middle of a step: it saves what it has. Raised on all processes."""
+
+
 def together[T](work: Callable[[], T] | None, group: torch.distributed.ProcessGroup | None = None) -> T | None:
     """What `work` returns on this process (None: it has nothing to do); an error of one process is raised on all of the group.
 

@@ -15,7 +15,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
 from megatron_rl.environments.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
-from megatron_rl.errors import UserError
+from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.demonstration_checks import check_demonstrations
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.agents import agent_metrics
@@ -36,8 +36,16 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     eval/greedy the mean reward of one response without sampling; eval/reward/PART the mean of each part, where there are
     several. eval/score_unpruned and pass_unpruned@k are those of responses that are sampled without pruning (eval.unpruned).
     Masked responses have no part in any, and where all are masked there is no score. The responses are kept in the run's evals/
-    folder, one JSON line each.
+    folder, one JSON line each. There are no scores of an evaluation in which the run is asked to end.
     """
+    try:
+        return _evaluate(config, run, engine)
+    except StopRequested:
+        run.logger.say(f"asked to end in the evaluation at step {run.step}, which is left out")
+        return {}
+
+
+def _evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     prompts = run.eval_prompts
     if not prompts:
         return {}

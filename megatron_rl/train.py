@@ -10,6 +10,7 @@ from megatron_rl.data.balance import redistribute
 from megatron_rl.evaluate import evaluate
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.step import log_step
+from megatron_rl.rollout.ahead import Rollouts
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.refresh import RefreshSchedule, measure, refresh_metrics
 from megatron_rl.trainer.advantages import Advantages
@@ -24,14 +25,13 @@ def train(config: Config) -> None:
         engine.join()
         engine.push(trainer, version=run.step)
         schedule, objective = RefreshSchedule(config.sync.refresh), Policy(config)
-        advantages = Advantages(config, trainer, run.critic)
+        advantages, rollouts = Advantages(config, trainer, run.critic), Rollouts(run, engine)
         if run.step == 0:
             logger.log_eval(0, evaluate(config, run, engine))
         clock = run.clock()
         while run.step < config.steps and not run.stop_requested():
             with clock("rollout"):
-                prompts = run.stream.next(config.batch.prompts_per_step)
-                trajectories = engine.collect(prompts, step=run.step)
+                prompts, trajectories = rollouts.next()
 
             with clock("reward"):
                 run.rewards.score(trajectories, prompts, learns=True)

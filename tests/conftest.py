@@ -25,6 +25,8 @@ FAST = (
     "test_dpo_loss.py",
     "test_kl_control.py",
     "test_later_rewards.py",
+    "test_slots.py",
+    "test_finished.py",
 )
 """Files of these folders that take seconds."""
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,14 @@ def file_of(folder: Path, step: int, data_rank: int) -> Path:
 def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
     """Write trajectories to `path` (a temporary file that is renamed)."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        write_trajectories(file, trajectories)
+    os.replace(temporary, path)
+
+
+def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: np.ndarray) -> None:
+    """Write trajectories to a file that is open; more: arrays that go with them, by name."""
     arrays: dict[str, np.ndarray] = {}
     rows = []
     for index, t in enumerate(trajectories):
@@ -50,18 +58,20 @@ def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
         if t.kept is not None:
             arrays[f"{index}.kept"] = np.concatenate([np.zeros(0, np.int32), *t.kept])
     arrays["rows"] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        np.savez(file, **cast("dict[str, Any]", arrays))
-    os.replace(temporary, path)
+    np.savez(file, **cast("dict[str, Any]", arrays | more))
+
+
+def read_trajectories(arrays: Mapping[str, np.ndarray]) -> list[Trajectory]:
+    """What write_trajectories wrote, from np.load's mapping. Errors: KeyError and others for what it did not."""
+    rows = json.loads(arrays["rows"].tobytes())
+    return [_trajectory(arrays, index, row) for index, row in enumerate(rows)]
 
 
 def load_trajectories(path: Path) -> list[Trajectory]:
     """Read what save_trajectories wrote. Errors: UserError naming the file that is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            rows = json.loads(arrays["rows"].tobytes())
-            return [_trajectory(arrays, index, row) for index, row in enumerate(rows)]
+            return read_trajectories(arrays)
     except FileNotFoundError:
         raise UserError(f"rollout.load: {path} does not exist (recorded on other data-parallel ranks?)") from None
     except Exception as error:

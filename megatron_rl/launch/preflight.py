@@ -453,6 +453,8 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
             f"config: rollout.colocate with rollout.{key}: only servers that the trainer starts take turns with it; set"
             f" {key}: {empty}, or colocate: false"
         )
+    if kind == "train":
+        _check_staleness(config)
     if kind == "train" and not rollout.load:
         _check_waits(config, world_size)
     if kind in FROM_DATA or rollout.load or rollout.external:
@@ -472,6 +474,23 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
                 f"config: sync.transport = tensor: GPU {far[0]} has no peer access to GPU 0, where the weights are sent from;"
                 f" set sync.transport: {'disk' if rollout.colocate else 'distributed'}"
             )
+
+
+def _check_staleness(config: Config) -> None:
+    """Refuse servers ahead of the trainer where that cannot be, or breaks what was promised. Errors: UserError."""
+    if not config.rollout.max_staleness:
+        return
+    for refused, problem in (
+        (config.rollout.colocate, "rollout.colocate: servers that share the trainer's GPUs sleep while it learns"),
+        (bool(config.rollout.load), "rollout.load: no server is asked"),
+        (config.algorithm.on_policy, "algorithm.on_policy: older weights have sampled what is learned"),
+        (
+            config.routing.source == "pr3" and config.routing.features == "engine",
+            "routing.source: pr3: predictors learn how far routers have moved since the last push, and older ones have routed",
+        ),
+    ):
+        if refused:
+            raise UserError(f"config: rollout.max_staleness with {problem}; set max_staleness: 0")
 
 
 def _check_waits(config: Config, world_size: int) -> None:

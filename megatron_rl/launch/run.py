@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.config_file import to_yaml
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import PromptStream, build_task, fitting
-from megatron_rl.errors import UserError
+from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import data_hooks, update_hooks
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, reference_of
@@ -27,11 +27,13 @@ from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.models.precision import slow_bf16, this_machine
+from megatron_rl.rollout.finished import forget
 from megatron_rl.rollout.later_rewards import LaterRewards, names_of
 from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.critic import Critic, critic_config
+from megatron_rl.trainer.interrupt import Interrupt
 from megatron_rl.trainer.kl_control import KLControl
 from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
@@ -134,14 +136,23 @@ class Run:
         self.critic: Critic | None = None
         """Of PPO; after `build`."""
         self.current_clock = Clock()
+        self.resumed_at = self.step
+        """Step of the checkpoint that this process began with."""
+        self.pending = self.folder / "pending"
+        """Samples of steps that are in no checkpoint yet."""
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
+        self.position: Callable[[], dict[str, Any]] = lambda: self.stream.state_dict()
+        """Of the data stream, for a checkpoint."""
         self._saved_at = self.step if self._found or kind in LOOKS else -1
         self._saving: checkpoint.Save | None = None
         """One that is written in the background."""
         writes = {"active": self.ranks.rank == 0, "exports": kind not in LOOKS}
         self.logger = RunLogger(self.folder, config, resume_step=self.step, **writes)
         self._stop = False
+        self._before_step: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """Random states and running figures of rewards."""
+        self.interrupt = Interrupt(self.ranks, self.asked_to_stop, deep=config.parallel.pipeline == 1)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
@@ -162,6 +173,8 @@ class Run:
         if training:
             self.build_scorers()
             self.trainer.companions |= self.rewards.models
+            for trainer in (self.trainer, *self.trainer.companions.values()):
+                trainer.interrupt = self.interrupt
         if config.distillation.teacher and self.kind in ("train", "sft"):
             self.trainer.companions[TEACHER] = self.scorer(config.distillation.teacher)
         if self._found:
@@ -228,7 +241,12 @@ class Run:
                     self.logger.say(f"config keys that differ from the run so far: {', '.join(self._changes)}")
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> bool:
+        stopped = kind is not None and issubclass(kind, StopRequested)
+        if stopped:
+            self.logger.say(f"asked to end in step {self.step + 1}, which begins anew when the run goes on")
+            self._undo_step()
+            kind = None
         try:
             if kind is KeyboardInterrupt and self.kind not in LOOKS:
                 self._say_what_is_lost()
@@ -244,6 +262,7 @@ class Run:
                 self._lock.close()
             if kind is None:
                 parallel.shutdown()
+        return stopped
 
     def _say_what_is_lost(self) -> None:
         found = checkpoint.complete_checkpoints(self.checkpoints)
@@ -259,8 +278,25 @@ class Run:
     def _on_signal(self, number: int, frame: object) -> None:
         self._stop = True
 
+    def begin_step(self) -> None:
+        """From here on a step may be given up, until something is changed (all ranks)."""
+        self._before_step = checkpoint.random_states(), self.rewards.state_dict()
+        self.interrupt.arm()
+
+    def _undo_step(self) -> None:
+        """Be as before the step that was given up."""
+        self.interrupt.disarm()
+        if self._before_step is not None:
+            random, rewards = self._before_step
+            checkpoint.set_random_states(random)
+            self.rewards.load_state_dict(rewards)
+
+    def asked_to_stop(self) -> bool:
+        """Whether this process was asked to stop (SIGTERM, SIGUSR1)."""
+        return self._stop
+
     def stop_requested(self) -> bool:
-        """Whether any process was asked to stop (SIGTERM, SIGUSR1): the run saves and ends after the current step."""
+        """Whether any process was asked to stop: the run saves and ends."""
         return bool(self.ranks.maximum(int(self._stop)))
 
     def _open_folder(self) -> None:
@@ -304,7 +340,7 @@ class Run:
         self.finish_save()
         self.before_saving()
         extra = {
-            "stream": self.stream.state_dict(),
+            "stream": self.position(),
             "kind": self.kind,
             "scores": self.scores,
             "kl": self.kl.state_dict(),
@@ -337,6 +373,8 @@ class Run:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.finish(self.config.checkpoint.timeout_s)
+            if self.ranks.rank == 0:
+                forget(self.pending, checkpoint.step_of(saving.path))
 
     def save_hf(self) -> Path:
         """Write the current weights as a Hugging Face folder `hf` in the run's folder, and adapters as `adapter` too."""

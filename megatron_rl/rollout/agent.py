@@ -128,20 +128,19 @@ class AgentCollection(Collection):
 
     @property
     def asked(self) -> int:
-        """Conversations that this process asks for."""
-        return len(self._requests)
+        """Conversations of this process."""
+        return len(self._all)
 
     @property
     @override
-    def responses(self) -> int:
-        """Conversations that have ended."""
+    def _arrived(self) -> int:
         return sum(bool(talk.finish_reason) for talk in self._talks.values())
 
     @override
     def run(self, client: SGLangClient) -> None:
         toolbox = self.agents.toolbox
         assert toolbox is not None  # of a leader, and others ask for nothing
-        toolbox.loop.run(self._run(client))
+        toolbox.loop.run(self._until_canceled(client))
 
     @override
     async def _run(self, client: SGLangClient) -> None:
@@ -178,8 +177,7 @@ class AgentCollection(Collection):
             talk.seconds = settings.time_limit_s - limit.left
         talk.drop_open_observation()
         await world.close()
-        if self.on_progress:
-            self.on_progress(self.responses, len(self._requests))
+        self._finish([request])
 
     async def _turn(
         self, client: SGLangClient, request: int, talk: Conversation, world: Environment, limit: TimeLimit
@@ -246,16 +244,12 @@ class AgentCollection(Collection):
         return reply
 
     @override
-    def trajectories(self) -> list[Trajectory]:
-        return [self._trajectory(request) for request in self._requests]
-
-    def _trajectory(self, request: int) -> Trajectory:
+    def _sample(self, request: int) -> list[Trajectory]:
         parts = self._worlds[request].reward_parts() if request in self._worlds else {}
         talk = self._talks[request]
-        [found] = self._sample([talk], request, self._finals.get(request, ""), parts, talk.finish_reason)
-        return found
+        return self._judged([talk], request, self._finals.get(request, ""), parts, talk.finish_reason)
 
-    def _sample(
+    def _judged(
         self, talks: Seq[Conversation], request: int, text: str, parts: dict[str, float], ended: str
     ) -> list[Trajectory]:
         """The sequences of one sample, which are judged together.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_rl.data.sequence import RouterFeatures, TopLogProbs
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
+from megatron_rl.rollout.slots import Slots
 
 FIRST_PAUSE_S = 0.5
 """Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""
@@ -195,20 +196,23 @@ class SGLangClient:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
         self.addresses = [with_scheme(address) for address in addresses]
         """May be set while nothing is asked."""
-        self.versions: set[str] | None = None
+        self.versions: Set[str] | None = None
         """Weight versions of this run; a server that answers with others was started anew, and its answers are not taken.
         None: all do."""
-        self.concurrency, self.timeout_s, self.retries, self.lost = concurrency, timeout_s, retries, lost
+        self.slots, self.timeout_s, self.retries, self.lost = Slots(concurrency), timeout_s, retries, lost
         self.health = health
         self._of_all = {} if adapter is None else {"lora_path": adapter}
         """Fields of every request."""
         self.retried = 0
         """Retries since the client was made."""
 
+    def copy(self) -> SGLangClient:
+        """Another client of the same servers, for another event loop; both together keep to the concurrency."""
+        return copy.copy(self)
+
     async def __aenter__(self) -> SGLangClient:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=min(10.0, self.timeout_s))
         self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        self._free, self._running = asyncio.Condition(), 0
         self._pool = ThreadPoolExecutor(DECODERS, "decode")
         self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
         self._down: dict[str, str] = {}
@@ -282,22 +286,9 @@ class SGLangClient:
             pairs = zip(parts, prompts, strict=True)
             return [parse_reply(part, len(prompt), routes, prompt_log_probs, **known) for part, prompt in pairs]
 
-        async with self._in_turn(len(prompts)):
+        async with self.slots.take(len(prompts)):
             order = server_order(number, total, len(self.addresses))
             return await self._ask(body, [tuple(int(t) for t in prefix) for prefix in prefixes], order, decode)
-
-    @asynccontextmanager
-    async def _in_turn(self, responses: int) -> AsyncIterator[None]:
-        """Wait until `responses` more fit under the concurrency; a call that is larger than it goes alone."""
-        async with self._free:
-            await self._free.wait_for(lambda: not self._running or self._running + responses <= self.concurrency)
-            self._running += responses
-        try:
-            yield
-        finally:
-            async with self._free:
-                self._running -= responses
-                self._free.notify_all()
 
     async def _ask(
         self,

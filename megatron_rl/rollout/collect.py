@@ -1,15 +1,16 @@
 """All prompts of a step, asked at once; trajectories in the order of the prompts, whatever happened in between.
 
-A rollout program (program.py) names a class like `Collection`, with its fields, `run`, `complete`, `trajectories` and
-`retries`.
+A rollout program (program.py) names a class like `Collection`, with its fields, `run`, `cancel`, `complete`, `trajectories`
+and `retries`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import batched, groupby
 from typing import NamedTuple
 
@@ -62,23 +63,35 @@ class Collection:
     """Base of the requests' own seeds (`request_seed`): their draws do not depend on each other."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
+    known: Mapping[int, list[Trajectory]] = field(default_factory=dict)
+    """Samples by request that are there already; none of them is asked for."""
+    on_finished: Callable[[dict[int, list[Trajectory]]], None] | None = None
+    """Called with samples by request, as they finish."""
     retries: int = 0
     """HTTP calls that were made again."""
 
     def __post_init__(self) -> None:
         self._total = len(self.prompts) * self.samples_per_prompt
-        self._requests = range(self._total) if self.share is None else self.share
+        self._all = range(self._total) if self.share is None else self.share
+        self._requests = [r for r in self._all if r not in self.known]
+        """Those to ask for."""
         self._replies: dict[int, Reply] = {}
+        self._canceled = False
+        self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None
 
     @property
     def responses(self) -> int:
-        """Responses that arrived."""
+        """Responses that are there."""
+        return len(self._all) - len(self._requests) + self._arrived
+
+    @property
+    def _arrived(self) -> int:
         return len(self._replies)
 
     @property
     def complete(self) -> bool:
         """Whether all arrived."""
-        return self.responses == len(self._requests)
+        return self.responses == len(self._all)
 
     def _calls(self, servers: int) -> list[Call]:
         """HTTP calls for what is unanswered: a call goes to one server, and each server gets one in turn."""
@@ -108,8 +121,26 @@ class Collection:
         return self.features.logits_alone
 
     def run(self, client: SGLangClient) -> None:
-        """Ask for all that is missing. Errors: EngineLost (what was answered stays), UserError."""
-        asyncio.run(self._run(client))
+        """Ask for all that is missing. Errors: EngineLost (what was answered stays), UserError; CancelledError by `cancel`."""
+        asyncio.run(self._until_canceled(client))
+
+    def cancel(self) -> None:
+        """End `run`, which another thread is in, or is about to be; what was answered stays."""
+        self._canceled = True
+        if (task := self._task) is not None:
+            with suppress(RuntimeError):  # its loop has ended
+                task[0].call_soon_threadsafe(task[1].cancel)
+
+    async def _until_canceled(self, client: SGLangClient) -> None:
+        current = asyncio.current_task()
+        assert current is not None
+        self._task = asyncio.get_running_loop(), current
+        try:
+            if self._canceled:
+                raise asyncio.CancelledError
+            await self._run(client)
+        finally:
+            self._task = None
 
     async def _run(self, client: SGLangClient) -> None:
         before = client.retried
@@ -146,12 +177,22 @@ class Collection:
             options=self.support.options(),
         )
         self._replies.update(zip(call.requests, replies, strict=True))
+        self._finish(call.requests)
+
+    def _finish(self, requests: Iterable[int]) -> None:
+        """These have been answered to the end."""
+        if self.on_finished:
+            self.on_finished({request: self._sample(request) for request in requests})
         if self.on_progress:
-            self.on_progress(self.responses, len(self._requests))
+            self.on_progress(self.responses, len(self._all))
 
     def trajectories(self) -> list[Trajectory]:
         """The trajectories in the order of the requests; a prompt's place is their group id."""
-        found = [(self._prompt_of(r), self._replies[r]) for r in self._requests]
+        return [t for r in self._all for t in (self.known[r] if r in self.known else self._sample(r))]
+
+    def _sample(self, request: int) -> list[Trajectory]:
+        """What became of a request: a trajectory, or several sequences of a conversation."""
+        p, reply = self._prompt_of(request), self._replies[request]
         return [
             Trajectory(
                 prompt_id=self.prompts[p].prompt_id,
@@ -168,5 +209,4 @@ class Collection:
                 weight_spans=reply.weight_spans,
                 text=reply.text,
             )
-            for p, reply in found
         ]

@@ -1,13 +1,16 @@
 """SGLang as the loops see it: push the weights, ask for trajectories; a server that dies is started again.
 
+`begin` asks for those of a step and `finish` waits for them, so that the servers may sample while the trainer learns.
+
 `push` and `ask` end with the engine awake, `sleep` and `collect` with the trainer awake, where both share GPUs (turns.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from megatron_rl.config import RoutingConfig
 from megatron_rl.data.record import file_of, save_trajectories
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
-from megatron_rl.errors import UserError
+from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.plan import share_of
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import Metrics, maximum, mean, total
@@ -23,20 +26,33 @@ from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.models.served import check_served
 from megatron_rl.rollout.children import ChildServers, place_here
 from megatron_rl.rollout.client import SGLangClient
+from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.finished import Finished, key_of
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
-from megatron_rl.rollout.recover import Recovery, generate
+from megatron_rl.rollout.recover import CANCEL_S, Recovery, begin, generate
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_routes, feature_stride, serves_adapters
 from megatron_rl.rollout.turns import Turns
-from megatron_rl.rollout.versions import others
+from megatron_rl.rollout.versions import others, staleness
 from megatron_rl.sync.adapters import SERVED, AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer.trainer import Trainer
+
+
+@dataclass
+class Asked:
+    """What was asked for, and has not been waited for."""
+
+    prompts: Sequence[Prompt]
+    collection: Collection
+    answered: Future[None]
+    step: int = 0
+    """The training step that learns from it, 0-based."""
 
 
 class Engine:
@@ -60,6 +76,11 @@ class Engine:
         self._retries = 0
         self._stale = 0, 0
         """Responses of the last step that are not of the weights pushed last, and all."""
+        self._staleness: list[int] = []
+        """Of each of them, in steps."""
+        self._reused = 0
+        """Samples that an earlier process had finished."""
+        self._asked: list[Asked] = []
         self._loaded = 0, ""
         """Step and digest of the trainer's weights, where trajectories are read instead of sampled."""
 
@@ -115,6 +136,7 @@ class Engine:
         )
         sync = self._make_sync(addresses)
         self._stack.callback(sync.close)
+        self._stack.callback(self._cancel)
         self._turns = Turns(self._children, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part))
 
         def moved(addresses: list[str]) -> None:
@@ -128,12 +150,12 @@ class Engine:
             self._turns,
             self._recovery,
             dtype=self._dtype,
-            digests=rollout.record and self._routes is not None,
+            digests=rollout.durable or (rollout.record and self._routes is not None),
             keeps_weights=self.config.sync.refresh.when == "drift",
         )
         # A run that claims to be on-policy stops at a server with other weights; others push again.
         if rollout.external and self.trains and not self.config.algorithm.on_policy:
-            self.client.versions = self._pusher.versions
+            self.client.versions = self._pusher.digests.keys()
         self.run.before_saving = self.sleep  # all of the trainer has to be there
         self._stack.push(self._leave)
 
@@ -152,7 +174,7 @@ class Engine:
         )
 
     def _leave(self, kind: type | None, *_: object) -> None:
-        if kind is None:
+        if kind is None or issubclass(kind, StopRequested):
             self.sleep()  # the run may end with a save
         self.run.before_saving = lambda: None
 
@@ -162,9 +184,15 @@ class Engine:
         return self._loaded[0] if self.config.rollout.load else self._pusher.version
 
     def push(self, trainer: Trainer, version: int) -> None:
-        """Send the trainer's weights to every server and compare checksums; a server that has died is restarted first."""
+        """Send the trainer's weights to every server and compare checksums; a server that has died is restarted first.
+
+        What is being answered goes on with them (rollout.partial_rollout), or is waited for.
+        """
         if not self.config.rollout.load:
             self._turns.trainer = trainer
+            if not self.config.rollout.partial_rollout:
+                for asked in self._asked:
+                    self._complete(asked)
             self._pusher.push(trainer, version)
             return
         trainer.weights_pushed()
@@ -188,22 +216,49 @@ class Engine:
         Each data-parallel leader gets those of its share of the requests (`prompts` are the whole step's), others none.
         top_log_probs: how many of the engine's likeliest tokens go with each token of a response.
         """
-        rollout, ranks = self.config.rollout, self.run.ranks
+        return self.finish(self.begin(prompts, step, top_log_probs=top_log_probs))
+
+    def begin(self, prompts: Sequence[Prompt], step: int, *, top_log_probs: int = 0) -> Asked:
+        """Ask for what `collect` returns; `finish` waits for it. What an earlier process of the run has is not asked again."""
+        if self.config.rollout.load:
+            nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
+            return Asked(prompts, nothing, Future(), step)
+        asked = self._begin(
+            prompts,
+            self.run.support,
+            samples=self.config.batch.samples_per_prompt,
+            seed=f"train/{step}",
+            with_routes=True,
+            top_log_probs=top_log_probs,
+            step=step if self.trains and self.config.rollout.durable and not top_log_probs else None,
+        )
+        asked.step = step
+        self._asked.append(asked)
+        return asked
+
+    def finish(self, asked: Asked) -> list[Trajectory]:
+        """Wait for what was begun first. Errors: as of `generate`."""
+        rollout, ranks, step = self.config.rollout, self.run.ranks, asked.step
         if rollout.load:
             file = file_of(Path(rollout.load), step, ranks.data_rank)
             arguments = (file, self.run.support, self._routes, self._features)
             trajectories = ranks.leaders_do(lambda: read_recorded(*arguments)) or []
             fresh = [t.weights == self._loaded[1] for t in trajectories]
         else:
-            self._pusher.now = step
-            samples = self.config.batch.samples_per_prompt
-            wanted: dict[str, Any] = {"with_routes": True, "top_log_probs": top_log_probs}
-            trajectories = self.ask(prompts, self.run.support, samples=samples, seed=f"train/{step}", **wanted)
+            if self.trains:
+                self._pusher.now = self.run.step
+            trajectories = self._rewarded(asked)
+            self._asked.remove(asked)
             self._look_at_versions(trajectories, step)
-            fresh = [sampled_by(t, str(self.version)) for t in trajectories]
+            # Routes of weights that the bound allows are replayed: those that the engine went, as of every older sample.
+            recent = min(self.version, step - rollout.max_staleness)
+            allowed = [v for v in self._pusher.digests if int(v) >= recent] or [str(self.version)]
+            fresh = [any(sampled_by(t, version) for version in allowed) for t in trajectories]
             if rollout.record:
                 for trajectory, current in zip(trajectories, fresh, strict=True):
-                    trajectory.weights = self._pusher.digest if current else ""
+                    routed = current and self._routes is not None
+                    version = trajectory.weight_spans[-1].version if routed else ""
+                    trajectory.weights = self._pusher.digests.get(version, "")
                 file = file_of(self.config.run_dir / "rollouts", step, ranks.data_rank)
                 ranks.leaders_do(lambda: save_trajectories(file, trajectories))
             self.sleep()
@@ -218,6 +273,7 @@ class Engine:
         version = str(self.version)
         mine = others(trajectories, version)
         self._stale = len(mine), len(trajectories)
+        self._staleness = staleness(trajectories, step)
         if not self.config.algorithm.on_policy:
             return
         stale = [line for part in self.run.ranks.gather_from_leaders(mine) for line in part]
@@ -246,27 +302,91 @@ class Engine:
         with_routes: also the engine's routes and router features, where the config asks for them. When the child servers
         die, they are restarted with the current weights, and what was not answered is asked again.
         """
+        return self._rewarded(
+            self._begin(
+                prompts, support, samples=samples, seed=seed, with_routes=with_routes, top_log_probs=top_log_probs
+            )
+        )
+
+    def _begin(
+        self,
+        prompts: Sequence[Prompt],
+        support: SamplingSupport,
+        *,
+        samples: int,
+        seed: str,
+        with_routes: bool = False,
+        top_log_probs: int = 0,
+        step: int | None = None,
+    ) -> Asked:
+        """step: of training, whose samples are kept on disk as they finish; None: they are not."""
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
+        settings = {
+            "support": support,
+            "samples_per_prompt": samples,
+            "max_new_tokens": self.config.rollout.max_new_tokens,
+            "seed": f"{self.config.seed}/{seed}" if self.config.rollout.seed_requests else None,
+            "stop_token_ids": self.run.stop_tokens(),
+            "routes": self._routes if with_routes else None,
+            "features": self._features if with_routes else None,
+        }
+        share = share_of(total, ranks.data_rank, ranks.data_size) if ranks.is_leader else range(0)
+        kept: dict[str, Any] = {}
+        if step is not None:
+            kept = ranks.leaders_do(lambda: self._kept(prompts, settings, share, step)) or {}
         collection = self.run.program.collect(
             prompts=prompts,
-            support=support,
-            samples_per_prompt=samples,
-            max_new_tokens=self.config.rollout.max_new_tokens,
-            share=share_of(total, ranks.data_rank, ranks.data_size) if ranks.is_leader else range(0),
-            seed=f"{self.config.seed}/{seed}" if self.config.rollout.seed_requests else None,
-            stop_token_ids=self.run.stop_tokens(),
-            routes=self._routes if with_routes else None,
-            features=self._features if with_routes else None,
+            share=share,
             # Nothing moves before the first update, so that no predictor learns from its trajectories.
             features_from=share_of(total, 0, self.config.batch.updates_per_step).stop,
             top_log_probs=top_log_probs,
-            on_progress=self.run.logger.progress,
+            **settings,
+            **kept,
         )
-        generate(collection, self.client, ranks, self._revive)
-        self.run.program.check(collection)
-        self._retries += collection.retries
-        return give_rewards(self.run.task, self.run.tokenizer, prompts, collection.trajectories())
+        return Asked(prompts, collection, begin(collection, self.client))
+
+    def _kept(self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int) -> dict[str, Any]:
+        """Fields of a collection whose samples are on disk: those that are there, and what is done with others."""
+        config = self.config
+        what = {
+            "tokens": [list(p.tokens) for p in prompts],
+            "program": config.rollout.program,
+            "agent": asdict(config.agent),
+        }
+        finished = Finished(self.run.pending, step, self.run.ranks.data_rank, key_of(settings | what))
+        finished.mend()
+        known = finished.read(share, self._pusher.digests, before=self.run.resumed_at)
+        if known:
+            self._reused += len(known)
+            self.run.logger.say(f"step {step + 1}: {len(known)} of {len(share)} samples were there already")
+
+        def add(samples: dict[int, list[Trajectory]]) -> None:
+            # What failed may have done so as the run was ended.
+            done = {r: sample for r, sample in samples.items() if not any(t.finish_reason == "failure" for t in sample)}
+            if done:
+                finished.add(done, self._pusher.digests)
+
+        return {"known": known, "on_finished": add}
+
+    def _complete(self, asked: Asked) -> None:
+        """Wait until all is answered; when the child servers die, they are restarted with the current weights."""
+        stop = self.run.asked_to_stop if self.trains else (lambda: False)
+        generate(asked.collection, self.client, self.run.ranks, self._revive, begun=asked.answered, stop=stop)
+
+    def _rewarded(self, asked: Asked) -> list[Trajectory]:
+        asked.collection.on_progress = self.run.logger.progress  # of the one that is waited for
+        self._complete(asked)
+        self.run.program.check(asked.collection)
+        self._retries += asked.collection.retries
+        arguments = (self.run.task, self.run.tokenizer, asked.prompts)
+        return give_rewards(*arguments, asked.collection.trajectories())
+
+    def _cancel(self) -> None:
+        """Give up what is still being answered."""
+        for asked in self._asked:
+            asked.collection.cancel()
+        wait([asked.answered for asked in self._asked], CANCEL_S)
 
     def _revive(self) -> bool:
         if revived := self._recovery.revive(trouble=True):
@@ -274,9 +394,14 @@ class Engine:
         return revived
 
     def metrics(self) -> Metrics:
-        """Counts since the start of the run, the share of stale responses of the last step, and the size of the last push."""
-        loads = bool(self.config.rollout.load)
-        sampled = {} if loads else {"rollout/stale": mean(*self._stale)}
+        """Counts since the start of the run, how stale the responses of the last step are, and the size of the last push."""
+        loads, ages = bool(self.config.rollout.load), self._staleness
+        sampled = {} if loads else {"rollout/stale": mean(*self._stale), "rollout/reused": total(self._reused)}
+        if not loads:
+            sampled |= {
+                "rollout/staleness": mean(sum(ages), len(ages)),
+                "rollout/staleness_max": maximum(max(ages, default=0)),
+            }
         return sampled | {
             "rollout/restarts": maximum(0 if loads else self._recovery.restarts),
             "rollout/retries": total(self._retries),

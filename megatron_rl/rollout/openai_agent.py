@@ -93,7 +93,7 @@ class OpenAICollection(AgentCollection):
 
     @property
     @override
-    def responses(self) -> int:
+    def _arrived(self) -> int:
         return len(self._ended)
 
     @override
@@ -176,8 +176,7 @@ class OpenAICollection(AgentCollection):
             agents.endpoint.sessions.pop(name, None)
         cut = session.latest is not None and session.latest.talk.finish_reason == "tokens"
         self._ended[request] = "tokens" if cut and reason == "stop" else reason
-        if self.on_progress:
-            self.on_progress(self.responses, len(self._requests))
+        self._finish([request])
 
     async def _ask_when_served(
         self, request: int, talk: Conversation, sampling: dict[str, Any], limit: TimeLimit
@@ -209,11 +208,8 @@ class OpenAICollection(AgentCollection):
         self._broken.set()
 
     @override
-    def trajectories(self) -> list[Trajectory]:
-        found = []
-        for request in self._requests:
-            session, prompt = self._sessions[request], self.prompts[self._prompt_of(request)]
-            talks = [branch.talk for branch in session.branches if branch.talk.replies]
-            talks = talks or [Conversation(prompt.tokens)]
-            found += self._sample(talks, request, session.last.final or "", session.reward, self._ended[request])
-        return found
+    def _sample(self, request: int) -> list[Trajectory]:
+        session, prompt = self._sessions[request], self.prompts[self._prompt_of(request)]
+        talks = [branch.talk for branch in session.branches if branch.talk.replies]
+        talks = talks or [Conversation(prompt.tokens)]
+        return self._judged(talks, request, session.last.final or "", session.reward, self._ended[request])

@@ -37,10 +37,8 @@ class Pusher:
         """Step of the trainer's weights: the next push is of them."""
         self.version = 0
         """Step of the weights that the servers have."""
-        self.versions: set[str] = set()
-        """All that were pushed by this process."""
-        self.digest = ""
-        """Digest of what was pushed last, where digests are taken."""
+        self.digests: dict[str, str] = {}
+        """Of all versions that were pushed by this process; empty ones where none are taken."""
         self.bytes = 0
         """Size of the last push."""
 
@@ -66,8 +64,8 @@ class Pusher:
                 if self._digests:
                     weights = digest.watch(weights)
                 self.bytes = self._sync.push(weights, str(self.now)).bytes
-                self.version, self.digest = self.now, str(digest)
-                self.versions.add(str(self.now))
+                self.version = self.now
+                self.digests[str(self.now)] = str(digest)
                 self._trainer.weights_pushed()
                 self._turns.to_servers("kv_cache")
                 return

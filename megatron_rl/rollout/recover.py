@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.rollout.children import ChildServers
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.trainer.parallel import Ranks
+from megatron_rl.trainer.parallel import Ranks, in_background
 
 RESTARTS = 3
 """Times that dead servers are started again for one batch of requests, or for one push."""
+CANCEL_S = 5.0
+"""Longest wait for requests that are given up."""
 
 
 class Recovery:
@@ -52,22 +55,38 @@ class Recovery:
         return True
 
 
-def generate(collection: Collection, client: SGLangClient, ranks: Ranks, revive: Callable[[], bool]) -> None:
+def generate(
+    collection: Collection,
+    client: SGLangClient,
+    ranks: Ranks,
+    revive: Callable[[], bool],
+    *,
+    begun: Future[None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
     """Complete every process's collection.
 
-    revive: brings servers back with the current weights, on all processes; returns whether there were any.
-    Errors: UserError, the same on every process, for what a restart does not mend, or where one did not help.
+    revive: brings servers back with the current weights, on all processes; returns whether there were any. begun: where
+    `begin` was called before. stop: whether to end it.
+    Errors: UserError, the same on every process, for what a restart does not mend, or where one did not help; StopRequested.
     """
     for attempt in range(RESTARTS + 1):
-        problem: UserError | None = None
-        answered = ranks.patiently(lambda: None if collection.complete else collection.run(client))
-        try:
-            answered()
-        except UserError as error:
-            problem = error
+        answered = begun if begun is not None and not attempt else begin(collection, client)
+        if ranks.wait_for(answered, stop):
+            collection.cancel()
+            wait([answered], CANCEL_S)
+            raise StopRequested
+        problem = answered.exception()
+        if problem is not None and not isinstance(problem, UserError):
+            raise problem
         problems = [p for p in ranks.gather(problem) if p is not None]
         if not problems:
             return
         fatal = [p for p in problems if not isinstance(p, EngineLost)]
         if fatal or attempt == RESTARTS or not revive():
             raise (fatal or problems)[0]
+
+
+def begin(collection: Collection, client: SGLangClient) -> Future[None]:
+    """Ask for a collection in a thread of its own, by a client of its own."""
+    return in_background(lambda: None if collection.complete else collection.run(client.copy()))

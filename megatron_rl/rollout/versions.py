@@ -18,3 +18,9 @@ def others(trajectories: Sequence[Trajectory], version: str) -> list[str]:
         elif not t.weight_spans and bool(t["loss_mask"].any()):
             lines.append(f"that to prompt '{t.prompt_id}' does not say")
     return lines
+
+
+def staleness(trajectories: Sequence[Trajectory], step: int) -> list[int]:
+    """Steps between the oldest weights that each trajectory has tokens of and those that train on it, of `step`."""
+    versions = [[int(span.version) for span in t.weight_spans if span.version.isdecimal()] for t in trajectories]
+    return [step - min(found, default=step) for found in versions]

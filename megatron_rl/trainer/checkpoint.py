@@ -79,7 +79,8 @@ def _tracker() -> CudaRNGStatesTracker:
     return found
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Of all generators of this process."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 (a verifier or a task may use it)
@@ -89,7 +90,8 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
+def set_random_states(states: dict[str, Any]) -> None:
+    """Be as they were."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
@@ -108,7 +110,7 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
         state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
-        state["random"] = ShardedObject("random", _random_states(), (ranks.world_size,), (ranks.rank,))
+        state["random"] = ShardedObject("random", random_states(), (ranks.world_size,), (ranks.rank,))
     return state
 
 
@@ -290,7 +292,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     for hook in known:
         hook.load_state_dict(loaded.get(hook.name, {}), common["hooks"][hook.name])
     if same_size:
-        _set_random_states(loaded["random"])
+        set_random_states(loaded["random"])
     return {"step": common["step"], "extra": common["extra"]}
 
 

@@ -16,7 +16,9 @@ def share_device() -> None:
     """Groups over gloo that are made from here on share devices: one for each interface of GLOO_SOCKET_IFNAME."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     make = ProcessGroupGloo.create_device
-    devices = [make(interface=name) for name in names.split(",")] if names else [ProcessGroupGloo.create_default_device()]
+    devices = (
+        [make(interface=name) for name in names.split(",")] if names else [ProcessGroupGloo.create_default_device()]
+    )
 
     def create(wanted: dist.DistributedBackendOptions, _: object) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()

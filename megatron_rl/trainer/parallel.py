@@ -91,22 +91,22 @@ class Ranks:
         """
         if self.world_size == 1:
             return work
-        done: Future[T] = Future()
+        done = in_background(work)
+        self.wait_for(done)
+        return done.result
 
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
+    def wait_for(self, done: Future, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait as `patiently` does, for work that each process has begun.
 
-        # A daemon, as the interpreter would wait for another thread at its end, also after an interrupt.
-        threading.Thread(target=run, name="patiently", daemon=True).start()
+        Returns whether some process was asked to `stop`, on all of them; then the work may still be under way.
+        """
         start = time.monotonic()
         while True:
             # What is short is not made longer by waiting for the next sign of life.
             wait([done], min(BEAT_S, 0.01 + (time.monotonic() - start) / 50))
-            if not self.maximum(int(not done.done())):
-                return done.result
+            working, stopped = self._maxima(int(not done.done()), int(stop()))
+            if stopped or not working:
+                return bool(stopped)
 
     def exchange(self, outgoing: list[T]) -> list[T]:
         """A leader's outgoing[d] goes to the leader of data-parallel rank d; what each of them sent here, in their order.
@@ -133,9 +133,12 @@ class Ranks:
 
     def maximum(self, value: int) -> int:
         """Largest value over all processes."""
-        tensor = torch.tensor(value)
+        return self._maxima(value)[0]
+
+    def _maxima(self, *values: int) -> list[int]:
+        tensor = torch.tensor(values)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.world_group)
-        return int(tensor)
+        return tensor.tolist()
 
     def total(self, value: int, *, of_leaders: bool = False) -> int:
         """Sum over all processes, or over one process of each copy of the model."""
@@ -153,6 +156,20 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=source, group=group)
         return box[0]
+
+
+def in_background[R](work: Callable[[], R]) -> Future[R]:
+    """Do work in a thread of its own: a daemon, as the interpreter would wait for another one at its end."""
+    done: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="patiently", daemon=True).start()
+    return done
 
 
 def initialize(config: ParallelConfig, seed: int) -> Ranks:

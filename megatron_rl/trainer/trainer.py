@@ -39,6 +39,7 @@ from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerpri
 from megatron_rl.trainer.features import DrawnLayers, RecordedLayers, own_rows, watched_layers
 from megatron_rl.trainer.head import HeadRequest, RecordedTeacher, TeacherHead, hidden_head, log_prob_head
 from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
+from megatron_rl.trainer.interrupt import Interrupt
 from megatron_rl.trainer.objective import (
     ComputeHidden,
     ComputeValues,
@@ -115,6 +116,8 @@ class Trainer:
         self.companions: dict[str, Trainer] = {}
         """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
         train are in its checkpoints."""
+        self.interrupt: Interrupt | None = None
+        """What may give a step up before an optimizer steps; models on the same ranks have the same one."""
         if total_updates is not None:
             self._prepare_updates(total_updates)
         self.reports = (
@@ -282,6 +285,8 @@ class Trainer:
 
         Megatron's own check of the norm raises, or steps on NaN.
         """
+        if self.interrupt is not None:
+            self.interrupt.disarm()
         found_inf = self.optimizer.prepare_grads()
         clipped_by = self.optimizer.get_grad_norm()
         norm, lr = float(clipped_by), self.optimizer.param_groups[0]["lr"]
@@ -368,6 +373,8 @@ class Trainer:
         watchers = features or [None] * len(batches)
         data: list[Iterator] = [zip(range(len(batches)), batches, passes, watchers, strict=True) for _ in chunks]
         late = LateChecks()
+        if self.interrupt is not None:
+            self.interrupt.look()
         step = partial(self._forward_step, objective=objective, support=support, results=results, late=late)
         with watched_layers(chunks if features else ()):
             get_forward_backward_func()(
@@ -393,6 +400,8 @@ class Trainer:
         late: LateChecks,
     ):
         index, batch, route_pass, features = next(iterator)
+        if self.interrupt is not None and self.interrupt.deep:
+            self.interrupt.look()
 
         def outputs(values: torch.Tensor) -> Values | HiddenStates | HeadOutputs:
             if objective.reads_hidden:

@@ -1,0 +1,121 @@
+"""Samples of a step on disk as they finish, so that a run that is ended in a step asks for none of them again.
+
+A file a step and data-parallel rank, in the run's folder `pending/`: records one behind the other, each with its length and
+checksum, so that one that was cut off at its end is whole up to there. A file's name holds a digest of what was asked: what a
+run with other prompts, seeds or settings has left is not read.
+
+A sample is used again if the weights that it was sampled from are of this run: those before the checkpoint from which it goes
+on, or the very ones that it has pushed since then, by their digest (`WeightsDigest`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import struct
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.data.record import read_trajectories, write_trajectories
+from megatron_rl.data.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+_HEAD = struct.Struct("<QI")
+"""Length and CRC-32 of the record behind it."""
+Samples = dict[int, list[Trajectory]]
+"""Sequences by the number of their request."""
+
+
+def key_of(asked: Mapping[str, Any]) -> str:
+    """A name for what is asked for; of anything that has a repr which says what it is."""
+    return hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:16]
+
+
+class Finished:
+    """What one process has of a step."""
+
+    def __init__(self, folder: Path, step: int, data_rank: int, key: str) -> None:
+        self._folder, self._stem = folder, f"step_{step:06d}.{key}.rank"
+        self._own = folder / f"{self._stem}{data_rank}"
+
+    def read(self, wanted: Collection[int], pushed: Mapping[str, str], before: int) -> Samples:
+        """Samples of the requests wanted whose weights are of this run, whichever process has written them.
+
+        pushed: digests by version of the weights that this process has pushed; before: its first version.
+        """
+        found: Samples = {}
+        for file in sorted(self._folder.glob(f"{self._stem}*")):
+            for samples, digests in _records(file):
+                for request, sample in samples.items():
+                    if request in wanted and all(
+                        _same(span.version, digests, pushed, before) for t in sample for span in t.weight_spans
+                    ):
+                        found[request] = sample
+        return found
+
+    def add(self, samples: Samples, digests: Mapping[str, str]) -> None:
+        """Append samples. digests: by version of the weights."""
+        body = io.BytesIO()
+        trajectories = [t for sample in samples.values() for t in sample]
+        versions = {span.version for t in trajectories for span in t.weight_spans}
+        known = {version: digests[version] for version in versions if version in digests}
+        write_trajectories(
+            body,
+            trajectories,
+            requests=np.asarray([*samples]),
+            counts=np.asarray([len(sample) for sample in samples.values()]),
+            weight_digests=np.frombuffer(json.dumps(known).encode(), np.uint8),
+        )
+        written = body.getvalue()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open(self._own, "ab") as file:
+            file.write(_HEAD.pack(len(written), zlib.crc32(written)) + written)
+
+    def mend(self) -> None:
+        """Cut what a process has left of this one's file that is no whole record: nothing behind it would be found."""
+        if self._own.exists():
+            whole = sum(_HEAD.size + size for size, _ in _bodies(self._own))
+            if whole < self._own.stat().st_size:
+                with open(self._own, "r+b") as file:
+                    file.truncate(whole)
+
+
+def forget(folder: Path, before: int) -> None:
+    """Remove the files of the steps before `before`, which are in a checkpoint."""
+    for file in folder.glob("step_*.rank*"):
+        if int(file.name[len("step_") :].partition(".")[0]) < before:
+            file.unlink(missing_ok=True)
+
+
+def _same(version: str, digests: Mapping[str, str], pushed: Mapping[str, str], before: int) -> bool:
+    if version in pushed:
+        return digests.get(version) == pushed[version]
+    return version.isdecimal() and int(version) < before
+
+
+def _records(file: Path) -> Iterator[tuple[Samples, dict[str, str]]]:
+    for _, body in _bodies(file):
+        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
+            trajectories = iter(read_trajectories(arrays))
+            counted = zip(arrays["requests"].tolist(), arrays["counts"].tolist(), strict=True)
+            samples = {request: [next(trajectories) for _ in range(count)] for request, count in counted}
+            yield samples, json.loads(arrays["weight_digests"].tobytes())
+
+
+def _bodies(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Size and content of each record, up to the first that is not whole."""
+    with open(file, "rb") as opened:
+        while head := opened.read(_HEAD.size):
+            size, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (1, 0)
+            body = opened.read(size)
+            if len(body) < size or zlib.crc32(body) != checksum:
+                log.warning(f"{file}: its last record was cut off, and is left out")
+                return
+            yield size, body

@@ -127,6 +127,8 @@ class SingleTurn:
 
     def collect(self, **settings: Any) -> Collection:
         """The collection of a step, or of an evaluation. settings: fields of `Collection`."""
+        if self.collection.trajectories is not Collection.trajectories:  # what becomes of a request is not known here
+            settings = {name: value for name, value in settings.items() if name not in ("known", "on_finished")}
         return self.collection(**settings)
 
     def check(self, collection: Collection) -> None:

@@ -7,8 +7,8 @@ some thirty groups.
 from __future__ import annotations
 
 import os
+from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, ProcessGroup, ProcessGroupGloo
 
 
@@ -20,8 +20,8 @@ def share_device() -> None:
         [make(interface=name) for name in names.split(",")] if names else [ProcessGroupGloo.create_default_device()]
     )
 
-    def create(wanted: dist.DistributedBackendOptions, _: object) -> ProcessGroupGloo:
-        options = ProcessGroupGloo._Options()
+    def create(wanted: Any, _: object) -> ProcessGroupGloo:  # torch's own, but for its options
+        options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]: torch's stubs call it Options
         options._devices, options._threads, options._timeout = devices, 2 * len(devices), wanted.timeout
         group = ProcessGroupGloo(wanted.store, wanted.group_rank, wanted.group_size, options)
         group.options.global_ranks_in_group = wanted.global_ranks_in_group

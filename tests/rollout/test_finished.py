@@ -126,7 +126,7 @@ def test_a_record_that_was_cut_off_is_left_out_and_what_is_added_is_found(writte
 
 
 def test_a_damaged_record_ends_a_file(written, caplog):
-    folder, samples = written
+    folder, _ = written
     [own] = folder.glob("*.rank0")
     content = bytearray(own.read_bytes())
     content[-random.randint(1, 200)] ^= 1

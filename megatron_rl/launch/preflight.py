@@ -491,6 +491,12 @@ def _check_staleness(config: Config) -> None:
     ):
         if refused:
             raise UserError(f"config: rollout.max_staleness with {problem}; set max_staleness: 0")
+    if not config.correction.bypass and config.correction.mode == "none":
+        raise UserError(
+            f"config: rollout.max_staleness = {config.rollout.max_staleness} learns from older weights' responses, and nothing"
+            " corrects for it; set correction.mode: truncate with high: 2.0, or correction.bypass: true (the loss's ratio"
+            " starts from the engine's log-probs)"
+        )
 
 
 def _check_waits(config: Config, world_size: int) -> None:

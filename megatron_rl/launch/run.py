@@ -39,6 +39,9 @@ from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
 T = TypeVar("T")
 
+KEPT_DIGESTS = 100
+"""Pushes of which a checkpoint has the digests: samples of steps behind it are of the last ones."""
+
 
 class Clock:
     """Seconds of the parts of one step, and a trace of it where one is asked for."""
@@ -136,8 +139,10 @@ class Run:
         self.critic: Critic | None = None
         """Of PPO; after `build`."""
         self.current_clock = Clock()
-        self.resumed_at = self.step
-        """Step of the checkpoint that this process began with."""
+        self.pushed_before: dict[str, str] = {}
+        """Digests by version of weights that earlier processes of the run pushed before the checkpoint; after `build`."""
+        self.pushed: Callable[[], dict[str, str]] = dict
+        """The same of this process."""
         self.pending = self.folder / "pending"
         """Samples of steps that are in no checkpoint yet."""
         self.before_saving: Callable[[], None] = lambda: None
@@ -183,8 +188,10 @@ class Run:
             self.scores = state["extra"].get("scores", {})
             self.kl.load_state_dict(state["extra"].get("kl", self.kl.state_dict()))
             self.rewards.load_state_dict(state["extra"].get("rewards", {}))
+            self.pushed_before = state["extra"].get("pushed", {})
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
+        gc.collect()
         gc.freeze()  # of a million objects, most of modules, which each collection of garbage would look at, on every rank
         return self.trainer
 
@@ -255,6 +262,7 @@ class Run:
                     self.save()
                 self.finish_save()
         finally:
+            gc.unfreeze()
             self.logger.close()
             self.program.close()
             self.task.close()
@@ -285,11 +293,11 @@ class Run:
 
     def _undo_step(self) -> None:
         """Be as before the step that was given up."""
-        self.interrupt.disarm()
-        if self._before_step is not None:
+        if self.interrupt.armed and self._before_step is not None:
             random, rewards = self._before_step
             checkpoint.set_random_states(random)
             self.rewards.load_state_dict(rewards)
+        self.interrupt.disarm()
 
     def asked_to_stop(self) -> bool:
         """Whether this process was asked to stop (SIGTERM, SIGUSR1)."""
@@ -345,6 +353,7 @@ class Run:
             "scores": self.scores,
             "kl": self.kl.state_dict(),
             "rewards": self.rewards.state_dict(),
+            "pushed": dict([*(self.pushed_before | self.pushed()).items()][-KEPT_DIGESTS:]),
         }
         settings = self.config.checkpoint
         arguments = (self.checkpoints, self.step, self.trainer, self.ranks, extra, settings.keep)

@@ -177,7 +177,7 @@ class AgentCollection(Collection):
             talk.seconds = settings.time_limit_s - limit.left
         talk.drop_open_observation()
         await world.close()
-        self._finish([request])
+        await self._finish([request])
 
     async def _turn(
         self, client: SGLangClient, request: int, talk: Conversation, world: Environment, limit: TimeLimit
@@ -259,7 +259,7 @@ class AgentCollection(Collection):
         p = self._prompt_of(request)
         well_formed = float(not any(turn.malformed for talk in talks for turn in talk.turns))
         treatment = self.agents.settings.on_truncation if ended in TRUNCATED else "score"
-        parts = parts | {WELL_FORMED: well_formed}
+        parts = {name: float(value) for name, value in parts.items()} | {WELL_FORMED: well_formed}
         if treatment == "zero":
             parts = dict.fromkeys(self.agents.task.parts, 0.0)
         masked = ended == "failure" or treatment == "mask"

@@ -76,6 +76,8 @@ class Collection:
         self._requests = [r for r in self._all if r not in self.known]
         """Those to ask for."""
         self._replies: dict[int, Reply] = {}
+        self._made: dict[int, list[Trajectory]] = {}
+        """Samples that have finished: an environment is asked once for its rewards."""
         self._canceled = False
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None
 
@@ -177,18 +179,20 @@ class Collection:
             options=self.support.options(),
         )
         self._replies.update(zip(call.requests, replies, strict=True))
-        self._finish(call.requests)
+        await self._finish(call.requests)
 
-    def _finish(self, requests: Iterable[int]) -> None:
+    async def _finish(self, requests: Iterable[int]) -> None:
         """These have been answered to the end."""
         if self.on_finished:
-            self.on_finished({request: self._sample(request) for request in requests})
+            self._made |= (made := {request: self._sample(request) for request in requests})
+            await asyncio.to_thread(self.on_finished, made)  # the loop goes on with the others
         if self.on_progress:
             self.on_progress(self.responses, len(self._all))
 
     def trajectories(self) -> list[Trajectory]:
         """The trajectories in the order of the requests; a prompt's place is their group id."""
-        return [t for r in self._all for t in (self.known[r] if r in self.known else self._sample(r))]
+        made = self._made | dict(self.known)
+        return [t for r in self._all for t in (made[r] if r in made else self._sample(r))]
 
     def _sample(self, request: int) -> list[Trajectory]:
         """What became of a request: a trajectory, or several sequences of a conversation."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -42,6 +43,8 @@ from megatron_rl.sync.adapters import SERVED, AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -149,6 +152,7 @@ class Engine:
             sync,
             self._turns,
             self._recovery,
+            ranks,
             dtype=self._dtype,
             digests=rollout.durable or (rollout.record and self._routes is not None),
             keeps_weights=self.config.sync.refresh.when == "drift",
@@ -157,6 +161,7 @@ class Engine:
         if rollout.external and self.trains and not self.config.algorithm.on_policy:
             self.client.versions = self._pusher.digests.keys()
         self.run.before_saving = self.sleep  # all of the trainer has to be there
+        self.run.pushed = lambda: self._pusher.digests
         self._stack.push(self._leave)
 
     def _make_sync(self, addresses: list[str]) -> WeightSync | AdapterSync:
@@ -190,9 +195,10 @@ class Engine:
         """
         if not self.config.rollout.load:
             self._turns.trainer = trainer
-            if not self.config.rollout.partial_rollout:
-                for asked in self._asked:
-                    self._complete(asked)
+            self._pusher.now = version
+            # Adapters have no pause: a request that comes while they are exchanged finds none.
+            if not self.config.rollout.partial_rollout or serves_adapters(self.config):
+                self._wait_for_all()
             self._pusher.push(trainer, version)
             return
         trainer.weights_pushed()
@@ -201,6 +207,13 @@ class Engine:
             for _ in digest.watch(trainer.export_weights()):
                 pass
         self._loaded = version, str(digest)
+
+    def _wait_for_all(self) -> None:
+        try:
+            for asked in self._asked:
+                self._complete(asked)
+        except StopRequested:  # they are given up, and the step at hand comes to its end
+            pass
 
     def sleep(self) -> None:
         """The trainer's turn on GPUs that it shares."""
@@ -223,6 +236,8 @@ class Engine:
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
             return Asked(prompts, nothing, Future(), step)
+        if self.trains:
+            self._pusher.now = self.run.step
         asked = self._begin(
             prompts,
             self.run.support,
@@ -245,8 +260,6 @@ class Engine:
             trajectories = ranks.leaders_do(lambda: read_recorded(*arguments)) or []
             fresh = [t.weights == self._loaded[1] for t in trajectories]
         else:
-            if self.trains:
-                self._pusher.now = self.run.step
             trajectories = self._rewarded(asked)
             self._asked.remove(asked)
             self._look_at_versions(trajectories, step)
@@ -332,31 +345,37 @@ class Engine:
             "features": self._features if with_routes else None,
         }
         share = share_of(total, ranks.data_rank, ranks.data_size) if ranks.is_leader else range(0)
+        # Nothing moves before the first update, so that no predictor learns from its trajectories.
+        features_from = share_of(total, 0, self.config.batch.updates_per_step).stop
         kept: dict[str, Any] = {}
         if step is not None:
-            kept = ranks.leaders_do(lambda: self._kept(prompts, settings, share, step)) or {}
+            kept = ranks.leaders_do(lambda: self._kept(prompts, settings, share, step, features_from)) or {}
         collection = self.run.program.collect(
             prompts=prompts,
             share=share,
-            # Nothing moves before the first update, so that no predictor learns from its trajectories.
-            features_from=share_of(total, 0, self.config.batch.updates_per_step).stop,
+            features_from=features_from,
             top_log_probs=top_log_probs,
             **settings,
             **kept,
         )
         return Asked(prompts, collection, begin(collection, self.client))
 
-    def _kept(self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int) -> dict[str, Any]:
+    def _kept(
+        self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int, features_from: int
+    ) -> dict[str, Any]:
         """Fields of a collection whose samples are on disk: those that are there, and what is done with others."""
         config = self.config
         what = {
             "tokens": [list(p.tokens) for p in prompts],
             "program": config.rollout.program,
             "agent": asdict(config.agent),
+            "data": asdict(config.data),
+            "features_from": features_from,
+            "staleness": (config.rollout.max_staleness, config.sync.refresh.when, config.algorithm.on_policy),
         }
         finished = Finished(self.run.pending, step, self.run.ranks.data_rank, key_of(settings | what))
         finished.mend()
-        known = finished.read(share, self._pusher.digests, before=self.run.resumed_at)
+        known = finished.read(share, self.run.pushed_before | self._pusher.digests)
         if known:
             self._reused += len(known)
             self.run.logger.say(f"step {step + 1}: {len(known)} of {len(share)} samples were there already")
@@ -364,9 +383,17 @@ class Engine:
         def add(samples: dict[int, list[Trajectory]]) -> None:
             # What failed may have done so as the run was ended.
             done = {r: sample for r, sample in samples.items() if not any(t.finish_reason == "failure" for t in sample)}
-            if done:
-                finished.add(done, self._pusher.digests)
+            if done and not failed:
+                try:
+                    finished.add(done, self._pusher.digests)
+                except OSError as error:
+                    failed.append(error)
+                    log.warning(
+                        f"{self.run.pending}: {error.strerror or error}: samples of step {step + 1} are not kept; a run that"
+                        " is ended in it asks for them again (rollout.durable)"
+                    )
 
+        failed: list[OSError] = []
         return {"known": known, "on_finished": add}
 
     def _complete(self, asked: Asked) -> None:
@@ -376,7 +403,11 @@ class Engine:
 
     def _rewarded(self, asked: Asked) -> list[Trajectory]:
         asked.collection.on_progress = self.run.logger.progress  # of the one that is waited for
-        self._complete(asked)
+        try:
+            self._complete(asked)
+        except BaseException:
+            asked.collection.cancel()
+            raise
         self.run.program.check(asked.collection)
         self._retries += asked.collection.retries
         arguments = (self.run.task, self.run.tokenizer, asked.prompts)

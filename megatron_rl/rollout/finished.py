@@ -4,8 +4,8 @@ A file a step and data-parallel rank, in the run's folder `pending/`: records on
 checksum, so that one that was cut off at its end is whole up to there. A file's name holds a digest of what was asked: what a
 run with other prompts, seeds or settings has left is not read.
 
-A sample is used again if the weights that it was sampled from are of this run: those before the checkpoint from which it goes
-on, or the very ones that it has pushed since then, by their digest (`WeightsDigest`).
+A sample is used again if the weights that it was sampled from are of this run, by their digest (`WeightsDigest`): pushed by
+this process, or before the checkpoint from which it goes on, which has their digests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import struct
+import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -44,18 +45,19 @@ class Finished:
     def __init__(self, folder: Path, step: int, data_rank: int, key: str) -> None:
         self._folder, self._stem = folder, f"step_{step:06d}.{key}.rank"
         self._own = folder / f"{self._stem}{data_rank}"
+        self._lock = threading.Lock()
 
-    def read(self, wanted: Collection[int], pushed: Mapping[str, str], before: int) -> Samples:
+    def read(self, wanted: Collection[int], pushed: Mapping[str, str]) -> Samples:
         """Samples of the requests wanted whose weights are of this run, whichever process has written them.
 
-        pushed: digests by version of the weights that this process has pushed; before: its first version.
+        pushed: digests by version of the run's weights.
         """
         found: Samples = {}
         for file in sorted(self._folder.glob(f"{self._stem}*")):
             for samples, digests in _records(file):
                 for request, sample in samples.items():
                     if request in wanted and all(
-                        _same(span.version, digests, pushed, before) for t in sample for span in t.weight_spans
+                        _same(span.version, digests, pushed) for t in sample for span in t.weight_spans
                     ):
                         found[request] = sample
         return found
@@ -75,7 +77,7 @@ class Finished:
         )
         written = body.getvalue()
         self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self._own, "ab") as file:
+        with self._lock, open(self._own, "ab", buffering=0) as file:
             file.write(_HEAD.pack(len(written), zlib.crc32(written)) + written)
 
     def mend(self) -> None:
@@ -94,10 +96,8 @@ def forget(folder: Path, before: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def _same(version: str, digests: Mapping[str, str], pushed: Mapping[str, str], before: int) -> bool:
-    if version in pushed:
-        return digests.get(version) == pushed[version]
-    return version.isdecimal() and int(version) < before
+def _same(version: str, digests: Mapping[str, str], pushed: Mapping[str, str]) -> bool:
+    return bool(digests.get(version)) and digests[version] == pushed.get(version)
 
 
 def _records(file: Path) -> Iterator[tuple[Samples, dict[str, str]]]:

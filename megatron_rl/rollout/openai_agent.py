@@ -176,7 +176,7 @@ class OpenAICollection(AgentCollection):
             agents.endpoint.sessions.pop(name, None)
         cut = session.latest is not None and session.latest.talk.finish_reason == "tokens"
         self._ended[request] = "tokens" if cut and reason == "stop" else reason
-        self._finish([request])
+        await self._finish([request])
 
     async def _ask_when_served(
         self, request: int, talk: Conversation, sampling: dict[str, Any], limit: TimeLimit

@@ -13,6 +13,7 @@ from megatron_rl.rollout.turns import Turns
 from megatron_rl.sync.adapters import AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -24,13 +25,14 @@ class Pusher:
         sync: WeightSync | AdapterSync,
         turns: Turns,
         recovery: Recovery,
+        ranks: Ranks,
         *,
         dtype: torch.dtype,
         digests: bool,
         keeps_weights: bool,
     ) -> None:
         """dtype: of the engine's weights; digests: take one of each push; keeps_weights: a server that sleeps does."""
-        self._sync, self._turns, self._recovery = sync, turns, recovery
+        self._sync, self._turns, self._recovery, self._ranks = sync, turns, recovery, ranks
         self._dtype, self._digests, self._keeps_weights = dtype, digests, keeps_weights
         self._trainer: Trainer | None = None
         self.now = 0
@@ -38,7 +40,7 @@ class Pusher:
         self.version = 0
         """Step of the weights that the servers have."""
         self.digests: dict[str, str] = {}
-        """Of all versions that were pushed by this process; empty ones where none are taken."""
+        """Of all versions that were pushed by this process; empty ones where none are taken, and of one that is on its way."""
         self.bytes = 0
         """Size of the last push."""
 
@@ -63,9 +65,10 @@ class Pusher:
                 digest = WeightsDigest(self._dtype)
                 if self._digests:
                     weights = digest.watch(weights)
+                self.digests.setdefault(str(self.now), "")  # answers may come before the push returns
                 self.bytes = self._sync.push(weights, str(self.now)).bytes
                 self.version = self.now
-                self.digests[str(self.now)] = str(digest)
+                self.digests[str(self.now)] = self._ranks.from_main(str(digest))  # which alone may have seen adapters
                 self._trainer.weights_pushed()
                 self._turns.to_servers("kv_cache")
                 return

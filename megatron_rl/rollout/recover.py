@@ -77,14 +77,19 @@ def generate(
             wait([answered], CANCEL_S)
             raise StopRequested
         problem = answered.exception()
+        if isinstance(problem, EngineLost) and collection.complete:  # which was begun, and mended since then
+            problem = None
         if problem is not None and not isinstance(problem, UserError):
             raise problem
         problems = [p for p in ranks.gather(problem) if p is not None]
         if not problems:
             return
         fatal = [p for p in problems if not isinstance(p, EngineLost)]
-        if fatal or attempt == RESTARTS or not revive():
+        if fatal or attempt == RESTARTS:
             raise (fatal or problems)[0]
+        # What was begun may have failed by servers that have been revived meanwhile.
+        if not revive() and (attempt or begun is None):
+            raise problems[0]
 
 
 def begin(collection: Collection, client: SGLangClient) -> Future[None]:

@@ -21,25 +21,26 @@ class Interrupt:
         """asked: whether this process was asked to end; deep: look between micro-batches too."""
         self.deep = deep
         self._ranks, self._asked = ranks, asked
-        self._armed = False
+        self.armed = False
+        """Whether nothing has been changed yet in the step at hand."""
         self._flag = torch.zeros(())
         self._sum: dist.Work | None = None
 
     def arm(self) -> None:
         """A step begins (all processes)."""
         self.disarm()
-        self._armed = True
+        self.armed = True
 
     def disarm(self) -> None:
         """Something has been changed, so that the step has to come to its end (all processes)."""
-        self._armed = False
+        self.armed = False
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
 
     def look(self) -> None:
         """Errors: StopRequested, on all processes at the same look."""
-        if not self._armed:
+        if not self.armed:
             return
         if self._sum is not None:
             self._sum.wait()

@@ -160,7 +160,8 @@ def test_servers_ahead_of_the_trainer(broken, config, partial):
     """One step: the prompts are the same, and the responses come from weights at most one step older."""
     run, ahead = broken[0], Run(config, f"ahead-{partial}")
     size = ("--rollout.max_new_tokens", "100")
-    ahead.finish("--rollout.max_staleness", "1", "--rollout.partial_rollout", str(partial).lower(), *size)
+    correction = ("--correction.mode", "truncate", "--correction.high", "2.0")
+    ahead.finish("--rollout.max_staleness", "1", "--rollout.partial_rollout", str(partial).lower(), *size, *correction)
     rows = ahead.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     mixed = 0

@@ -76,7 +76,7 @@ def written(tmp_path) -> tuple[Path, Samples]:
 
 def test_samples_come_back_as_they_were_on_any_layout(written):
     folder, samples = written
-    found = Finished(folder, 7, 0, "key").read(range(2, 8), {"7": "x"}, before=7)
+    found = Finished(folder, 7, 0, "key").read(range(2, 8), {"7": "x"})
     assert sorted(found) == [2, 3, 4, 5, 6, 7], "those of the other rank too, and none that is not wanted"
     for request, one in found.items():
         same(one, samples[request])
@@ -84,27 +84,28 @@ def test_samples_come_back_as_they_were_on_any_layout(written):
 
 @pytest.mark.parametrize(("step", "key"), [(6, "key"), (8, "key"), (7, "other")])
 def test_those_of_another_step_or_another_question_are_not_read(written, step, key):
-    assert not Finished(written[0], step, 0, key).read(range(8), {"7": "x"}, before=7)
+    assert not Finished(written[0], step, 0, key).read(range(8), {"7": "x"})
 
 
 def test_weights_are_those_of_this_run(tmp_path):
-    """Older than the checkpoint, or pushed again with the same digest; a response may be of several."""
+    """By digest; a response may be of several."""
     digests = {"3": "three", "4": "four", "5": "five"}
     store = Finished(tmp_path, 5, 0, "key")
     spans = {0: ["3"], 1: ["4"], 2: ["5"], 3: ["3", "5"], 4: ["somebody's"]}
     for request, versions in spans.items():
         store.add({request: sample(request, versions)}, digests)
 
-    def found(pushed: dict[str, str], before: int) -> list[int]:
-        return sorted(store.read(range(5), pushed, before))
+    def found(**pushed: str) -> list[int]:
+        return sorted(store.read(range(5), {version.removeprefix("v"): digest for version, digest in pushed.items()}))
 
-    assert found({"5": "five"}, before=5) == [0, 1, 2, 3]
-    assert found({"5": "other"}, before=5) == [0, 1], "the run has learned otherwise since then"
-    assert found({"4": "four"}, before=4) == [0, 1], "of weights that are not there yet"
-    assert found({"4": "four", "5": "five"}, before=4) == [0, 1, 2, 3]
-    assert found({"0": "zero"}, before=0) == []
+    assert found(v3="three", v4="four", v5="five") == [0, 1, 2, 3]
+    assert found(v3="three", v4="four", v5="other") == [0, 1], "the run has learned otherwise since then"
+    assert found(v3="three", v4="four") == [0, 1], "of weights that are not there yet"
+    assert found(v4="five") == found() == []
     store.add({2: sample(2, ["5"])}, {})
-    assert found({"5": "five"}, before=5) == [0, 1, 2, 3], "one whose weights nobody knows does not hide another"
+    store.add({1: sample(1, ["4"])}, {"4": ""})
+    assert found(v4="four", v5="five") == [1, 2], "one whose weights nobody knows does not hide another"
+    assert found(v4="") == [], "no digest is the same as no other"
 
 
 def test_a_record_that_was_cut_off_is_left_out_and_what_is_added_is_found(written, caplog):
@@ -114,13 +115,13 @@ def test_a_record_that_was_cut_off_is_left_out_and_what_is_added_is_found(writte
     for cut in random.sample(range(1, len(whole)), 25):
         own.write_bytes(whole[:cut])
         store = Finished(folder, 7, 0, "key")
-        left = store.read([0, 2, 4, 6], {"7": "x"}, before=7)
+        left = store.read([0, 2, 4, 6], {"7": "x"})
         for request, one in left.items():
             same(one, samples[request])
         store.mend()
         store.add({0: sample(0, ["7"]), 6: samples[6]}, {"7": "x"})
         caplog.clear()
-        again = store.read([0, 2, 4, 6], {"7": "x"}, before=7)
+        again = store.read([0, 2, 4, 6], {"7": "x"})
         assert again.keys() == left.keys() | {0, 6} and not caplog.records
         same(again[6], samples[6])
 
@@ -131,7 +132,7 @@ def test_a_damaged_record_ends_a_file(written, caplog):
     content = bytearray(own.read_bytes())
     content[-random.randint(1, 200)] ^= 1
     own.write_bytes(content)
-    found = Finished(folder, 7, 0, "key").read([0, 2, 4, 6], {"7": "x"}, before=7)
+    found = Finished(folder, 7, 0, "key").read([0, 2, 4, 6], {"7": "x"})
     assert sorted(found) == [0, 2, 4] and own.name in caplog.text
 
 

@@ -18,6 +18,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.rollout.finished import _records
 from tests.e2e.test_recovery import final_tensors
+from tests.e2e.test_train import scheduler_of
 from tests.program import Program
 
 STEPS, RESPONSES = 4, 32
@@ -157,12 +158,28 @@ def test_what_was_ended_and_went_on_has_learned_the_same_to_the_bit(broken, conf
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("partial", [True, False])
 def test_servers_ahead_of_the_trainer(broken, config, partial):
-    """One step: the prompts are the same, and the responses come from weights at most one step older."""
+    """One step: the prompts are the same, and the responses come from weights at most one step older.
+
+    Where pushes interrupt them, the server is killed too, while both sides are at work.
+    """
     run, ahead = broken[0], Run(config, f"ahead-{partial}")
     size = ("--rollout.max_new_tokens", "100")
     correction = ("--correction.mode", "truncate", "--correction.high", "2.0")
-    ahead.finish("--rollout.max_staleness", "1", "--rollout.partial_rollout", str(partial).lower(), *size, *correction)
+    options = ("--rollout.max_staleness", "1", "--rollout.partial_rollout", str(partial).lower(), *size, *correction)
+    program = ahead.start(*options)
+    try:
+        if partial:
+            while len(ahead.rows()) < 1:
+                assert program.poll() is None, ahead.log.read_text()[-4000:]
+                time.sleep(0.01)
+            scheduler = scheduler_of(program)
+            assert scheduler is not None
+            scheduler.kill()
+        assert program.wait(TIMEOUT_S) == 0, ahead.log.read_text()[-4000:]
+    finally:
+        program.kill()
     rows = ahead.rows()
+    assert rows[-1]["rollout/restarts"] == (1 if partial else 0)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     mixed = 0
     for step, row in enumerate(rows):

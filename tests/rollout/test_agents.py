@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -216,6 +217,27 @@ def of_three_turns(agents: Agents, server, reference, count: int) -> list:
     several = [t for t in asked.trajectories() if len(t.turns) >= 5]
     assert len(several) > 1
     return several
+
+
+def test_what_is_known_is_not_asked_and_what_finishes_is_told_once(server, world):
+    agents = world(Echo())
+    prompts = questions(agents, 6)
+    told: dict[int, list] = {}
+
+    def tell(samples: dict[int, list]) -> None:
+        assert not told.keys() & samples.keys()
+        told.update(samples)
+
+    first = collection(agents, prompts, samples=2, on_finished=tell)
+    first.run(client_of(server))
+    assert sorted(told) == list(range(12)) and [t for r in range(12) for t in told[r]] == first.trajectories()
+    known = {r: told.pop(r) for r in random.sample(range(12), 5)}
+    told.clear()
+    second = collection(agents, prompts, samples=2, known=known, on_finished=tell)
+    assert second.responses == 5 and not second.complete
+    second.run(client_of(server))
+    assert second.complete and sorted(told) == sorted(set(range(12)) - known.keys())
+    assert [t for r in range(12) for t in (known | told)[r]] == second.trajectories()
 
 
 def test_routes_of_a_conversation_are_those_of_one_prefill(server, reference, world):

@@ -1,7 +1,10 @@
-"""What a process on a GPU machine without Transformer Engine imports, where neither is here."""
+"""What a process on a GPU machine without Transformer Engine imports, where neither is here; and that what the tests, tools
+and examples import is there, as much of it is first imported by a process of a test that takes long."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +33,31 @@ print(len(names))
     assert done.returncode == 0, done.stderr[-3000:]
     modules = [p for p in (REPOSITORY / "megatron_rl").rglob("*.py") if "pythonpath" not in p.parts]
     assert int(done.stdout.split()[-1]) >= len(modules) - 2  # without megatron_rl itself and platform's __main__
+
+
+def _imported() -> list[tuple[str, str, str]]:
+    """(file and line, module, name) of all that files outside the package import from it."""
+    found = []
+    for path in (
+        p for folder in ("tests", "tools", "benchmarks", "examples") for p in (REPOSITORY / folder).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megatron_rl":
+                place = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+                found += [(place, str(node.module), alias.name) for alias in node.names]
+    return found
+
+
+def test_what_tests_and_tools_import_exists():
+    def exists(module: str, name: str) -> bool:
+        if hasattr(importlib.import_module(module), name):
+            return True
+        try:
+            importlib.import_module(f"{module}.{name}")
+        except ModuleNotFoundError:
+            return False
+        return True
+
+    imported = _imported()
+    assert len(imported) > 500
+    assert [f"{place}: {module} has no {name}" for place, module, name in imported if not exists(module, name)] == []

@@ -27,7 +27,7 @@ from megatron_rl.routing.predictors import Predictors
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.routing.utilization import Load
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.checkpoint import _random_states
+from megatron_rl.trainer.checkpoint import random_states
 from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.preview import StepPreview
 from megatron_rl.trainer.trainer import Trainer
@@ -52,7 +52,7 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     for adam in (hook.adam for hook in trainer.hooks if isinstance(hook, Predictors)):
         found += [p.detach().clone() for group in adam.param_groups for p in group["params"]]
         found += [v.clone() for state in adam.state.values() for v in state.values()]
-    random = _random_states()
+    random = random_states()
     numbers = torch.tensor([*random["python"][1], *random["numpy"][1].tolist()])
     return [*found, random["torch"], numbers, torch.tensor(trainer.scheduler.num_steps)]
 

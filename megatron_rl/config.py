@@ -599,6 +599,21 @@ class DemonstrationsConfig:
 
 
 @section
+class DynamicSamplingConfig:
+    """Learn from groups alone whose rewards differ (DAPO): further prompts take the place of others.
+
+    Differences by rewards.overlong_buffer alone do not count.
+    """
+
+    max_rounds: Count = 0
+    """How often a step asks for prompts; behind that it takes groups without spread, too, so that it has
+    batch.prompts_per_step of them. 0: no group is left out; DAPO's recipe: 10."""
+    over_sampling: Annotated[float, Field(ge=1)] = 1.0
+    """How many prompts are asked for, as a multiple of those that a step still misses; what is above is dropped. More of them
+    save rounds."""
+
+
+@section
 class RolloutConfig:
     """The engine: its servers, its limits and what it is asked for."""
 
@@ -616,6 +631,7 @@ class RolloutConfig:
     """Servers that the trainer starts share its GPUs: they sleep while it trains, and it sleeps while they generate."""
     server: ServerConfig = ServerConfig()
     sampling: SamplingConfig = SamplingConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     max_new_tokens: Positive = 1024
     context_length: Annotated[int, Field(ge=2)] = 4096
     """Longest prompt + response; a prompt that leaves no room for max_new_tokens is skipped, counted and logged. Of a text

@@ -12,7 +12,15 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 
 from megatron_rl.algorithms.stein import neighborhood
-from megatron_rl.config import AlgorithmConfig, Config, CriticConfig, PruningConfig, RefreshConfig, VP2OConfig
+from megatron_rl.config import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    DynamicSamplingConfig,
+    PruningConfig,
+    RefreshConfig,
+    VP2OConfig,
+)
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.lora_checks import check_lora
@@ -455,6 +463,7 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
         )
     if kind == "train":
         _check_staleness(config)
+        _check_dynamic_sampling(config)
     if kind == "train" and not rollout.load:
         _check_waits(config, world_size)
     if kind in FROM_DATA or rollout.load or rollout.external:
@@ -497,6 +506,31 @@ def _check_staleness(config: Config) -> None:
             " corrects for it; set correction.mode: truncate with high: 2.0, or correction.bypass: true (the loss's ratio"
             " starts from the engine's log-probs)"
         )
+
+
+def _check_dynamic_sampling(config: Config) -> None:
+    """Refuse to filter groups by rewards that come later, or where nothing is known of them. Errors: UserError."""
+    settings, defaults = config.rollout.dynamic_sampling, DynamicSamplingConfig()
+    key = "rollout.dynamic_sampling"
+    if not settings.max_rounds:
+        if settings != defaults:
+            raise UserError(
+                f"config: {key}.over_sampling with {key}.max_rounds = 0 does nothing; set {key}.max_rounds: 10"
+            )
+        return
+    for refused, problem in (
+        (
+            config.batch.samples_per_prompt < 2,
+            "batch.samples_per_prompt: 1: a group of one response has no spread; set 2 or more",
+        ),
+        (bool(config.rewards.models), "rewards.models, which score behind the rollout: leave them out"),
+        (
+            config.routing.source == "pr3" and config.routing.features == "engine",
+            "routing.source: pr3: which responses its predictors learn from is settled before they are asked for",
+        ),
+    ):
+        if refused:
+            raise UserError(f"config: {key} with {problem}, or set {key}.max_rounds: 0")
 
 
 def _check_waits(config: Config, world_size: int) -> None:

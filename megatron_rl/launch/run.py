@@ -147,8 +147,10 @@ class Run:
         """Samples of steps that are in no checkpoint yet."""
         self.before_saving: Callable[[], None] = lambda: None
         """What has to happen before the trainer's memory can be read."""
-        self.position: Callable[[], dict[str, Any]] = lambda: self.stream.state_dict()
-        """Of the data stream, for a checkpoint."""
+        self.position: Callable[[], dict[str, Any]] = lambda: {"stream": self.stream.state_dict()}
+        """Of the data, for a checkpoint."""
+        self.ahead: list[dict[str, Any]] = []
+        """Batches that an earlier process had asked for ahead of their steps; after `build`."""
         self._saved_at = self.step if self._found or kind in LOOKS else -1
         self._saving: checkpoint.Save | None = None
         """One that is written in the background."""
@@ -189,6 +191,7 @@ class Run:
             self.kl.load_state_dict(state["extra"].get("kl", self.kl.state_dict()))
             self.rewards.load_state_dict(state["extra"].get("rewards", {}))
             self.pushed_before = state["extra"].get("pushed", {})
+            self.ahead = state["extra"].get("ahead", [])
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
         gc.collect()
@@ -348,7 +351,7 @@ class Run:
         self.finish_save()
         self.before_saving()
         extra = {
-            "stream": self.position(),
+            **self.position(),
             "kind": self.kind,
             "scores": self.scores,
             "kl": self.kl.state_dict(),

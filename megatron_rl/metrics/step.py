@@ -17,7 +17,7 @@ from megatron_rl.launch.run import Clock, Run
 from megatron_rl.metrics.agents import agent_metrics
 from megatron_rl.metrics.hardware import hardware_metrics, per_second
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics
-from megatron_rl.metrics.reduce import Metrics, derived, figures, maximum, mean, over_ranks, total
+from megatron_rl.metrics.reduce import Metric, Metrics, derived, figures, maximum, mean, over_ranks, total
 from megatron_rl.metrics.responses import readable
 from megatron_rl.metrics.samples import choose
 from megatron_rl.trainer.trainer import Update
@@ -66,10 +66,23 @@ def reward_metrics(config: Config, trajectories: list[Trajectory]) -> Metrics:
             tuple((t.group_id, t.reward, t.reward_parts) for t in trajectories if not t.masked and not t.part),
         ),
         "response/length": mean(sum(t.response_length for t in trajectories), len(trajectories)),
+        "response/length_quantile": quantiles_of_length(trajectories),
         "response/truncated": mean(sum(t.truncated for t in samples), len(samples)),
         "tokens": total(sum(len(t.tokens) for t in trajectories)),
         **(agent_metrics(trajectories) if config.rollout.program != "single_turn" else {}),
     }
+
+
+def quantiles_of_length(trajectories: Iterable[Trajectory]) -> Metric:
+    """Tokens of the responses: NAME/p10, p50, p90 and max."""
+    return derived(_quantiles, tuple(t.response_length for t in trajectories))
+
+
+def _quantiles(values: tuple[int, ...]) -> dict[str, float]:
+    if not values:
+        return {}
+    found = np.quantile(values, (0.1, 0.5, 0.9, 1.0), method="inverted_cdf")
+    return dict(zip(("p10", "p50", "p90", "max"), found.tolist(), strict=True))
 
 
 def _reward_figures(rows: tuple[tuple[int, float, dict[str, float]], ...]) -> dict[str, float]:

@@ -10,27 +10,38 @@ from typing import Any
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
 from megatron_rl.launch.run import Run
+from megatron_rl.metrics.reduce import Metrics, maximum, mean
+from megatron_rl.metrics.step import quantiles_of_length
+from megatron_rl.rollout.dynamic_sampling import Groups, prompts_to_ask
 from megatron_rl.rollout.engine import Asked, Engine
 
 
 @dataclass
 class _Batch:
     step: int
+    count: int
     position: dict[str, Any]
     """Of the data stream before its prompts."""
-    asked: Asked | None
+    prompts: Sequence[Prompt]
+    asked: Asked | None = None
 
 
 class Rollouts:
     """Batches in the order of their steps, asked for at most rollout.max_staleness steps before they are learned.
 
-    Every process has one and calls it. A checkpoint has the data stream as it was before the first batch that has not been
-    learned, so that a run that goes on asks for the same prompts again.
+    Every process has one and calls it. A checkpoint has the places of the batches that were asked for and not learned, and that
+    of the data stream behind them, so that a run that goes on asks for the same prompts again.
     """
 
     def __init__(self, run: Run, engine: Engine) -> None:
         self._run, self._engine = run, engine
+        self._settings = run.config.rollout.dynamic_sampling
         self._batches: deque[_Batch] = deque()
+        self._groups: Groups | None = None
+        """Of the last step, where groups are filtered."""
+        self._before_rounds: tuple[int, dict[str, Any]] | None = None
+        """A step, and the data stream before prompts take the place of its others."""
+        self._restore()
         run.position = self._position
 
     def next(self) -> tuple[Sequence[Prompt], list[Trajectory]]:
@@ -42,16 +53,79 @@ class Rollouts:
         run.begin_step()
         while self._batches and self._batches[0].step < run.step:
             self._batches.popleft()
-        first = self._batches[-1].step + 1 if self._batches else run.step
-        for step in range(first, min(run.step + config.rollout.max_staleness + 1, config.steps)):
-            position = run.stream.state_dict()
-            prompts = run.stream.next(config.batch.prompts_per_step)
-            self._batches.append(_Batch(step, position, self._engine.begin(prompts, step)))
+        last = min(run.step + config.rollout.max_staleness, config.steps - 1)
+        for step in range(self._batches[-1].step + 1 if self._batches else run.step, last + 1):
+            self._batches.append(self._draw(step, self._count))
+        for batch in self._batches:
+            if batch.asked is None and batch.step <= last:
+                batch.asked = self._engine.begin(batch.prompts, batch.step)
+        self._before_rounds = run.step, run.stream.state_dict()
         batch = self._batches[0]
         assert batch.asked is not None
         asked, batch.asked = batch.asked, None  # its answers are the trainer's alone
-        return asked.prompts, self._engine.finish(asked)
+        trajectories = self._engine.finish(asked)
+        prompts = batch.prompts
+        if self._settings.max_rounds and not config.rollout.load:
+            prompts, trajectories = self._with_spread(prompts, trajectories, run.step)
+        self._engine.record(trajectories, run.step)
+        return prompts, trajectories
+
+    def _with_spread(
+        self, prompts: Sequence[Prompt], trajectories: list[Trajectory], step: int
+    ) -> tuple[Sequence[Prompt], list[Trajectory]]:
+        """A batch of groups with spread: rounds of further prompts take the place of the others (DAPO)."""
+        run, settings = self._run, self._settings
+        self._groups = groups = Groups(run.config.batch.prompts_per_step)
+        while True:
+            judged = [(t.group_id, t.reward) for t in trajectories if not t.masked and not t.part]
+            groups.add(prompts, trajectories, run.gather_from_leaders(judged))
+            if not groups.missing or groups.rounds == settings.max_rounds:
+                return groups.chosen()
+            prompts = run.stream.next(prompts_to_ask(groups.missing, settings.over_sampling))
+            trajectories = self._engine.finish(self._engine.begin(prompts, step, round=groups.rounds))
+
+    @property
+    def _count(self) -> int:
+        """Prompts of a step's first round."""
+        wanted, settings = self._run.config.batch.prompts_per_step, self._settings
+        return prompts_to_ask(wanted, settings.over_sampling) if settings.max_rounds else wanted
+
+    def _draw(self, step: int, count: int) -> _Batch:
+        return _Batch(step, count, self._run.stream.state_dict(), self._run.stream.next(count))
 
     def _position(self) -> dict[str, Any]:
-        waiting = [batch.position for batch in self._batches if batch.step >= self._run.step]
-        return waiting[0] if waiting else self._run.stream.state_dict()
+        run, stream = self._run, self._run.stream.state_dict()
+        waiting = [batch for batch in self._batches if batch.step >= run.step]
+        if self._before_rounds is not None and self._before_rounds[0] == run.step:  # it was given up, and begins anew
+            stream = self._before_rounds[1]
+        return {
+            "stream": stream,
+            "ahead": [{"step": b.step, "count": b.count, "position": b.position} for b in waiting],
+        }
+
+    def _restore(self) -> None:
+        """The batches that an earlier process of the run had asked for ahead, and the stream behind them."""
+        run, places = self._run, self._run.ahead
+        if not places:
+            return
+        latest = run.stream.state_dict()
+        run.stream.load_state_dict(places[0]["position"])
+        if any(place["count"] != self._count for place in places):
+            return  # the config has changed: their prompts come in batches of its own size
+        for place in places:
+            run.stream.load_state_dict(place["position"])
+            self._batches.append(self._draw(place["step"], place["count"]))
+        run.stream.load_state_dict(latest)
+
+    def metrics(self) -> Metrics:
+        """What the last step has left out."""
+        if self._groups is None:
+            return {}
+        generated = self._groups.generated
+        return {
+            "rollout/rounds": maximum(self._groups.rounds),
+            "rollout/without_spread": maximum(self._groups.share_without_spread),
+            "rollout/missing": maximum(self._groups.missing),
+            "generated/length": mean(sum(t.response_length for t in generated), len(generated)),
+            "generated/length_quantile": quantiles_of_length(generated),
+        }

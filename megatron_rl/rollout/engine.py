@@ -56,6 +56,8 @@ class Asked:
     answered: Future[None]
     step: int = 0
     """The training step that learns from it, 0-based."""
+    round: int = 0
+    """Of the step (rollout.dynamic_sampling)."""
 
 
 class Engine:
@@ -77,8 +79,8 @@ class Engine:
         self._routes = EngineRoutes.from_config(model) if asks_routes(self.config) else None
         self._features = EngineFeatures.from_config(model, self._dtype) if feature_stride(self.config) else None
         self._retries = 0
-        self._stale = 0, 0
-        """Responses of the last step that are not of the weights pushed last, and all."""
+        self._stale: list[bool] = []
+        """Of each response of the last step, whether it is not of the weights pushed last."""
         self._staleness: list[int] = []
         """Of each of them, in steps."""
         self._reused = 0
@@ -229,25 +231,30 @@ class Engine:
         Each data-parallel leader gets those of its share of the requests (`prompts` are the whole step's), others none.
         top_log_probs: how many of the engine's likeliest tokens go with each token of a response.
         """
-        return self.finish(self.begin(prompts, step, top_log_probs=top_log_probs))
+        trajectories = self.finish(self.begin(prompts, step, top_log_probs=top_log_probs))
+        self.record(trajectories, step)
+        return trajectories
 
-    def begin(self, prompts: Sequence[Prompt], step: int, *, top_log_probs: int = 0) -> Asked:
-        """Ask for what `collect` returns; `finish` waits for it. What an earlier process of the run has is not asked again."""
+    def begin(self, prompts: Sequence[Prompt], step: int, *, round: int = 0, top_log_probs: int = 0) -> Asked:
+        """Ask for what `collect` returns; `finish` waits for it. What an earlier process of the run has is not asked again.
+
+        round: each of a step has draws of its own.
+        """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
-            return Asked(prompts, nothing, Future(), step)
+            return Asked(prompts, nothing, Future(), step, round)
         if self.trains:
             self._pusher.now = self.run.step
         asked = self._begin(
             prompts,
             self.run.support,
             samples=self.config.batch.samples_per_prompt,
-            seed=f"train/{step}",
+            seed=f"train/{step}/{round}" if round else f"train/{step}",
             with_routes=True,
             top_log_probs=top_log_probs,
             step=step if self.trains and self.config.rollout.durable and not top_log_probs else None,
         )
-        asked.step = step
+        asked.step, asked.round = step, round
         self._asked.append(asked)
         return asked
 
@@ -262,7 +269,7 @@ class Engine:
         else:
             trajectories = self._rewarded(asked)
             self._asked.remove(asked)
-            self._look_at_versions(trajectories, step)
+            self._look_at_versions(trajectories, asked)
             # Routes of weights that the bound allows are replayed: those that the engine went, as of every older sample.
             recent = min(self.version, step - rollout.max_staleness)
             allowed = [v for v in self._pusher.digests if int(v) >= recent] or [str(self.version)]
@@ -272,21 +279,28 @@ class Engine:
                     routed = current and self._routes is not None
                     version = trajectory.weight_spans[-1].version if routed else ""
                     trajectory.weights = self._pusher.digests.get(version, "")
-                file = file_of(self.config.run_dir / "rollouts", step, ranks.data_rank)
-                ranks.leaders_do(lambda: save_trajectories(file, trajectories))
             self.sleep()
         for trajectory, current in zip(trajectories, fresh, strict=True):  # what is dropped is counted without a route
             drop_stale_routes(trajectory, fresh=current)
         return trajectories
 
-    def _look_at_versions(self, trajectories: list[Trajectory], step: int) -> None:
+    def record(self, trajectories: list[Trajectory], step: int) -> None:
+        """Keep this leader's trajectories that step `step` (0-based) learns from, where rollout.record says so."""
+        if self.config.rollout.record and not self.config.rollout.load:
+            ranks = self.run.ranks
+            file = file_of(self.config.run_dir / "rollouts", step, ranks.data_rank)
+            ranks.leaders_do(lambda: save_trajectories(file, trajectories))
+
+    def _look_at_versions(self, trajectories: list[Trajectory], asked: Asked) -> None:
         """Count the responses that are not of the weights pushed last. Errors: UserError under algorithm.on_policy."""
         if not self.trains:
             return
         version = str(self.version)
         mine = others(trajectories, version)
-        self._stale = len(mine), len(trajectories)
-        self._staleness = staleness(trajectories, step)
+        if not asked.round:
+            self._stale, self._staleness = [], []
+        self._stale += [True] * len(mine) + [False] * (len(trajectories) - len(mine))
+        self._staleness += staleness(trajectories, asked.step)
         if not self.config.algorithm.on_policy:
             return
         stale = [line for part in self.run.ranks.gather_from_leaders(mine) for line in part]
@@ -296,7 +310,7 @@ class Engine:
         except UserError as error:  # the same on every process
             problems.append(str(error))
         if problems:
-            raise UserError(f"algorithm.on_policy: step {step + 1}: {'; '.join(problems)}")
+            raise UserError(f"algorithm.on_policy: step {asked.step + 1}: {'; '.join(problems)}")
 
     def ask(
         self,
@@ -427,9 +441,11 @@ class Engine:
     def metrics(self) -> Metrics:
         """Counts since the start of the run, how stale the responses of the last step are, and the size of the last push."""
         loads, ages = bool(self.config.rollout.load), self._staleness
-        sampled = {} if loads else {"rollout/stale": mean(*self._stale), "rollout/reused": total(self._reused)}
+        sampled: Metrics = {}
         if not loads:
-            sampled |= {
+            sampled = {
+                "rollout/stale": mean(sum(self._stale), len(self._stale)),
+                "rollout/reused": total(self._reused),
                 "rollout/staleness": mean(sum(ages), len(ages)),
                 "rollout/staleness_max": maximum(max(ages, default=0)),
             }

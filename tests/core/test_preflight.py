@@ -297,6 +297,25 @@ REFUSED |= {
     ),
 }
 GAE = {"algorithm": {"advantage": "gae"}}
+SAMPLES_AGAIN = {"rollout": {"dynamic_sampling": {"max_rounds": 10}}}
+REFUSED |= {
+    "more prompts, of which none is left out": (
+        {"rollout": {"dynamic_sampling": {"over_sampling": 1.5}}},
+        r"over_sampling with rollout\.dynamic_sampling\.max_rounds = 0 does nothing; set .*max_rounds: 10",
+    ),
+    "spread in groups of one": (
+        {**SAMPLES_AGAIN, "batch": {"samples_per_prompt": 1}, "algorithm": {"advantage": "reinforce_plus_plus"}},
+        r"rollout\.dynamic_sampling with batch\.samples_per_prompt: 1: .* set 2 or more, or set .*max_rounds: 0",
+    ),
+    "spread of rewards that come later": (
+        {**SAMPLES_AGAIN, "rewards": {"models": {"liked": {"address": "http://localhost:1"}}}},
+        r"rollout\.dynamic_sampling with rewards\.models, which score behind the rollout",
+    ),
+    "features of responses that may be left out": (
+        {**SAMPLES_AGAIN, "routing": {"source": "pr3", "features": "engine"}},
+        r"rollout\.dynamic_sampling with routing\.source: pr3: ",
+    ),
+}
 REFUSED |= {
     "lambda of nothing": (
         {"algorithm": {"lam": 0.9}},

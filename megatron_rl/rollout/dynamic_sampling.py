@@ -1,0 +1,78 @@
+"""Groups of responses that teach something: further prompts are asked for in the place of those without spread.
+
+Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025), section 3.2, "Dynamic Sampling": a group
+whose responses all have the same reward has advantages of 0, and takes the place of one that teaches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments import Prompt
+
+
+def with_spread(rewards: Iterable[tuple[int, float]]) -> set[int]:
+    """Groups in which not all rewards are equal. rewards: (group, reward) of each response."""
+    seen: dict[int, float] = {}
+    return {group for group, reward in rewards if seen.setdefault(group, reward) != reward}
+
+
+def prompts_to_ask(missing: int, over_sampling: float) -> int:
+    """How many prompts a round asks for, where so many groups are missing. over_sampling: at least 1."""
+    return math.ceil(missing * over_sampling - 1e-9)  # 1.1 * 10 is above 11
+
+
+@dataclass
+class Groups:
+    """The groups of a step, round by round. Every process has the same, and the trajectories of its own."""
+
+    wanted: int
+    """Groups that the step learns from."""
+    rounds: int = 0
+    _prompts: list[Prompt] = field(default_factory=list)
+    _trajectories: list[Trajectory] = field(default_factory=list)
+    _useful: list[int] = field(default_factory=list)
+
+    @property
+    def missing(self) -> int:
+        """Groups with spread that are still wanted."""
+        return max(0, self.wanted - len(self._useful))
+
+    @property
+    def generated(self) -> list[Trajectory]:
+        """This process's trajectories of all rounds."""
+        return self._trajectories
+
+    @property
+    def share_without_spread(self) -> float:
+        """Of all groups that were asked for."""
+        return 1 - len(self._useful) / len(self._prompts)
+
+    def add(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Iterable[tuple[int, float]]
+    ) -> None:
+        """Take the answers of a round. trajectories: this process's; rewards: (group, reward) of all processes' responses."""
+        first = len(self._prompts)
+        for trajectory in trajectories:
+            trajectory.group_id += first
+        self._prompts += prompts
+        self._trajectories += trajectories
+        self._useful += sorted(first + group for group in with_spread(rewards))
+        self.rounds += 1
+
+    def chosen(self) -> tuple[list[Prompt], list[Trajectory]]:
+        """The first `wanted` groups with spread; where there are fewer, the first ones without take the places that are left.
+
+        A step so has its size whatever was found; the latter have advantages of 0.
+        """
+        useful = set(self._useful)
+        others = [group for group in range(len(self._prompts)) if group not in useful]
+        groups = sorted([*self._useful, *others][: self.wanted])
+        place = {group: number for number, group in enumerate(groups)}
+        trajectories = [t for t in self._trajectories if t.group_id in place]
+        for trajectory in trajectories:
+            trajectory.group_id = place[trajectory.group_id]
+        return [self._prompts[group] for group in groups], trajectories

@@ -156,6 +156,16 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megatron-rl: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            raise
+        from megatron_rl.launch.lost import lost_contact
+
+        problem = lost_contact(error)
+        if problem is None:
+            raise
+        _say_once(problem)
+        os._exit(1)  # the groups are broken: taking them down would wait for the others
 
 
 def _say_once(problem: str) -> None:

@@ -369,9 +369,14 @@ class SGLangClient:
         if new:
             body = {"input_ids": new, "sampling_params": {"max_new_tokens": 0}, **self._of_all}
             task = asyncio.create_task(self._post(f"{address}/generate", body))
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # those who wait may be gone
             self._prefixes |= {(address, p): task for p in new}
         try:
-            await asyncio.shield(asyncio.gather(*{self._prefixes[address, p] for p in prefixes}))
+            tasks = {self._prefixes[address, p] for p in prefixes}
+            if tasks:
+                await asyncio.wait(tasks)  # which are not this call's alone: its end is not theirs
+            for task in tasks:
+                task.result()
         except BaseException:
             for p in prefixes:  # a later attempt has it computed again
                 self._prefixes.pop((address, p), None)

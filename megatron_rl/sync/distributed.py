@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import uuid
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]: documented there
 
+from megatron_rl.network import own_address
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import Engines, WeightSyncError
 from megatron_rl.sync.transport import Transport
@@ -126,11 +126,9 @@ def _broadcast_options(timeout: timedelta) -> dist.BroadcastOptions:
 
 
 def _own_address(server: str) -> str:
-    """Address of this machine as the server sees it (no packet is sent)."""
+    """Address of this machine as the server sees it."""
     parts = urlsplit(server)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((parts.hostname, parts.port or 80))
-        except OSError as error:
-            raise WeightSyncError(f"weight sync: no route to {server}: {error.strerror or error}") from None
-        return probe.getsockname()[0]
+    try:
+        return own_address(parts.hostname or "", parts.port or 80)
+    except OSError as error:
+        raise WeightSyncError(f"weight sync: no route to {server}: {error.strerror or error}") from None

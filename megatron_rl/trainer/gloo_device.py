@@ -7,18 +7,32 @@ some thirty groups.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.distributed_c10d import Backend, ProcessGroup, ProcessGroupGloo
 
+from megatron_rl.network import own_address
+
+
+def _devices() -> list[Any]:
+    """One for each interface of GLOO_SOCKET_IFNAME; by default one on the interface that leads to MASTER_ADDR.
+
+    torch's own is that of the host's name, which on a cluster is often the wrong network, and on Debian the host itself.
+    """
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    with suppress(OSError):
+        address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        if one_host or not address.startswith("127."):
+            return [ProcessGroupGloo.create_device(hostname=address)]
+    return [ProcessGroupGloo.create_default_device()]
+
 
 def share_device() -> None:
-    """Groups over gloo that are made from here on share devices: one for each interface of GLOO_SOCKET_IFNAME."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    make = ProcessGroupGloo.create_device
-    devices = (
-        [make(interface=name) for name in names.split(",")] if names else [ProcessGroupGloo.create_default_device()]
-    )
+    """Groups over gloo that are made from here on share the same devices."""
+    devices = _devices()
 
     def create(wanted: Any, _: object) -> ProcessGroupGloo:  # torch's own, but for its options
         options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]: torch's stubs call it Options

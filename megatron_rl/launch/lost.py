@@ -1,0 +1,61 @@
+"""Who was waited for in vain, where a collective fails because a process, its host or the way to it is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import traceback
+
+import torch.distributed as dist
+
+PATIENCE_S = 5.0
+"""For word from the others, which notice it at about the same time."""
+_KEY = "megatron_rl/lost"
+
+
+def lost_contact(error: BaseException) -> str | None:
+    """One line about a collective that has failed; None for any other error, or where there is one process.
+
+    Every process that notices says so in the store of the process group, so that each can name those that are silent.
+    """
+    if not _of_a_collective(error) or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    answers: list[list[int]] = []
+    # The store is on another host, too, and its calls have no end where that is gone.
+    asking = threading.Thread(target=lambda: answers.append(_silent()), daemon=True)
+    asking.start()
+    asking.join(2 * PATIENCE_S)
+    if not answers:
+        who = f"contact with {os.environ.get('MASTER_ADDR', 'the host of rank 0')}, where the processes met, is lost"
+    elif answers[0]:
+        ranks = ", ".join(map(str, answers[0]))
+        who = f"contact with rank{'s' if len(answers[0]) > 1 else ''} {ranks} is lost"
+    else:
+        who = "contact between the processes was lost for too long, and all are there"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}megatron_rl{os.sep}" in f.filename]
+    place = f" in {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+    reason = str(error).splitlines()[0].rsplit("] ", 1)[-1]
+    return (
+        f"{who}: rank {dist.get_rank()} on {socket.gethostname()} waited{place} for at most parallel.timeout_s: {reason}; see"
+        " their logs and hosts. The same command goes on from the last checkpoint"
+    )
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    networks = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    # gloo's errors are plain ones that begin with the place in its source.
+    return isinstance(error, networks) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def _silent() -> list[int]:
+    """Ranks that have not said within PATIENCE_S that they are in the same trouble."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{_KEY}/{dist.get_rank()}", "")
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        silent = [rank for rank in range(dist.get_world_size()) if not store.check([f"{_KEY}/{rank}"])]
+        if not silent or time.monotonic() > deadline:
+            return silent
+        time.sleep(0.1)

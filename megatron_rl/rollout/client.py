@@ -200,15 +200,21 @@ class SGLangClient:
         """Weight versions of this run; a server that answers with others was started anew, and its answers are not taken.
         None: all do."""
         self.slots, self.timeout_s, self.retries, self.lost = Slots(concurrency), timeout_s, retries, lost
+        self.step = 0
         self.health = health
         self._of_all = {} if adapter is None else {"lora_path": adapter}
         """Fields of every request."""
         self.retried = 0
         """Retries since the client was made."""
 
-    def copy(self) -> SGLangClient:
-        """Another client of the same servers, for another event loop; both together keep to the concurrency."""
-        return copy.copy(self)
+    def copy(self, step: int) -> SGLangClient:
+        """Another client of the same servers, for another event loop; both together keep to the concurrency.
+
+        step: that waits for its answers; its requests go before those of later ones.
+        """
+        another = copy.copy(self)
+        another.step = step
+        return another
 
     async def __aenter__(self) -> SGLangClient:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=min(10.0, self.timeout_s))
@@ -286,7 +292,7 @@ class SGLangClient:
             pairs = zip(parts, prompts, strict=True)
             return [parse_reply(part, len(prompt), routes, prompt_log_probs, **known) for part, prompt in pairs]
 
-        async with self.slots.take(len(prompts)):
+        async with self.slots.take(len(prompts), self.step):
             order = server_order(number, total, len(self.addresses))
             return await self._ask(body, [tuple(int(t) for t in prefix) for prefix in prefixes], order, decode)
 

@@ -54,8 +54,8 @@ class Asked:
     prompts: Sequence[Prompt]
     collection: Collection
     answered: Future[None]
-    step: int = 0
-    """The training step that learns from it, 0-based."""
+    step: int
+    """That waits for it, 0-based."""
     round: int = 0
     """Of the step (rollout.dynamic_sampling)."""
 
@@ -252,9 +252,10 @@ class Engine:
             seed=f"train/{step}/{round}" if round else f"train/{step}",
             with_routes=True,
             top_log_probs=top_log_probs,
-            step=step if self.trains and self.config.rollout.durable and not top_log_probs else None,
+            step=step,
+            durable=self.trains and self.config.rollout.durable and not top_log_probs,
         )
-        asked.step, asked.round = step, round
+        asked.round = round
         self._asked.append(asked)
         return asked
 
@@ -331,7 +332,13 @@ class Engine:
         """
         return self._rewarded(
             self._begin(
-                prompts, support, samples=samples, seed=seed, with_routes=with_routes, top_log_probs=top_log_probs
+                prompts,
+                support,
+                samples=samples,
+                seed=seed,
+                with_routes=with_routes,
+                top_log_probs=top_log_probs,
+                step=self.run.step - 1,  # it goes before what has been asked for ahead
             )
         )
 
@@ -344,9 +351,10 @@ class Engine:
         seed: str,
         with_routes: bool = False,
         top_log_probs: int = 0,
-        step: int | None = None,
+        step: int,
+        durable: bool = False,
     ) -> Asked:
-        """step: of training, whose samples are kept on disk as they finish; None: they are not."""
+        """step: that waits for it. durable: samples are kept on disk as they finish."""
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
         settings = {
@@ -362,7 +370,7 @@ class Engine:
         # Nothing moves before the first update, so that no predictor learns from its trajectories.
         features_from = share_of(total, 0, self.config.batch.updates_per_step).stop
         kept: dict[str, Any] = {}
-        if step is not None:
+        if durable:
             kept = ranks.leaders_do(lambda: self._kept(prompts, settings, share, step, features_from)) or {}
         collection = self.run.program.collect(
             prompts=prompts,
@@ -372,7 +380,7 @@ class Engine:
             **settings,
             **kept,
         )
-        return Asked(prompts, collection, begin(collection, self.client))
+        return Asked(prompts, collection, begin(collection, self.client, step), step)
 
     def _kept(
         self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int, features_from: int
@@ -413,7 +421,8 @@ class Engine:
     def _complete(self, asked: Asked) -> None:
         """Wait until all is answered; when the child servers die, they are restarted with the current weights."""
         stop = self.run.asked_to_stop if self.trains else (lambda: False)
-        generate(asked.collection, self.client, self.run.ranks, self._revive, begun=asked.answered, stop=stop)
+        arguments = (asked.collection, self.client, self.run.ranks, self._revive)
+        generate(*arguments, begun=asked.answered, step=asked.step, stop=stop)
 
     def _rewarded(self, asked: Asked) -> list[Trajectory]:
         asked.collection.on_progress = self.run.logger.progress  # of the one that is waited for

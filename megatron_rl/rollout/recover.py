@@ -62,16 +62,17 @@ def generate(
     revive: Callable[[], bool],
     *,
     begun: Future[None] | None = None,
+    step: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Complete every process's collection.
 
     revive: brings servers back with the current weights, on all processes; returns whether there were any. begun: where
-    `begin` was called before. stop: whether to end it.
+    `begin` was called before. step: that waits for it. stop: whether to end it.
     Errors: UserError, the same on every process, for what a restart does not mend, or where one did not help; StopRequested.
     """
     for attempt in range(RESTARTS + 1):
-        answered = begun if begun is not None and not attempt else begin(collection, client)
+        answered = begun if begun is not None and not attempt else begin(collection, client, step)
         if ranks.wait_for(answered, stop):
             collection.cancel()
             wait([answered], CANCEL_S)
@@ -92,6 +93,6 @@ def generate(
             raise problems[0]
 
 
-def begin(collection: Collection, client: SGLangClient) -> Future[None]:
-    """Ask for a collection in a thread of its own, by a client of its own."""
-    return in_background(lambda: None if collection.complete else collection.run(client.copy()))
+def begin(collection: Collection, client: SGLangClient, step: int = 0) -> Future[None]:
+    """Ask for a collection in a thread of its own, by a client of its own. step: that waits for it."""
+    return in_background(lambda: None if collection.complete else collection.run(client.copy(step)))

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import threading
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count as numbers
 
 
-@dataclass(eq=False)
+@dataclass(order=True)
 class _Waiting:
-    count: int
-    loop: asyncio.AbstractEventLoop
-    turn: asyncio.Future[None]
-    granted: bool = False
+    step: int
+    number: int
+    """In the order in which they came."""
+    count: int = field(compare=False)
+    loop: asyncio.AbstractEventLoop = field(compare=False)
+    turn: asyncio.Future[None] = field(compare=False)
+    granted: bool = field(default=False, compare=False)
 
 
 class Slots:
-    """At most `limit` at a time; who came first is served first, whatever the thread of its event loop."""
+    """At most `limit` at a time, whatever the threads of their event loops.
+
+    Those of the earliest step are served first, and of a step who came first: nobody waits behind what is wanted later.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = threading.Lock()
         self._taken = 0
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[_Waiting] = []
+        """A heap."""
+        self._numbers = numbers()
 
     @asynccontextmanager
-    async def take(self, count: int) -> AsyncIterator[None]:
-        """Wait until `count` more fit, and hold them in the block; more than the limit are held alone."""
+    async def take(self, count: int, step: int = 0) -> AsyncIterator[None]:
+        """Wait until `count` more fit, and hold them in the block; more than the limit are held alone. step: that waits."""
         loop = asyncio.get_running_loop()
-        mine = _Waiting(count, loop, loop.create_future())
         with self._lock:
-            self._waiting.append(mine)
+            mine = _Waiting(step, next(self._numbers), count, loop, loop.create_future())
+            heapq.heappush(self._waiting, mine)
             self._serve()
         try:
             await mine.turn
@@ -44,11 +53,12 @@ class Slots:
                     self._taken -= count
                 else:  # canceled while it waited
                     self._waiting.remove(mine)
+                    heapq.heapify(self._waiting)
                 self._serve()
 
     def _serve(self) -> None:
         while self._waiting and (not self._taken or self._taken + self._waiting[0].count <= self.limit):
-            first = self._waiting.popleft()
+            first = heapq.heappop(self._waiting)
             first.granted = True
             self._taken += first.count
             with suppress(RuntimeError):  # its loop has ended: its block gives them back

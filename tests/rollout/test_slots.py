@@ -95,3 +95,27 @@ def test_one_that_is_canceled_as_it_is_served_gives_back():
                 pass
 
         asyncio.run(last())
+
+
+def test_the_earliest_step_is_served_first():
+    async def main() -> list[tuple[int, int]]:
+        slots, order = Slots(1), []
+
+        async def one(step: int, number: int) -> None:
+            async with slots.take(1, step):
+                order.append((step, number))
+                await asyncio.sleep(0)
+
+        async with slots.take(1, 99):
+            asked = [(random.randint(-1, 4), number) for number in range(40)]
+            tasks = [asyncio.create_task(one(*each)) for each in asked]
+            await asyncio.sleep(0)
+            gone = random.sample(range(40), 10)
+            for index in gone:
+                tasks[index].cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order == sorted(each for index, each in enumerate(asked) if index not in gone)
+        return order
+
+    assert len(asyncio.run(main())) == 30

@@ -22,7 +22,9 @@ class Costs:
     """Seconds of what servers and trainer do. "Rank" is a data-parallel rank of the trainer, however many GPUs it has."""
 
     decode_base_s: NonNegativeFloat = 0.0
-    """An iteration, which gives each running response of a server a token."""
+    """An iteration, which gives each running response of a server a token: reading the weights that every token meets."""
+    decode_overhead_s: NonNegativeFloat = 0.0
+    """An iteration's launches, scheduling and sampling."""
     decode_experts_s: NonNegativeFloat = 0.0
     """Reading the weights of all experts; an iteration reads those that its tokens are sent to."""
     expert_share: Fraction = 0.0
@@ -60,14 +62,15 @@ class Costs:
 
     @model_validator(mode="after")
     def _decodes(self) -> Self:
-        if not (self.decode_base_s or self.decode_experts_s or self.decode_sequence_s):
-            raise ValueError("decoding takes no time: state decode_base_s, decode_sequence_s, or hardware and model")
+        if not (self.decode_base_s or self.decode_overhead_s or self.decode_experts_s or self.decode_sequence_s):
+            raise ValueError("decoding takes no time: state decode_base_s or decode_sequence_s, or hardware and model")
         return self
 
     def iteration_s(self, running: int) -> float:
         """An iteration of so many responses, without what their cache adds."""
         read = 1 - (1 - self.expert_share) ** running
-        return self.decode_base_s + self.decode_experts_s * read + self.decode_sequence_s * running
+        fixed = self.decode_base_s + self.decode_overhead_s
+        return fixed + self.decode_experts_s * read + self.decode_sequence_s * running
 
 
 @section
@@ -149,7 +152,9 @@ class Lengths:
     def _possible(self) -> Self:
         most = math.exp(Z90**2 / 2)
         if not 1 <= self.p90 / self.mean <= most:
-            raise ValueError(f"no lognormal has p90 {self.p90:g} with mean {self.mean:g}: state 1 to {most:.2f} times it")
+            raise ValueError(
+                f"no lognormal has p90 {self.p90:g} with mean {self.mean:g}: state 1 to {most:.2f} times it"
+            )
         return self
 
     def draw(self, rng: np.random.Generator, count: int, max_new_tokens: int) -> np.ndarray:

@@ -27,6 +27,8 @@ class Step:
     """Of prompts and responses."""
     staleness: np.ndarray
     """Steps between the oldest weights of each response and those that learn from it."""
+    overlap_s: float
+    """Seconds in which trainer and servers both worked, if neither had slowed the other down."""
 
     @property
     def step_s(self) -> float:
@@ -43,8 +45,6 @@ class Simulated:
     """Share of the servers' time in which they run nothing; a push counts."""
     tail: float
     """Share of the time in which some responses run, but fewer than a tenth of as many as ran at most."""
-    overlap_s: float
-    """Seconds in which trainer and servers both worked, before they slow each other down."""
     work: list[Work]
     """What each server has done."""
 
@@ -85,14 +85,14 @@ def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | n
     """
     servers, steps, asked = Servers(setting, costs), [], 0
     last = len(lengths) - setting.max_staleness if skip else len(lengths)
-    idle_s = wall = overlap_s = 0.0
+    idle_s = wall = 0.0
     for step, of_step in enumerate(lengths):
         if step == skip:
             servers.seconds_with.clear()
-            idle_s, wall, overlap_s = servers.idle_s, servers.wall, servers.overlap_s
+            idle_s, wall = servers.idle_s, servers.wall
         if step == last:
             break
-        times = [servers.wall]
+        times, overlapped = [servers.wall], servers.overlap_s
         while asked <= min(step + setting.max_staleness, len(lengths) - 1):  # as megatron_rl/rollout/ahead.py asks
             servers.ask(asked, lengths[asked])
             asked += 1
@@ -115,7 +115,7 @@ def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | n
         if step >= skip:
             ages = np.asarray([step - response.version for response in responses])
             tokens = float(np.sum(of_step)) + setting.prompt_tokens * len(of_step)
-            steps.append(Step(*np.diff(times).tolist(), tokens, ages))
+            steps.append(Step(*np.diff(times).tolist(), tokens, ages, servers.overlap_s - overlapped))
     wall = servers.wall - wall
     most = max((count for count, seconds in servers.seconds_with.items() if seconds), default=0)
     tail = sum(seconds for count, seconds in servers.seconds_with.items() if 0 < count < most / 10)
@@ -123,6 +123,5 @@ def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | n
         steps=steps,
         idle=(servers.idle_s - idle_s) / (wall * setting.servers) if wall else 0.0,
         tail=tail / wall if wall else 0.0,
-        overlap_s=servers.overlap_s - overlap_s,
         work=servers.work,
     )

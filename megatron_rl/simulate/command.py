@@ -173,36 +173,30 @@ def simulate_command(file: Path | None, measured: list[Path], compared: list[Pat
 
 def table_of(scenario: Scenario, costs: Costs) -> Table:
     """A row for each number of GPUs and mode: seconds of a step, and the shares of its parts."""
-    headings = [
+    numbers = [
         "step, s",
+        "steps\nper h",
+        "tokens/s\nper GPU",
         "wait",
         "score",
         "train",
         "push",
-        "other",
         "idle",
         "tail",
         "stale",
-        "steps/h",
-        "tokens/s/GPU",
     ]
-    table = Table("GPUs", Column("mode", no_wrap=True), *(Column(heading, justify="right") for heading in headings))
+    table = Table(
+        "GPUs", "mode", *(Column(heading, justify="right") for heading in numbers), box=None, padding=(0, 1, 0, 0)
+    )
     for gpus in scenario.gpus:
-        for number, (name, mode) in enumerate(scenario.modes.items()):
+        for name, mode in scenario.modes.items():
             found = scenario.simulated(mode, gpus, costs)
             seconds = statistics.fmean(step.step_s for step in found.steps)
-            parts = ("rollout_s", "log_probs_s", "train_s", "sync_s", "other_s")
+            parts = ("rollout_s", "log_probs_s", "train_s", "sync_s")
             shares = [statistics.fmean(getattr(step, part) for step in found.steps) / seconds for part in parts]
             ages = np.concatenate([step.staleness for step in found.steps])
             tokens = statistics.fmean(step.tokens for step in found.steps)
-            table.add_row(
-                str(gpus) if not number else "",
-                name,
-                f"{seconds:.4g}",
-                *(f"{share:.0%}" for share in (*shares, found.idle, found.tail)),
-                f"{ages.mean():.1f} / {ages.max()}",
-                f"{3600 / seconds:.1f}",
-                f"{tokens / seconds / gpus:.0f}",
-            )
-        table.add_section()
+            figures = (f"{seconds:.4g}", f"{3600 / seconds:.3g}", f"{tokens / seconds / gpus:.4g}")
+            percents = (f"{share:.0%}" for share in (*shares, found.idle, found.tail))
+            table.add_row(str(gpus), name, *figures, *percents, f"{ages.mean():.1f}/{ages.max()}")
     return table

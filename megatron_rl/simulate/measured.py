@@ -148,7 +148,7 @@ def _setting(log: RunLog, ranks: int, prompt_tokens: float) -> Setting:
 def nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Coefficients [k] >= 0 of columns [n, k] that fit values [n], all above 0, by least squares of the relative errors.
 
-    As few are above 0 as Schwarz's criterion (BIC) wants, so that what the measurements cannot tell apart, or do not show, is 0.
+    As few are above 0 as Schwarz's criterion (BIC) wants: what the measurements cannot tell apart, or do not show, is 0.
     """
     a, n = columns / values[:, None], len(values)
     best, found = math.inf, np.zeros(columns.shape[1])

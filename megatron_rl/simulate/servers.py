@@ -40,14 +40,16 @@ class Call:
 
     leader: int
     server: int
+    size: int
+    open: int
     requests: list[Request] = field(default_factory=list)
-    open: int = 0
+    """Until they go to the server."""
 
 
 def calls_of(first: int, count: int, total: int, servers: int, per_call: int) -> list[tuple[int, range]]:
     """(server, request numbers) of a leader's calls, in order; its requests are first .. first + count - 1 of `total`.
 
-    Each server gets an equal block of the numbers (`server_order` in megatron_rl/rollout/client.py), and calls go to each in turn.
+    Each server gets an equal block of the numbers (`server_order` in megatron_rl/rollout/client.py); calls go to each in turn.
     """
     blocks: dict[int, list[int]] = defaultdict(list)
     for number in range(first, first + count):
@@ -73,7 +75,7 @@ class Work:
 
 
 class _Server:
-    """Every running response gets one token an iteration, so `position`, which counts iterations, is a clock for all of them."""
+    """Every running response gets one token an iteration, so the count of iterations is a clock for all of them."""
 
     def __init__(self, costs: Costs, slots: int, prompt_tokens: float) -> None:
         self.waiting: deque[Request] = deque()
@@ -160,8 +162,8 @@ class _Server:
 class Servers:
     """All servers and their clients. `now` is in seconds of work, `wall` in those of the clock.
 
-    The two differ where trainer and servers share processors: then both go on at 1 / costs.overlap_slowdown of their speed while
-    both have something to do.
+    The two differ where trainer and servers share processors: while both have something to do, both go on at
+    1 / costs.overlap_slowdown of their speed.
     """
 
     def __init__(self, setting: Setting, costs: Costs) -> None:
@@ -197,7 +199,7 @@ class Servers:
             first, last = (r * total // setting.leaders for r in (leader, leader + 1))
             calls = []
             for server, numbers in calls_of(first, last - first, total, setting.servers, per_call):
-                call = Call(leader, server, open=len(numbers))
+                call = Call(leader, server, len(numbers), len(numbers))
                 prompts = [(batch, number // setting.samples_per_prompt) for number in numbers]
                 call.requests = [
                     Request(p, float(lengths[number]), call) for p, number in zip(prompts, numbers, strict=True)
@@ -282,17 +284,18 @@ class Servers:
             call = request.call
             call.open -= 1
             if not call.open:
-                self._in_flight[call.leader] -= len(call.requests)
+                self._in_flight[call.leader] -= call.size
                 touched |= self._serve(call.leader)
         return touched
 
     def _serve(self, leader: int) -> set[int]:
         """As megatron_rl/rollout/slots.py: first come, first served; a call above the limit goes alone. Returns servers."""
         calls, limit, touched = self._calls[leader], self._setting.concurrency, set()
-        while calls and (not self._in_flight[leader] or self._in_flight[leader] + len(calls[0].requests) <= limit):
+        while calls and (not self._in_flight[leader] or self._in_flight[leader] + calls[0].size <= limit):
             call = calls.popleft()
-            self._in_flight[leader] += len(call.requests)
+            self._in_flight[leader] += call.size
             self._servers[call.server].waiting.extend(call.requests)
+            call.requests = []  # a request knows its call: no cycles
             touched.add(call.server)
         return touched
 

@@ -124,21 +124,20 @@ def read_scenario(path: Path) -> tuple[Scenario, Costs]:
 def _first(error: ValidationError, prefix: str, known: Any) -> str:
     """The first problem, with its key and, where there is no such key, the nearest."""
     problem = error.errors()[0]
-    key = prefix + ".".join(map(str, problem["loc"]))
+    path = [str(part) for part in problem["loc"]]
+    key = prefix + ".".join(path)
     if problem["type"] == "unexpected_keyword_argument":
         parts = {"hardware": Hardware, "model": Model, "lengths": Lengths, "modes": Mode}
-        owner = parts.get(str(problem["loc"][0]), known) if len(problem["loc"]) > 1 else known
+        owner = parts.get(path[0], known) if len(path) > 1 else known
         names = [field.name for field in dataclasses.fields(owner)]
-        near = difflib.get_close_matches(str(problem["loc"][-1]), names, 1)
+        near = difflib.get_close_matches(key.rpartition(".")[2], names, 1)
         return f"unknown key '{key}'; {f"did you mean '{near[0]}'?" if near else f'there are {", ".join(names)}'}"
     if problem["type"] == "missing":
         return f"'{key}' is missing: state it"
     said = problem["msg"].removeprefix("Value error, ")
-    return (
-        f"'{key}': {said[0].lower()}{said[1:]}, found {problem['input']!r}"
-        if problem["type"] != "value_error"
-        else (f"'{key}': {said}" if key else said)
-    )
+    if problem["type"] == "value_error":
+        return f"'{key}': {said}" if key else said
+    return f"'{key}': {said[0].lower()}{said[1:]}, found {problem['input']!r}"
 
 
 def simulate_command(file: Path | None, measured: list[Path], compared: list[Path]) -> None:

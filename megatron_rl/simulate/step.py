@@ -113,9 +113,19 @@ def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | n
         servers.pass_time(costs.other_s + costs.turns_s * setting.colocated)
         times.append(servers.wall)
         if step >= skip:
-            ages = np.asarray([step - response.version for response in responses])
-            tokens = float(np.sum(of_step)) + setting.prompt_tokens * len(of_step)
-            steps.append(Step(*np.diff(times).tolist(), tokens, ages, servers.overlap_s - overlapped))
+            rollout_s, log_probs_s, train_s, sync_s, other_s = np.diff(times).tolist()
+            steps.append(
+                Step(
+                    rollout_s=rollout_s,
+                    log_probs_s=log_probs_s,
+                    train_s=train_s,
+                    sync_s=sync_s,
+                    other_s=other_s,
+                    tokens=float(np.sum(of_step)) + setting.prompt_tokens * len(of_step),
+                    staleness=np.asarray([step - response.version for response in responses]),
+                    overlap_s=servers.overlap_s - overlapped,
+                )
+            )
     wall = servers.wall - wall
     most = max((count for count, seconds in servers.seconds_with.items() if seconds), default=0)
     tail = sum(seconds for count, seconds in servers.seconds_with.items() if 0 < count < most / 10)

@@ -146,10 +146,11 @@ def _setting(log: RunLog, ranks: int, prompt_tokens: float) -> Setting:
 
 
 def nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Coefficients [k] >= 0 of columns [n, k] that fit values [n], all above 0, by least squares of the relative errors.
+    """Coefficients [k] >= 0 of columns [n, k] that fit seconds [n] by least squares of the relative errors.
 
     As few are above 0 as Schwarz's criterion (BIC) wants: what the measurements cannot tell apart, or do not show, is 0.
     """
+    values = np.maximum(values, 1e-6)  # nothing is measured more finely
     a, n = columns / values[:, None], len(values)
     best, found = math.inf, np.zeros(columns.shape[1])
     for size in range(1, columns.shape[1] + 1):
@@ -205,7 +206,7 @@ def calibrate(runs: Sequence[Measured]) -> Costs:
         for step, seconds in zip(run.steps, run.seconds, strict=True):
             passes = TrainerWork.of(run.setting, run.lengths[step]).passes_s(costs)
             scored.append([run.setting.scoring_passes * passes, 1])
-            scored_s.append(max(seconds["log_probs"], 1e-6))
+            scored_s.append(seconds["log_probs"])
     share, rest = nonnegative(np.asarray(scored), np.asarray(scored_s))
     costs = replace(costs, log_probs_s=rest)
     if any(run.setting.scoring_passes for run in exact):

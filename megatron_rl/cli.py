@@ -132,6 +132,18 @@ def make_parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="where a run stands, read from its folder", allow_abbrev=False)
     status.add_argument("run", metavar="RUN", nargs="+", help="run folder(s): runs/NAME")
     status.add_argument("--json", action="store_true", help="machine-readable")
+    simulated = commands.add_parser(
+        "simulate",
+        help="where a step's time goes on so many GPUs, in simulation, on stated or measured costs; needs no GPU",
+        allow_abbrev=False,
+    )
+    simulated.add_argument("file", metavar="FILE", nargs="?", help="YAML file; docs/simulation.md says what is in it")
+    simulated.add_argument(
+        "--from", dest="measured", metavar="RUN", nargs="+", default=[], help="run folder(s) to measure the costs from"
+    )
+    simulated.add_argument(
+        "--compare", metavar="RUN", nargs="+", default=[], help="run folder(s) to predict, beside what was measured"
+    )
     doctor = commands.add_parser(
         "doctor", help="what is installed here, and what each missing part costs", allow_abbrev=False
     )
@@ -240,6 +252,11 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
             Console().print(table)
         print(f"report: {page}")
         return None
+    if args.command == "simulate":
+        from megatron_rl.simulate.command import simulate_command
+
+        file = Path(args.file) if args.file else None
+        return simulate_command(file, [Path(run) for run in args.measured], [Path(run) for run in args.compare])
     if args.command == "convert":
         from megatron_rl.config_file import build_config
 

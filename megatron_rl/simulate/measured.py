@@ -1,0 +1,263 @@
+"""A run that was measured: the sizes, lengths and seconds of its steps, the costs that they follow from, and a comparison."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import UserError
+from megatron_rl.metrics.runlog import RunLog, number, read_run
+from megatron_rl.simulate.costs import Costs, Setting
+from megatron_rl.simulate.step import Simulated, TrainerWork, simulate
+
+WARM_UP = 2
+"""First steps, which are left out: caches fill, and kernels are compiled."""
+UNLIMITED = 1 << 30
+PARTS = ("rollout", "log_probs", "train", "sync")
+NOT_MODELLED = ("eval", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run's folder says of its steady steps."""
+
+    name: str
+    setting: Setting
+    lengths: list[np.ndarray]
+    """[responses] of each step from the first one on."""
+    seconds: list[dict[str, float]]
+    """Of each step that counts: PARTS, other and step, without evaluations and saves."""
+    steps: list[int]
+    """The steps that count, from 0: behind the first ones, and without a server that was started again."""
+
+
+def read_measured(folder: Path) -> Measured:
+    """Errors: UserError for a folder without a run, or with one that is not of the kind that is modeled."""
+    log = read_run(folder)
+    _check(log)
+    lines = [line for line in log.lines if line.get("time/step_s") is not None and line["step"] > 0]
+    if len(lines) <= WARM_UP or [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
+        raise UserError(
+            f"simulate: {folder}: {len(lines)} steps in metrics.jsonl; it takes more than {WARM_UP}, from the first one on,"
+            " without gaps"
+        )
+    files = [sorted((folder / "rollouts").glob(f"step_{line['step'] - 1:06d}.rank*.npz")) for line in lines]
+    lengths = [_lengths(log, line, of_step) for line, of_step in zip(lines, files, strict=True)]
+    responses, prompt = len(lengths[0]), []
+    for line, of_step in zip(lines, lengths, strict=True):
+        prompt.append(_figure(log, line, "tokens") / responses - float(of_step.mean()))
+    steps = [
+        i
+        for i in range(WARM_UP, len(lines))
+        if all(
+            lines[i].get(name) == lines[i - 1].get(name)
+            for name in ("rollout/restarts", "rollout/retries", "rollout/reused")
+        )
+    ]
+    # The last steps have less asked ahead of them.
+    ahead = log.setting("rollout.max_staleness", 0)
+    ends = (log.setting("steps", 0) or len(lines)) - ahead
+    steps = [i for i in steps if i < ends]
+    if not steps:
+        raise UserError(f"simulate: {folder}: no steady step: give it more steps, without servers that die")
+    seconds = []
+    for line in (lines[i] for i in steps):
+        parts = {part: _figure(log, line, f"time/{part}_s") for part in PARTS}
+        whole = _figure(log, line, "time/step_s") - sum(
+            number(line.get(f"time/{part}_s")) or 0 for part in NOT_MODELLED
+        )
+        seconds.append({**parts, "other": whole - sum(parts.values()), "step": whole})
+    ranks = max((len(of_step) for of_step in files), default=0) or 1
+    return Measured(log.name, _setting(log, ranks, max(0.0, statistics.fmean(prompt))), lengths, seconds, steps)
+
+
+def _check(log: RunLog) -> None:
+    not_modeled = {
+        "rollout.dynamic_sampling.max_rounds": (0, None),
+        "rollout.program": ("single_turn", None),
+        "sync.refresh.when": ("always", None),
+        "rollout.load": (None,),
+    }
+    if not log.config:
+        raise UserError(f"simulate: {log.folder}: no config.yaml; name the folder of a run of megatron-rl train")
+    for key, modeled in not_modeled.items():
+        if (value := log.setting(key)) not in modeled:
+            raise UserError(
+                f"simulate: {log.folder}: {key}: {value} is not modeled; measure a run with {modeled[0] or 'null'}"
+            )
+
+
+def _figure(log: RunLog, line: Any, name: str) -> float:
+    value = number(line.get(name))
+    if value is None:
+        raise UserError(
+            f"simulate: {log.folder}/metrics.jsonl: step {line['step']} has no {name};"
+            " name the folder of a run of megatron-rl train"
+        )
+    return value
+
+
+def _lengths(log: RunLog, line: Any, files: list[Path]) -> np.ndarray:
+    """[responses] of a step: those that were recorded, or drawn so that mean, quantiles and the longest are as logged."""
+    if files:
+        from megatron_rl.data.record import load_trajectories
+
+        return np.asarray([t.response_length for file in files for t in load_trajectories(file)])
+    count = log.setting("batch.prompts_per_step", 0) * log.setting("batch.samples_per_prompt", 0)
+    if not count:
+        raise UserError(f"simulate: {log.folder}/config.yaml has no batch.prompts_per_step and samples_per_prompt")
+    mean = _figure(log, line, "response/length")
+    known = [_figure(log, line, f"response/length_quantile/{name}") for name in ("p10", "p50", "p90", "max")]
+    # Of the tenth below p10 nothing is known but that it is there.
+    places = (np.arange(count) + 0.5) / count
+    drawn = np.interp(places, [0.0, 0.1, 0.5, 0.9, 1 - 0.5 / count], [min(1.0, known[0]), *known])
+    for _ in range(20):  # what is not the longest makes up for the mean
+        drawn = np.where(drawn < known[-1], np.clip(drawn * mean / drawn.mean(), 1, known[-1]), drawn)
+    return np.random.default_rng(line["step"]).permutation(np.rint(drawn).astype(int))
+
+
+def _setting(log: RunLog, ranks: int, prompt_tokens: float) -> Setting:
+    arguments = " ".join(map(str, log.setting("rollout.server.extra_args", [])))
+    slots = re.search(r"--max-running-requests[ =](\d+)", arguments)
+    return Setting(
+        samples_per_prompt=log.setting("batch.samples_per_prompt"),
+        max_new_tokens=log.setting("rollout.max_new_tokens", 1024),
+        prompt_tokens=prompt_tokens,
+        servers=len(log.setting("rollout.addresses", [])) or log.setting("rollout.server.count", 1),
+        slots=int(slots[1]) if slots else UNLIMITED,
+        leaders=ranks,
+        concurrency=log.setting("rollout.concurrency", 512),
+        tokens_per_micro_batch=log.setting("batch.tokens_per_micro_batch", UNLIMITED),
+        updates_per_step=log.setting("batch.updates_per_step", 1),
+        scoring_passes=(log.setting("batch.updates_per_step", 1) > 1)
+        + (log.setting("algorithm.kl.coefficient", 0) > 0),
+        max_staleness=log.setting("rollout.max_staleness", 0),
+        partial_rollout=log.setting("rollout.partial_rollout") is not False,
+        colocated=log.setting("rollout.colocate", False),
+    )
+
+
+def nonnegative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Coefficients [k] >= 0 of columns [n, k] that fit seconds [n] by least squares of the relative errors.
+
+    As few are above 0 as Schwarz's criterion (BIC) wants: what the measurements cannot tell apart, or do not show, is 0.
+    """
+    values = np.maximum(values, 1e-6)  # nothing is measured more finely
+    a, n = columns / values[:, None], len(values)
+    best, found = math.inf, np.zeros(columns.shape[1])
+    for size in range(1, columns.shape[1] + 1):
+        for chosen in map(list, combinations(range(columns.shape[1]), size)):
+            scale = np.abs(a[:, chosen]).max(axis=0)
+            if not scale.all():
+                continue
+            fitted, _, rank, _ = np.linalg.lstsq(a[:, chosen] / scale, np.ones(n), rcond=1e-9)
+            if rank < size or (fitted < 0).any():
+                continue
+            residual = float(((a[:, chosen] / scale @ fitted - 1) ** 2).mean())
+            score = n * math.log(residual + 1e-18) + size * math.log(n)
+            if score < best:
+                best, found = score, np.zeros(columns.shape[1])
+                found[chosen] = fitted / scale
+    return found
+
+
+def calibrate(runs: Sequence[Measured]) -> Costs:
+    """Costs that the runs show, of which those with max_staleness 0 say all but overlap_slowdown, and the others that.
+
+    Runs of several sizes tell more of them apart. Errors: UserError without a run that is not ahead of its trainer.
+    """
+    exact = [run for run in runs if not run.setting.max_staleness]
+    if not exact:
+        raise UserError("simulate: --from takes at least one run with rollout.max_staleness: 0")
+    decode, rollout_s, trained, train_s, scored, scored_s = [], [], [], [], [], []
+    for run in exact:
+        for step, seconds in zip(run.steps, run.seconds, strict=True):
+            # What is done does not depend on the costs, where there is one server.
+            unit = simulate(run.setting, Costs(decode_base_s=1.0), [run.lengths[step]])
+            work = max(unit.work, key=lambda one: (one.iterations, one.tokens))
+            decode.append([work.iterations, work.tokens, work.kv_tokens, work.prefill_tokens, 1])
+            rollout_s.append(seconds["rollout"])
+            does = TrainerWork.of(run.setting, run.lengths[step])
+            trained.append([does.tokens, does.micro_batches, does.updates])
+            train_s.append(seconds["train"])
+    base, sequence, kv, prefill, request = nonnegative(np.asarray(decode), np.asarray(rollout_s))
+    token, micro_batch, update = nonnegative(np.asarray(trained), np.asarray(train_s))
+    costs = Costs(
+        decode_base_s=base if base or sequence else 1e-9,
+        decode_sequence_s=sequence,
+        decode_kv_token_s=kv,
+        prefill_token_s=prefill,
+        request_s=request,
+        train_token_s=token,
+        micro_batch_s=micro_batch,
+        update_s=update,
+        push_s=_median(exact, "sync"),
+        other_s=max(0.0, _median(exact, "other")),
+    )
+    for run in exact:
+        for step, seconds in zip(run.steps, run.seconds, strict=True):
+            passes = TrainerWork.of(run.setting, run.lengths[step]).passes_s(costs)
+            scored.append([run.setting.scoring_passes * passes, 1])
+            scored_s.append(seconds["log_probs"])
+    share, rest = nonnegative(np.asarray(scored), np.asarray(scored_s))
+    costs = replace(costs, log_probs_s=rest)
+    if any(run.setting.scoring_passes for run in exact):
+        costs = replace(costs, log_probs_share=share)
+    return replace(costs, overlap_slowdown=_slowdown([run for run in runs if run.setting.max_staleness], costs))
+
+
+def _median(runs: Sequence[Measured], part: str) -> float:
+    return statistics.median(seconds[part] for run in runs for seconds in run.seconds)
+
+
+def _slowdown(ahead: Sequence[Measured], costs: Costs) -> float:
+    """Simulated time is linear in it: what is done stays the same."""
+    if not ahead:
+        return 1.0
+    steps = [step for run in ahead for step in predict(run, costs).steps]
+    missing = sum(seconds["step"] for run in ahead for seconds in run.seconds) - sum(step.step_s for step in steps)
+    overlap = sum(step.overlap_s for step in steps)
+    return 1 + max(0.0, missing / overlap) if overlap else 1.0
+
+
+def predict(run: Measured, costs: Costs) -> Simulated:
+    """The run's steps that count, in simulation, with the lengths that it had."""
+    found = simulate(run.setting, costs, run.lengths)
+    return replace(found, steps=[found.steps[step] for step in run.steps])
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Medians over the steps that count, in seconds."""
+
+    name: str
+    part: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative to what was measured."""
+        return self.predicted / self.measured - 1 if self.measured else math.nan
+
+
+def compare(run: Measured, costs: Costs) -> list[Compared]:
+    """The whole step, and its parts."""
+    predicted = predict(run, costs).steps
+    return [
+        Compared(
+            run.name,
+            part,
+            statistics.median(seconds[part] for seconds in run.seconds),
+            statistics.median(getattr(step, f"{part}_s") for step in predicted),
+        )
+        for part in ("step", *PARTS, "other")
+    ]

@@ -289,7 +289,7 @@ class Servers:
         return touched
 
     def _serve(self, leader: int) -> set[int]:
-        """As megatron_rl/rollout/slots.py: steps in their order, as they are asked for in it; a call above the limit goes alone. Returns servers."""
+        """As megatron_rl/rollout/slots.py: in the order of steps; a call above the limit goes alone. Returns servers."""
         calls, limit, touched = self._calls[leader], self._setting.concurrency, set()
         while calls and (not self._in_flight[leader] or self._in_flight[leader] + calls[0].size <= limit):
             call = calls.popleft()

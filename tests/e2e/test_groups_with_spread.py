@@ -38,7 +38,7 @@ def spread(response, answer):
 def config(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("spread")
     (folder / "reward.py").write_text(REWARD)
-    rows = [{"prompt": f"<{i:03d}:", "answer": random.choice(["spread", "none"])} for i in range(PROMPTS)]
+    rows = [{"prompt": f"<{i:03d}:", "answer": random.choices(["spread", "none"], [3, 7])[0]} for i in range(PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
         "steps": STEPS,
@@ -53,7 +53,7 @@ def config(tmp_path_factory, tiny_model) -> Path:
             "context_length": 120,
             "concurrency": 4,
             "record": True,
-            "dynamic_sampling": {"max_rounds": 30},
+            "dynamic_sampling": {"max_rounds": 100},
             "server": {"threads": 1, "max_total_tokens": 8192},
         },
         "checkpoint": {"every": 0, "keep": 9},
@@ -146,13 +146,19 @@ def test_ahead_of_the_trainer_and_ended_in_a_later_round(config):
         assert program.wait(TIMEOUT_S) == 0, log.read_text()[-4000:]
     finally:
         program.kill()
-    kept = samples_on_disk(folder, broken)
-    assert all(kept[key].items() >= samples.items() for key, samples in had.items())
+    metrics = folder / METRICS_FILE
+    # It may have been done with the step before it heard of its end.
+    ended = not metrics.exists() or len(read_json_lines(metrics)) <= broken
+    if ended:
+        kept = samples_on_disk(folder, broken)
+        assert all(kept[key].items() >= samples.items() for key, samples in had.items())
     program = Program("train", str(config), "--name", "ahead", *options, log=log)
     try:
         assert program.wait(TIMEOUT_S) == 0, log.read_text()[-4000:]
     finally:
         program.kill()
     check(config, folder, 1, expected)
+    if not ended:
+        return
     reused = max(row["rollout/reused"] for row in read_json_lines(folder / METRICS_FILE) if row["step"] > broken)
     assert reused >= sum(map(len, had.values()))

@@ -18,6 +18,8 @@ from megatron_rl.environments.sandbox import run_python
 pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem() or "contained")
 
 LIMITS = {"timeout_s": 3.0, "memory_mb": 256, "output_bytes": 4096}
+PATIENT = {**LIMITS, "timeout_s": 40.0}
+"""Of what ends by itself, on a machine however busy."""
 TRY = "def attempt(work):\n    try:\n        print('DONE', work())\n    except BaseException as e:\n        print('REFUSED', type(e).__name__, e)\n"
 SYSCALL = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\ndef call(*a):\n    r = libc.syscall(*a)\n    print('REFUSED' if r == -1 else 'DONE', r, ctypes.get_errno())\n"
 
@@ -63,7 +65,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name):
-    found = run_python(TRY + REFUSED[name], **LIMITS)
+    found = run_python(TRY + REFUSED[name], **PATIENT)
     assert found.reason == "ok" and found.stdout.startswith("REFUSED") and "DONE" not in found.stdout, found
 
 
@@ -102,9 +104,10 @@ STOPPED = {
 def test_what_is_stopped(name):
     code, reason = STOPPED[name]  # a word, or several where the race is the program's own
     begun = time.monotonic()
-    found = run_python(code, **LIMITS)
+    limits = LIMITS if "timeout" in reason else PATIENT
+    found = run_python(code, **limits)
     assert found.reason in reason.split(), found
-    assert time.monotonic() - begun < LIMITS["timeout_s"] + sandbox.END_S + 15
+    assert time.monotonic() - begun < limits["timeout_s"] + sandbox.END_S + 15
     assert len(found.stdout) <= LIMITS["output_bytes"] and len(found.stderr) <= LIMITS["output_bytes"]
 
 
@@ -131,31 +134,31 @@ def test_processes_in_the_background_end_with_it():
 
 
 def test_invalid_utf_8_is_text():
-    found = run_python("import os; os.write(1, b'a\\xff\\xfeb'); os.write(2, b'\\xc3')", **LIMITS)
+    found = run_python("import os; os.write(1, b'a\\xff\\xfeb'); os.write(2, b'\\xc3')", **PATIENT)
     assert found.stdout == "a\ufffd\ufffdb" and found.stderr == "\ufffd" and found.reason == "ok"
-    assert run_python("print('\ud800')", **LIMITS).reason in ("ok", "error"), "a lone surrogate in the code"
+    assert run_python("print('\ud800')", **PATIENT).reason in ("ok", "error"), "a lone surrogate in the code"
 
 
 def test_an_honest_program():
-    found = run_python("import sys\nprint(sum(map(int, sys.stdin)))", stdin="1\n2\n3\n", **LIMITS)
+    found = run_python("import sys\nprint(sum(map(int, sys.stdin)))", stdin="1\n2\n3\n", **PATIENT)
     assert (found.stdout, found.stderr, found.exit_code, found.reason) == ("6\n", "", 0, "ok")
     found = run_python(
         "import math, json, re, random, itertools, collections, decimal, fractions, datetime\nraise SystemExit(3)",
-        **LIMITS,
+        **PATIENT,
     )
     assert (found.exit_code, found.reason) == (3, "error")
-    found = run_python("1/0", **LIMITS)
+    found = run_python("1/0", **PATIENT)
     assert found.exit_code == 1 and 'File "/main.py", line 1' in found.stderr and "ZeroDivisionError" in found.stderr
 
 
 def test_what_it_writes_is_gone_for_the_next_one():
-    assert run_python("open('/tmp/a', 'w').write('x')", **LIMITS).reason == "ok"
-    assert run_python("import os; print(os.listdir('/tmp'))", **LIMITS).stdout == "[]\n"
+    assert run_python("open('/tmp/a', 'w').write('x')", **PATIENT).reason == "ok"
+    assert run_python("import os; print(os.listdir('/tmp'))", **PATIENT).stdout == "[]\n"
 
 
 def test_much_input_to_one_that_does_not_read_it():
-    assert run_python("print(1)", stdin="x" * 2**22, **LIMITS).stdout == "1\n"
-    assert run_python("import sys; print(len(sys.stdin.read()))", stdin="x" * 2**22, **LIMITS).stdout == f"{2**22}\n"
+    assert run_python("print(1)", stdin="x" * 2**22, **PATIENT).stdout == "1\n"
+    assert run_python("import sys; print(len(sys.stdin.read()))", stdin="x" * 2**22, **PATIENT).stdout == f"{2**22}\n"
 
 
 def test_many_at_once():

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import traceback
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -24,7 +25,12 @@ def lost_contact(error: BaseException) -> str | None:
         return None
     answers: list[list[int]] = []
     # The store is on another host, too, and its calls have no end where that is gone.
-    asking = threading.Thread(target=lambda: answers.append(_silent()), daemon=True)
+
+    def ask() -> None:
+        with suppress(dist.DistError):  # it is gone: there is no answer
+            answers.append(_silent())
+
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(2 * PATIENCE_S)
     if not answers:

@@ -1,13 +1,12 @@
 """Memory and time of a conversion there and back, by one process on the CPU, bit for bit.
 
     python benchmarks/convert_memory.py --json docs/results/convert-memory.json
-    python benchmarks/convert_memory.py --gb 1 --in-memory
+    python benchmarks/convert_memory.py --gb 1 --compared-gb 0.5
 
-A qwen3_moe model in bf16 with random bits for weights, written and compared one tensor at a time. Each conversion is
-`megatron-rl convert` in a process of its own; its peak is the VmHWM of /proc, resident memory with the pages of files that it has
-mapped. `imports` is the peak of a process that only imports what a conversion imports. A smaller model is converted too, as it is now and
-with all of it in memory, as before and as several processes still do. seconds / floor: against reading and writing as many bytes
-with this disk's page cache (a copy of the folder).
+A qwen3_moe model in bf16 with random bits for weights, written and compared one tensor at a time. Each conversion is that of
+`megatron-rl convert` in a process of its own; its peak is the VmHWM of /proc: resident memory, with the pages of files that it
+has mapped. `imports_mib` is the peak of a process that only imports. A smaller model is converted too, as it is now and with
+all of it in memory, as before and as several processes still do. The floor of the seconds: a copy of the folder.
 """
 
 from __future__ import annotations
@@ -105,7 +104,9 @@ def run_child(mode: str, *folders: Path) -> dict[str, float]:
     command = [sys.executable, "-c", CHILD, mode, *map(str, folders)]
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=3000, check=True)
     seconds = time.monotonic() - start
-    return {"peak_mib": int(done.stdout.split("peak ")[1]) / 1024, "seconds": seconds}
+    figures = {"peak_mib": int(done.stdout.split("peak ")[1]) / 1024, "seconds": seconds}
+    print(mode, *folders, figures, file=sys.stderr)
+    return figures
 
 
 def there_and_back(source: Path, mode: str, repeats: int) -> dict[str, dict[str, float]]:
@@ -158,10 +159,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
-        small = make_model(Path(scratch, "small", "model"), args.compared_gb)
-        compared = {mode: there_and_back(small, mode, args.repeats) for mode in ("streamed", "in-memory")}
-        small_bytes = size_of(small)
-        shutil.rmtree(small.parent)
         large = make_model(Path(scratch, "large", "model"), args.gb)
         floor = copy_seconds(large)
         result = {
@@ -170,8 +167,11 @@ def main() -> None:
             "converted": there_and_back(large, "streamed", args.repeats),
             "copy_seconds": floor,
             "bit_exact": True,
-            "compared": {"model_gb": small_bytes / 1e9, **compared},
         }
+        shutil.rmtree(large.parent)
+        small = make_model(Path(scratch, "small", "model"), args.compared_gb)
+        compared = {mode: there_and_back(small, mode, args.repeats) for mode in ("streamed", "in-memory")}
+        result["compared"] = {"model_gb": size_of(small) / 1e9, **compared}
     for way, figures in result["converted"].items():
         figures["seconds_per_copy"] = figures["seconds"] / floor
         figures["peak_per_model"] = figures["peak_mib"] * 2**20 / (result["model_gb"] * 1e9)

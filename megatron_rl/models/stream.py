@@ -21,7 +21,7 @@ from megatron_rl.models.verify import Checksums
 
 READ_BYTES = 128 * 1024**2
 """Weights that are read from a checkpoint at a time, or one parameter; each such read looks at the whole metadata."""
-SHARD_BYTES = 512 * 1024**2
+SHARD_BYTES = 256 * 1024**2
 """Least that an output file is allowed to hold, which memory has to hold too."""
 
 

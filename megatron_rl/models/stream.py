@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
@@ -69,7 +69,7 @@ class FolderSource:
 def checkpoint_tasks(
     tasks: Iterable[WeightConversionTask],
     sharded: Mapping[str, Any],
-    read: Callable[[dict[str, Any]], Mapping[str, Any]],
+    read: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Iterator[WeightConversionTask]:
     """The tasks with weights of a checkpoint, which are read some at a time and freed when the caller lets go of them.
 
@@ -88,20 +88,22 @@ class _Part:
     """What is read of a checkpoint for one parameter, into memory of its own: the model's is never touched."""
 
     def __init__(self, sharded: ShardedTensor | ShardedTensorFactory) -> None:
-        own: Any = replace(sharded, data=torch.empty_like(sharded.data))
-        self._merge = own.merge_fn if isinstance(own, ShardedTensorFactory) else None
+        data = torch.empty_like(cast("Tensor", sharded.data))
+        own: Any = replace(sharded, data=data)
+        self._merge = own.merge_fn if isinstance(sharded, ShardedTensorFactory) else None
         self._axes = 0
-        self.state = dict_list_map_outplace(self._alone, own.build() if self._merge else own)
+        self.state: Any = dict_list_map_outplace(self._alone, own.build() if self._merge else own)
 
     def _alone(self, part: ShardedTensor) -> ShardedTensor:
         """The same with axes that Megatron puts in front (layer, expert) as its own; it wants all along those at once."""
         self._axes = part.prepend_axis_num
         shape = (1,) * self._axes + part.local_shape
-        return replace(part, data=part.data.view(shape), local_shape=shape, prepend_axis_num=0)
+        data = cast("Tensor", part.data).view(shape)
+        return replace(part, data=data, local_shape=shape, prepend_axis_num=0)
 
     def merged(self, found: Any) -> Tensor:
         """The parameter, of what was read into the state."""
-        parts = dict_list_map_outplace(lambda tensor: tensor.view(tensor.shape[self._axes :]), found)
+        parts: Any = dict_list_map_outplace(lambda tensor: tensor.view(tensor.shape[self._axes :]), found)
         return self._merge(parts) if self._merge else parts
 
 

@@ -100,6 +100,9 @@ def make_parser() -> argparse.ArgumentParser:
     convert = commands.add_parser(
         "convert",
         help="Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export",
+        description="Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export."
+        " One process without a GPU holds some tensors at a time, whatever the model's size. What was written is read again,"
+        " and the checksum of every tensor compared with that of what was to be written.",
         allow_abbrev=False,
     )
     convert.add_argument(

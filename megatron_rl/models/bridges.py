@@ -77,6 +77,17 @@ class OurSpec(MegatronModelBridge):
         Collective. Errors: IncompleteWeights, on all ranks alike, before anything is copied. It stands in for
         `load_weights_hf_to_megatron`, which only warns about what is missing and keeps every expert tensor it has read.
         """
+        tasks, weight_of = self.complete_tasks(chunks, source), Weights(self, source)
+        for task in tasks:
+            weight = weight_of(task)
+            if weight is not None and task.param_weight is not None:
+                with torch.no_grad():
+                    task.param_weight.copy_(weight)
+            yield task.global_param_name
+        self._broadcast_shared_embeddings(chunks)
+
+    def complete_tasks(self, chunks: list[GPTModel], source: PreTrainedCausalLM) -> list[WeightConversionTask]:
+        """What makes each parameter of the folder's tensors. Collective. Errors: IncompleteWeights, on all ranks alike."""
         keys = set(source.state.source.get_all_keys())
         tasks = [task for task in self.build_conversion_tasks(source, chunks) if task is not None]
         if self.value_head and SCORE not in keys:  # a language model's folder: the head stays as it is
@@ -87,28 +98,7 @@ class OurSpec(MegatronModelBridge):
                 raise IncompleteWeights(problem)
 
         together(check)
-
-        tensors = fp8.Dequantized(source.state)
-        recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
-        for task in tasks:
-            if task.megatron_module is None or task.param_weight is None:
-                continue
-            key = str(task.mapping.hf_param)
-            if key not in recent:
-                recent[key] = self.maybe_modify_loaded_hf_weight(task.mapping.hf_param, tensors)
-                while len(recent) > 4:
-                    recent.popitem(last=False)
-            weight = task.mapping.hf_to_megatron(recent[key], task.megatron_module)
-            if weight is not None:
-                if weight.shape != task.param_weight.shape:
-                    raise IncompleteWeights(
-                        f"tensor {task.mapping.hf_param} has shape {list(weight.shape)} for a parameter of shape"
-                        f" {list(task.param_weight.shape)} ({task.global_param_name})"
-                    )
-                with torch.no_grad():
-                    task.param_weight.copy_(weight)
-            yield task.global_param_name
-        self._broadcast_shared_embeddings(chunks)
+        return tasks
 
     def _incomplete(self, tasks: list[WeightConversionTask], chunks: list, keys: set[str]) -> str | None:
         """What is wrong when the tensors of the files and the parameters of the model do not match one to one."""
@@ -152,6 +142,32 @@ class OurSpec(MegatronModelBridge):
 
 class IncompleteWeights(UserError):
     """The safetensors files and the model do not match; the message names the tensor."""
+
+
+class Weights:
+    """A folder's weights as parameters of this rank, one at a time."""
+
+    def __init__(self, bridge: OurSpec, source: PreTrainedCausalLM) -> None:
+        self._bridge = bridge
+        self._tensors = fp8.Dequantized(source.state)
+        self._recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
+
+    def __call__(self, task: WeightConversionTask) -> torch.Tensor | None:
+        """The weight of a task's parameter; None where this rank has none. Collective. Errors: IncompleteWeights."""
+        if task.megatron_module is None or task.param_weight is None:
+            return None
+        key, recent = str(task.mapping.hf_param), self._recent
+        if key not in recent:
+            recent[key] = self._bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, self._tensors)
+            while len(recent) > 4:
+                recent.popitem(last=False)
+        weight = task.mapping.hf_to_megatron(recent[key], task.megatron_module)
+        if weight is not None and weight.shape != task.param_weight.shape:
+            raise IncompleteWeights(
+                f"tensor {task.mapping.hf_param} has shape {list(weight.shape)} for a parameter of shape"
+                f" {list(task.param_weight.shape)} ({task.global_param_name})"
+            )
+        return weight
 
 
 ROUTER = "decoder.layers.*.mlp.router.weight"

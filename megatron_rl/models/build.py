@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,9 @@ from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import peft_folder
 from megatron_rl.models.adapters import WRAPPED, Adapter, adapters, add_adapters, merged_tasks
-from megatron_rl.models.bridges import IncompleteWeights, OurSpec, make_bridge
+from megatron_rl.models.bridges import IncompleteWeights, OurSpec, Weights, make_bridge
 from megatron_rl.models.freeze import ADAPTER, EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
-from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, write_weights
+from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, write_weights
 from megatron_rl.models.parallel_check import (
     CLASSIFIER,
     architecture,
@@ -196,13 +197,31 @@ class Model:
         folder = self.path if path is None else Path(path)
         if path is not None and architecture(read_hf_config(folder)) != architecture(self.hf_config):
             raise UserError(f"model folder {folder}: not of the architecture of {self.path}")
+        with _naming(folder):
+            yield from self.bridge.load_into(chunks, self._files(folder))
+
+    def reader(
+        self, chunks: list[GPTModel]
+    ) -> tuple[list[WeightConversionTask], Callable[[WeightConversionTask], torch.Tensor | None]]:
+        """Tasks that make each parameter of the folder's tensors, and what does it for one, for who has no memory for all.
+
+        Errors: UserError as in load_hf_weights, of what does it too.
+        """
+        files = self._files(self.path)
+        with _naming(self.path):
+            tasks, weights = self.bridge.complete_tasks(chunks, files), Weights(self.bridge, files)
+
+        def weight_of(task: WeightConversionTask) -> torch.Tensor | None:
+            with _naming(self.path):
+                return weights(task)
+
+        return tasks, weight_of
+
+    def _files(self, folder: Path) -> PreTrainedCausalLM:
         check_weight_files(folder)
         source = PreTrainedCausalLM.from_pretrained(folder)
         source.config = cast("Any", self.hf_config)  # declared as AutoConfig, which no config is
-        try:
-            yield from self.bridge.load_into(chunks, source)
-        except IncompleteWeights as error:
-            raise UserError(f"model folder {folder}: {error}") from None
+        return source
 
     def export_plan(self, chunks: list[GPTModel], *, foreign: bool = False) -> list[WeightConversionTask]:
         """The parameters that make each Hugging Face tensor: the same for every export of these chunks.
@@ -212,18 +231,18 @@ class Model:
         tasks = cast("list[WeightConversionTask]", self.bridge.build_conversion_tasks(self.hf_config, chunks))
         return [task for task in tasks if foreign or not task.global_param_name.endswith(PREDICTOR_WEIGHT)]
 
-    def merged(self, chunks: list[GPTModel], plan: list[WeightConversionTask]) -> Iterator[WeightConversionTask]:
+    def merged(self, chunks: list[GPTModel], plan: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
         """The plan's tasks one after the other, adapters being part of the weights. Collective."""
         return merged_tasks(plan, self.adapters(chunks))
 
     @torch.no_grad()
     def export_hf_weights(
-        self, chunks: list[GPTModel], plan: list[WeightConversionTask] | None = None
+        self, chunks: list[GPTModel], plan: Iterable[WeightConversionTask] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) one at a time, in the dtypes of the trained weights, on every rank.
 
         A tensor may share memory with a parameter: use or copy it before the next optimizer step.
-        plan: the answer of export_plan, to make it once for many exports.
+        plan: the answer of export_plan, to make it once for many exports; or its tasks with weights of their own.
         """
         vocab = self.hf_config.vocab_size
         exported = self.bridge.stream_weights_megatron_to_hf(
@@ -279,15 +298,19 @@ class Model:
         out_dir: str | Path,
         wrap: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]] = iter,
         complete: Callable[[Path], None] = lambda folder: None,
+        *,
+        plan: Iterable[WeightConversionTask] | None = None,
+        shard_bytes: int = SHARD_BYTES,
     ) -> None:
         """Write a Hugging Face folder (rank 0 does) that appears under its name only when it is complete.
 
-        wrap: put around the stream of tensors, for a progress line. complete: called last, with the folder.
+        wrap: put around the stream of tensors, for a progress line. complete: called last, with the folder. plan: as in
+        export_hf_weights. shard_bytes: most bytes of a file, which is held in memory until it is full.
         Errors: UserError on all ranks when the disk is full or the folder cannot be written.
         """
         out = Path(out_dir)
         partial = out.with_name(out.name + ".partial")
-        tensors = wrap(self.export_hf_weights(chunks))
+        tensors = wrap(self.export_hf_weights(chunks, plan))
 
         def save() -> None:
             try:
@@ -295,7 +318,7 @@ class Model:
                     return
                 shutil.rmtree(partial, ignore_errors=True)
                 self.save_hf_metadata(partial)
-                write_weights(partial, tensors)
+                write_weights(partial, tensors, shard_bytes)
                 complete(partial)
                 shutil.rmtree(out, ignore_errors=True)
                 partial.rename(out)
@@ -386,6 +409,15 @@ def load(
         seed,
         pooling,
     )
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Name the folder in what is said of its weights."""
+    try:
+        yield
+    except IncompleteWeights as error:
+        raise UserError(f"model folder {folder}: {error}") from None
 
 
 def _with_gradient(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:

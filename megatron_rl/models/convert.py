@@ -1,8 +1,9 @@
 """Hugging Face safetensors <-> Megatron distributed checkpoint, bit-exact, under any parallel layout on either side.
 
 A Megatron checkpoint here is a folder of torch.distributed.checkpoint files with an `hf/` folder beside them
-(config.json and the tokenizer); the trainer's own checkpoints are of this form. Weights stream: each rank holds its
-share of the model, and besides it one tensor at a time, or one output file's worth on rank 0 of `megatron_to_hf`.
+(config.json and the tokenizer); the trainer's own checkpoints are of this form. Weights stream. One process without a GPU
+holds some tensors at a time, whatever the model's size (`stream.py`); several hold each its share of the model, and besides it
+one tensor. Rank 0 of `megatron_to_hf` holds one output file's worth. What was written is read again and its checksums compared.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.transformer.module import MegatronModule
@@ -26,8 +28,8 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.build import Model, load
-from megatron_rl.models.dist_write import read, write
-from megatron_rl.models.hf_folder import check_weight_files, copy_metadata, read_weights, write_weights
+from megatron_rl.models.dist_write import read, verify_files, write
+from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, read_weights, write_weights
 from megatron_rl.models.parallel_check import (
     architecture,
     check_parallel,
@@ -37,6 +39,8 @@ from megatron_rl.models.parallel_check import (
     read_hf_config,
 )
 from megatron_rl.models.peft_folder import CONFIG, merge_folder
+from megatron_rl.models.stream import FolderSource, checkpoint_tasks, shard_bytes
+from megatron_rl.models.verify import Checksums
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Megatron's options for sharded weights, the same as in the trainer's checkpoints."""
@@ -105,13 +109,25 @@ def hf_to_megatron(hf_dir: str | Path, out_dir: str | Path, parallel: ParallelCo
     with _parallel_state(hf_dir, parallel):
         model = _model(hf_dir, parallel)
         chunks = model.make_chunks(load_weights=False)
-        total = sum(1 for chunk in chunks for _ in chunk.parameters())
-        for _ in _progress(model.iter_load(chunks), f"reading {hf_dir}", total):
-            pass
-        with _finished_folder(out) as partial:
-            write(_sharded_state(chunks), partial)
+        total, checksums, source = sum(1 for chunk in chunks for _ in chunk.parameters()), Checksums(), None
+        with _bar(f"reading {hf_dir}", total) as advance, _finished_folder(out) as partial:
+            if _streams():
+                source = FolderSource(*model.reader(chunks), checksums, done=advance)
+            else:
+                for _ in model.iter_load(chunks):
+                    advance()
+                checksums.take(_named_tensors(chunks))
+            write(_sharded_state(chunks), partial, source)
             if dist.get_rank() == 0:
                 model.save_hf_metadata(partial / "hf")
+            if source is not None:
+                read_again = _checkpoint_tasks(chunks, partial, source.tasks)
+                found = ((task.param_name, cast("torch.Tensor", task.param_weight)) for task in read_again)
+            else:
+                load_checkpoint_weights(chunks, partial)
+                found = _named_tensors(chunks)
+            together(lambda: checksums.compare(found, f"checkpoint {out}"))
+        _tell_verified(out, checksums)
     return out
 
 
@@ -128,15 +144,29 @@ def megatron_to_hf(
     with _parallel_state(checkpoint / "hf", parallel):
         model = _model(checkpoint / "hf", parallel)
         chunks = model.make_chunks(load_weights=False)
-        load_checkpoint_weights(chunks, checkpoint)
-        if not quantize:
-            model.save_hf(chunks, out, wrap=lambda tensors: _progress(tensors, f"writing {out}"))
-            return out
-        export = fp8.Export(writes=dist.get_rank() == 0)
+        plan, size = None, SHARD_BYTES
+        if _streams():
+            with _readable(checkpoint):
+                verify_files(checkpoint)
+            tasks = model.export_plan(chunks)
+            plan, size = _checkpoint_tasks(chunks, checkpoint, tasks), shard_bytes(tasks, size)
+        else:
+            load_checkpoint_weights(chunks, checkpoint)
+        export = fp8.Export(writes=dist.get_rank() == 0) if quantize else None
+        checksums = Checksums()
+
+        def wrap(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+            wanted = export.wrap(tensors) if export else tensors
+            return _progress(checksums.watch(wanted) if dist.get_rank() == 0 else wanted, f"writing {out}")
+
+        def complete(folder: Path) -> None:
+            if export:
+                export.complete(folder)
+            checksums.compare(read_weights(folder), f"model folder {out}")
+
         with _removed_if_refused(out):
-            model.save_hf(
-                chunks, out, lambda tensors: _progress(export.wrap(tensors), f"writing {out}"), export.complete
-            )
+            model.save_hf(chunks, out, wrap, complete, plan=plan, shard_bytes=size)
+        _tell_verified(out, checksums)
     return out
 
 
@@ -154,13 +184,17 @@ def quantize_folder(hf_dir: Path, out: Path) -> Path:
             f" megatron-rl convert {hf_dir} CHECKPOINT"
         )
     fp8.check_folder(hf_dir)
-    partial, export = out.with_name(out.name + ".partial"), fp8.Export()
+    partial, export, checksums = out.with_name(out.name + ".partial"), fp8.Export(), Checksums()
     try:
         shutil.rmtree(partial, ignore_errors=True)
         copy_metadata(hf_dir, partial, torch.bfloat16)
-        write_weights(partial, export.wrap(read_weights(hf_dir)))
+        write_weights(partial, checksums.watch(export.wrap(read_weights(hf_dir))))
         export.complete(partial)
+        checksums.compare(read_weights(partial), f"model folder {out}")
         partial.rename(out)
+    except UserError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"model folder {out}: could not be written ({error.strerror or error})") from None
@@ -180,14 +214,53 @@ def _removed_if_refused(out: Path) -> Iterator[None]:
 
 def load_checkpoint_weights(chunks: Sequence[MegatronModule], checkpoint: Path) -> None:
     """Fill the chunks from a distributed checkpoint of any layout. Errors: UserError for a damaged or foreign one."""
-    try:
+    with _readable(checkpoint):
         loaded = read(_sharded_state(chunks), checkpoint)
+    for key, chunk in _named(chunks):
+        chunk.load_state_dict(loaded[key])
+
+
+def _checkpoint_tasks(
+    chunks: Sequence[MegatronModule], checkpoint: Path, tasks: Iterable[WeightConversionTask]
+) -> Iterator[WeightConversionTask]:
+    """The tasks of one process with weights of a checkpoint, some at a time. Errors: as load_checkpoint_weights."""
+
+    def read_part(part: dict[str, Any]) -> dict[str, Any]:
+        with _readable(checkpoint):
+            return read({"model": part}, checkpoint, part=True)["model"]
+
+    return checkpoint_tasks(tasks, _sharded_state(chunks)["model"], read_part)
+
+
+@contextlib.contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError) as error:
         raise UserError(
             f"checkpoint {checkpoint}: damaged, or not of the model in its hf folder ({one_line(error)})"
         ) from None
+
+
+def _streams() -> bool:
+    """Whether weights go through this process some at a time: it is alone, so that no tensor needs two of them at once."""
+    return dist.get_world_size() == 1 and not torch.cuda.is_available()
+
+
+def _named_tensors(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, torch.Tensor]]:
     for key, chunk in _named(chunks):
-        chunk.load_state_dict(loaded[key])
+        for name, tensor in chunk.state_dict().items():
+            if isinstance(tensor, torch.Tensor):
+                yield name if len(chunks) == 1 else f"{key}.{name}", tensor
+
+
+def _tell_verified(out: Path, checksums: Checksums) -> None:
+    """Say on rank 0 that what it and the others wrote is there. Collective."""
+    everyones = [checksums] * dist.get_world_size()
+    dist.all_gather_object(everyones, checksums)
+    if dist.get_rank() == 0:
+        whole = Checksums.of_ranks(everyones)
+        print(f"{out}: read back as it was written, {len(whole.of)} tensors, digest {whole}")
 
 
 def _model(hf_dir: Path, parallel: ParallelConfig) -> Model:
@@ -265,10 +338,10 @@ def _finished_folder(out: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
 
     _write_together(out, begin if main else None)
-    problem: OSError | None = None
+    problem: OSError | UserError | None = None
     try:
         yield partial
-    except OSError as error:
+    except (OSError, UserError) as error:
         problem = error
 
     def filled() -> None:
@@ -297,11 +370,18 @@ def _write_together(out: Path, work: Callable[[], object] | None) -> None:
     together(named if work else None)
 
 
-def _progress(items: Iterator[Any], what: str, total: int | None = None) -> Iterator[Any]:
-    """Yield the items; rank 0 shows a progress line on a terminal."""
+@contextlib.contextmanager
+def _bar(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    """Show a progress line on rank 0's terminal; yields what moves it on by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=dist.get_rank() != 0) as progress:
         task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+
+
+def _progress(items: Iterator[Any], what: str) -> Iterator[Any]:
+    """Yield the items, with a progress line."""
+    with _bar(what) as advance:
         for item in items:
             yield item
-            progress.advance(task)
+            advance()

@@ -13,6 +13,7 @@ import os
 import queue
 import shutil
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,42 +29,69 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
-from megatron.core.dist_checkpointing.validation import _HASH_ALGORITHM, INTEGRITY_FNAME, _compute_file_hash
+from megatron.core.dist_checkpointing.validation import (
+    _HASH_ALGORITHM,
+    INTEGRITY_FNAME,
+    _compute_file_hash,
+    verify_integrity_manifest,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import one_line
 
 logging.getLogger(filesystem_async.__name__).setLevel(logging.CRITICAL)  # it logs what it raises
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def write(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state dict into an existing folder (all ranks call). Errors: OSError with the reason as strerror."""
-    Write(state, folder).finish()
+def write(state: dict[str, Any], folder: Path, source: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Write a sharded state dict into an existing folder (all ranks call), as `Write` does.
+
+    Errors: OSError with the reason as strerror; UserError of the source.
+    """
+    Write(state, folder, source=source).finish()
 
 
-def read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def read(state: dict[str, Any], folder: Path, *, part: bool = False) -> dict[str, Any]:
     """Load into a sharded state dict, after its files were compared with the manifest (all ranks call).
 
+    part: the state is a part of what the folder has, of which all are read from files that are compared already.
     Errors: those of dist_checkpointing.load.
     """
     strategy: Any = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
-    loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=strategy, verify_integrity=True)
+    loaded = dist_checkpointing.load(
+        state, str(folder), sharded_strategy=strategy, verify_integrity=not part, validate_access_integrity=not part
+    )
     return cast("dict[str, Any]", loaded)  # alone, as missing keys are not asked for
+
+
+def verify_files(folder: Path) -> None:
+    """Compare all files with the manifest (all ranks call). Errors: CheckpointingException."""
+    verify_integrity_manifest(str(folder))
 
 
 class Write:
     """A write under way. Every rank makes one, which plans and begins it; `finish` completes the folder.
 
     background: the files are written in a thread, from a copy on the host: the state may change meanwhile.
-    Errors: OSError with the reason as strerror, here for a plan that failed.
+    source: called for each tensor of the state on the host when its turn comes; what it returns, of the same shape and dtype,
+    is written in its place, and freed. So the state may be memory that nothing has touched. For one process.
+    Errors: OSError with the reason as strerror, here for a plan that failed; UserError of the source.
     """
 
-    def __init__(self, state: dict[str, Any], folder: Path, *, background: bool = False) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        *,
+        background: bool = False,
+        source: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._folder = folder
         self._hashes: dict[str, str] = {}
         self._problem: str | None = None
+        self._refused: UserError | None = None
         # Megatron would start a second process to hold the queue of results: 0.6 GB each rank, and left behind when the
         # trainer is killed.
         filesystem_async._results_queue = queue.Queue()
@@ -79,6 +107,11 @@ class Write:
             self._arguments = list(request.async_fn_args)
             if request.preload_fn is not None:
                 self._arguments[1] = request.preload_fn()  # from the GPUs
+            if source is not None:
+                self._arguments[1] = [
+                    (path, key, (objects, self._sourced(tensors, source)))
+                    for path, key, (objects, tensors) in self._arguments[1]
+                ]
         except (OSError, CheckpointingException, CheckpointException, RuntimeError) as error:
             raise OSError(errno.EIO, f"could not be written ({_why(error, folder)})") from None
         self._work, self._finalize = request.async_fn, request.finalize_fns
@@ -96,6 +129,8 @@ class Write:
         """Complete the folder when `written` is true on all ranks (all call). Errors: OSError, on every rank."""
         reports: list[tuple[dict[str, str], str | None]] = [({}, None)] * dist.get_world_size()
         dist.all_gather_object(reports, (self._hashes, self._problem))
+        if self._refused:
+            raise self._refused
         try:
             if problem := next((problem for _, problem in reports if problem), None):
                 raise RuntimeError(problem)
@@ -109,6 +144,15 @@ class Write:
                 raise RuntimeError(outcome[0])
         except (OSError, CheckpointingException, CheckpointException, RuntimeError) as error:
             raise OSError(errno.EIO, f"could not be written ({_why(error, self._folder)})") from None
+
+    def _sourced(self, items: Iterable[tuple[Any, Tensor]], source: Callable[[Tensor], Tensor]) -> Iterator[Any]:
+        """What Megatron's writer goes through once, with the source's tensors."""
+        try:
+            for item, tensor in items:
+                yield item, source(tensor)
+        except UserError as error:  # of which the writer would keep the text alone
+            self._refused = error
+            raise
 
     def _run(self) -> None:
         if self._work is None:  # this rank has nothing to write

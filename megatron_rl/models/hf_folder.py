@@ -120,7 +120,7 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the folder's tensors one at a time, after check_weight_files."""
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
+        with safe_open(file, "pt", backend="pread") as opened:  # pages of a mapped file would stay until its end
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 yield name, opened.get_tensor(name)
 

@@ -29,6 +29,42 @@ FAST = (
     "test_finished.py",
 )
 """Files of these folders that take seconds."""
+LONG = (
+    "csrc/test_sanitizers.py",
+    "e2e/test_agent_runs.py::test_two_leaders_train_on_conversations_and_resume",
+    "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
+    "e2e/test_ask.py::test_eval_of_a_run_whose_server_dies",
+    "e2e/test_groups_with_spread.py::test_groups_that_lie_on_two_leaders",
+    "e2e/test_preference_commands.py::test_ppo_by_adapters_leaves_all_else",
+    "e2e/test_recovery.py::test_full_disk_is_one_clear_error_and_costs_no_checkpoint",
+    "e2e/test_train_vp2o.py::test_the_engine_keeps_its_weights_and_a_new_server_gets_the_newest",
+    "e2e/test_two_leaders.py",
+    "models/test_convert.py::test_upcycled_smollm2",
+    "rollout/test_agreement.py::test_fp32_heads_bring_both_sides_together",
+    "rollout/test_agreement.py::test_trainer_agrees_on_sinks_windows_and_yarn[bf16-0.01-0.1]",
+    "rollout/test_colocate.py::test_a_server_of_several_is_restarted_alone",
+    "rollout/test_colocate.py::test_trainer_and_servers_take_turns",
+    "rollout/test_prediction.py::test_a_prediction_below_the_resolution_of_bf16_routes",
+    "rollout/test_prediction.py::test_what_a_family_samples_is_what_transformers_says[gpt_oss]",
+    "rollout/test_prediction.py::test_what_a_family_samples_is_what_transformers_says[olmoe]",
+    "rollout/test_quantized_server.py::test_sglang_serves_the_calibrated_model[mixtral-int4-keep_layers1]",
+    "rollout/test_quantized_server.py::test_sglang_serves_the_calibrated_model[qwen3-int4-keep_layers2]",
+    "routing/test_replay.py::test_families",
+    "routing/test_replay.py::test_four_ranks",
+    "sync/test_push.py::test_the_step_goes_on_when_the_server_is_killed_in_a_push",
+    "sync/test_push_fp8.py::test_rounded_weights_are_served",
+    "trainer/test_distillation.py::test_layouts_distill_as_one_process[advantage]",
+    "trainer/test_features.py::test_layouts_distill_as_one_process",
+    "trainer/test_fp8_training.py::test_layouts_agree_with_one_process",
+    "trainer/test_importance_layouts.py::test_importance_is_the_same_on_every_layout",
+    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[olmoe]",
+    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[deepseek_v3]",
+    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[mixtral]",
+    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[qwen3]",
+    "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[llama]",
+)
+"""Files and tests of half a minute and more of which a shorter one looks at the same code on another family, precision or
+layout, or at the same recovery elsewhere. `tests/run.sh --all` has them: a third of the time of all."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,12 +83,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long files first: the last worker that is still at one would be alone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The long files first: the last worker that is still at one would be alone. Errors: UsageError for a name of LONG that is
+    no test's."""
     items.sort(key=lambda item: item.path.parent.name not in SLOW)
+    unknown, files = set(LONG), set()
     for item in items:
         if item.path.parent.name in SLOW and item.path.name not in FAST:
             item.add_marker("slow")
+        name = item.nodeid.removeprefix("tests/")
+        file = name.partition("::")[0]
+        files.add(file)
+        if found := {name, file}.intersection(LONG):
+            item.add_marker("long")
+            unknown -= found
+    if not any("::" in argument for argument in config.args):  # files are whole
+        unknown = {name for name in unknown if name.partition("::")[0] in files}
+        if unknown:
+            raise pytest.UsageError(f"tests/conftest.py: LONG has {', '.join(sorted(unknown))}, which is no test")
 
 
 class _Ends:

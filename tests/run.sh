@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up, checks the scripts and the style, and runs the tests. Arguments go to pytest; --fast as the first one
-# leaves out what takes long: servers, several processes, compilers. What remains is for while one edits.
+# Sets everything up, checks the scripts and the style, and runs the tests. Arguments go to pytest. As the first one, --all has
+# also the long variants of tests (LONG in tests/conftest.py), and --fast leaves out servers, several processes and compilers:
+# what remains is for while one edits.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,5 +15,9 @@ mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -pa
 "$bin/ruff" check --quiet .
 "$bin/pyright" --project .
 # Two files of tests at a time; more would want more memory than a laptop has.
-[[ ${1:-} != --fast ]] || set -- -m "not slow" "${@:2}"
+case ${1:-} in
+    --all) set -- "${@:2}" ;;
+    --fast) set -- -m "not slow" "${@:2}" ;;
+    *) set -- -m "not long" "$@" ;;
+esac
 exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -2,9 +2,9 @@
 
     tools/serve.py CONFIG --host ADDRESS --address-file FILE [--section.key VALUE ...]
 
-Takes a free port, writes http://ADDRESS:PORT to FILE, and becomes the server. One server over several machines
-(rollout.server.tensor above their GPUs) is started on each of them, with --nodes, --node-rank and the same --meet; the
-first one writes the file.
+Takes a free port, writes http://ADDRESS:PORT to FILE, and runs the server until it ends, or SIGTERM comes. One server over
+several machines (rollout.server.tensor above their GPUs) is started on each of them, with --nodes, --node-rank and the same
+--meet; the first one writes the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_rl.config_file import load_config
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.server import RolloutServer, reserve_port
+from megatron_rl.rollout.server import STOP_GRACE_S, SUPERVISOR, RolloutServer, reserve_port
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 
@@ -57,7 +57,8 @@ def main() -> int:
     if args.nodes > 1:
         command += ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank), "--dist-init-addr", args.meet]
     command += ["--host", args.host, "--port", str(port)]  # of a flag given twice the last counts
-    return os.execvpe(command[0], command, environment)
+    supervisor = [sys.executable, "-E", "-S", str(SUPERVISOR), "--alone", str(STOP_GRACE_S)]
+    return os.execvpe(sys.executable, supervisor + command, environment)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 The owner holds the other end of standard input. When it closes that pipe, or dies in whatever way (kill -9 included:
 the kernel closes the pipe), the server gets SIGTERM and, GRACE_S seconds later, what is left of its tree SIGKILL. When
-the server's first process ends by itself, the rest of the tree is killed at once. Exits with the server's status.
+the server's first process ends by itself, the rest of the tree is killed at once, and what a killed server leaves is
+removed (`leftovers.py`). Exits with the server's status.
+
+With --alone before GRACE_S there is no owner: SIGTERM and SIGINT end the server.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+
+import leftovers  # of this folder, which is the path of a script
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -53,8 +59,16 @@ def end(pids: list[int], signal_number: int) -> None:
 
 
 def main() -> int:
-    """Run the command until it or its owner ends."""
-    grace, command = float(sys.argv[1]), sys.argv[2:]
+    """By the arguments of the command line. Returns the exit status."""
+    alone = sys.argv[1] == "--alone"
+    grace, *command = sys.argv[2 if alone else 1 :]
+    with leftovers.own_folder() as environment:
+        return run(command, float(grace), os.environ | environment, alone=alone)
+
+
+def run(command: list[str], grace: float, environment: Mapping[str, str], *, alone: bool) -> int:
+    """Run the command until it or its owner ends; alone: until a signal comes. Returns its exit status."""
+    owner, held = os.pipe() if alone else (sys.stdin.fileno(), None)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     # A scheduler's notice to the owner that its time ends reaches all processes of a job step, and would end a server. What
@@ -63,13 +77,22 @@ def main() -> int:
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
+        env=environment,
         # Should this process itself be killed with -9, the server goes with it (and SGLang's workers with the server).
         preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the owner decides, by closing the pipe
+
+    def close(*_: object) -> None:
+        nonlocal held
+        if held is not None:
+            os.close(held)
+            held = None
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # with an owner it decides, by closing the pipe
+        signal.signal(number, close)
     death = os.pidfd_open(server.pid)
-    ended, _, _ = select.select([sys.stdin, death], [], [])
+    ended, _, _ = select.select([owner, death], [], [])
+    shared = leftovers.mapped(survivors())
     # Without its first process the server has nothing to finish in order: its owner wants to know at once.
     deadline = time.monotonic() + (0 if death in ended else grace)
     end([server.pid], signal.SIGTERM)  # it ends its workers itself; to them a SIGTERM looks like a crash
@@ -78,6 +101,7 @@ def main() -> int:
     while left := survivors():
         end(left, signal.SIGKILL)
         time.sleep(0.05)
+    leftovers.remove(shared)
     status = server.wait()
     return status if status >= 0 else 128 - status
 

@@ -92,6 +92,8 @@ class WeightSync:
         self._slot_of: Callable[[str], Slot | None] = lambda name: None
         self._buffers: list[Tensor | None] = [None, None]
         self._expected: ExpectedChecksums | None = None
+        self._paused: list[str] = []
+        """Servers that a push which failed has left without whole weights."""
 
     # --- every rank -------------------------------------------------------------------------------------------------
 
@@ -107,14 +109,15 @@ class WeightSync:
     def move(self, addresses: list[str]) -> None:
         """These are the servers from now on; the next push reaches them. Every rank calls it; nothing is waited for."""
         if list(addresses) != self.addresses:
-            self.close()
+            self._disconnect()
             self.addresses = list(addresses)
 
     def push(self, named_tensors: Iterator[tuple[str, Tensor]], version: str) -> SyncStats:
         """Stream all weights to all servers and compare checksums. Collective: all ranks iterate, all get the result.
 
         named_tensors: (Hugging Face name, full tensor) of every weight of the model; read on rank 0, only drained
-        elsewhere. Errors (on every rank): WeightSyncError that names the server or the tensors.
+        elsewhere. Errors (on every rank): WeightSyncError that names the server or the tensors. The servers sample nothing
+        then until a push has reached them, or this is closed.
         """
         if not self._is_sender:
             for _ in named_tensors:
@@ -130,6 +133,14 @@ class WeightSync:
 
     def close(self) -> None:
         """Give up the connection. A later push connects again."""
+        if self._paused:  # others may ask them; what they answer is theirs to judge by the version
+            engines = Engines(self._paused, self.config.timeout_s)
+            engines.attempt("/continue_generation", {})
+            engines.close()
+            self._paused = []
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._transport is not None:
             self._transport.close()
         if self._engines is not None:
@@ -249,10 +260,12 @@ class WeightSync:
             if self._transport is not None:
                 self._transport.abort()
                 self._transport = None
+            # A request that went on now would get tokens of weights that nobody has.
             if self._engines is not None and not self._stay_paused:
-                self._engines.attempt("/continue_generation", {})
+                self._paused = [*{*self._paused, *self.addresses}]
             raise
         self.version = version
+        self._paused = [address for address in self._paused if address not in self.addresses]
         if not self._stay_paused:
             _there(self._engines).tell("/continue_generation", {})  # requests that come before it wait in the server
         else:  # the GPU is the engines' now

@@ -108,12 +108,12 @@ def kill_when(process: Program, condition) -> None:
         process.kill()
 
 
-def final_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+def final_tensors(folder: Path, name: str, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint: weights and optimizer state."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-    path = folder / "runs" / name / "checkpoints" / f"step_{STEPS:06d}"
+    path = folder / "runs" / name / "checkpoints" / f"step_{steps:06d}"
     flat: dict[str, torch.Tensor] = {}
 
     def collect(prefix: str, tree) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import Machine
 from megatron_rl.models.served import check_served
+from megatron_rl.rollout import leftovers
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, compilers, find_python, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
@@ -57,8 +61,8 @@ def wait_for(condition, patience_s: float = PATIENCE_S) -> bool:
 STUBBORN = "trap '' TERM; setsid sleep 600 & (sleep 600 & exec sleep 0.01) & sleep 600; sleep 600"
 
 
-def supervised(command: list[str], grace_s: str = "0.3") -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, str(SUPERVISOR), grace_s, *command], stdin=subprocess.PIPE)
+def supervised(command: list[str], environment: Mapping[str, str] = os.environ) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(SUPERVISOR), "0.3", *command], stdin=subprocess.PIPE, env=environment)
 
 
 @pytest.mark.parametrize("ending", ["close", "kill_supervisor", "kill_first_process"])
@@ -98,6 +102,66 @@ def test_a_notice_to_the_owner_ends_no_server():
     for pid in (supervisor.pid, *tree(supervisor.pid)):
         os.kill(pid, signal.SIGUSR1)
     assert supervisor.wait(20) == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_without_an_owner(number):
+    """Of a person, or of a scheduler."""
+    supervisor = subprocess.Popen([sys.executable, str(SUPERVISOR), "--alone", "0.3", "sh", "-c", STUBBORN])
+    assert wait_for(lambda: len(tree(supervisor.pid)) >= 4, 20)
+    processes = tree(supervisor.pid)
+    supervisor.send_signal(number)
+    assert supervisor.wait(20) != 0
+    assert not any(alive(pid) for pid in processes)
+
+
+# As SGLang's: shared memory that two processes have mapped, and a file in the folder for temporary ones.
+LEAVES = """
+import mmap, os, subprocess, sys, tempfile, time
+script, shared, *child = sys.argv
+if not child:
+    subprocess.Popen([sys.executable, script, shared, "child"])
+with open(shared, "w+b") as file:
+    file.truncate(4096)
+    mapped = mmap.mmap(file.fileno(), 4096)
+tempfile.NamedTemporaryFile(delete=False)
+print(tempfile.gettempdir(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("ending", ["close", "kill_first_process", "kill_all"])
+def test_nothing_of_a_server_is_left(ending, tmp_path, tmp_path_factory):
+    """Files and shared memory, at once; of one that was killed with its owner and all it had, when the next one starts."""
+    shared = Path(f"{leftovers.SHARED_MEMORY}{uuid.uuid4().hex}.shm")
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    script = tmp_path_factory.mktemp("script") / "leaves.py"
+    script.write_text(LEAVES)
+    command = [sys.executable, str(SUPERVISOR), "0.3", sys.executable, str(script), str(shared)]
+    supervisor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    folder = Path(supervisor.stdout.readline().decode().strip())
+    assert supervisor.stdout.readline().decode().strip() == str(folder)
+    assert folder.parent == tmp_path and len([*folder.iterdir()]) == 3 and shared.exists()
+    processes = tree(supervisor.pid)
+    if ending == "close":
+        supervisor.stdin.close()
+    for pid in {"close": [], "kill_first_process": processes[:1], "kill_all": [supervisor.pid, *processes]}[ending]:
+        with contextlib.suppress(ProcessLookupError):  # it goes with its parent
+            os.kill(pid, signal.SIGKILL)
+    supervisor.wait(20)
+    if ending == "kill_all":
+        assert wait_for(lambda: not any(alive(pid) for pid in processes), 20)
+        assert folder.exists() and shared.exists()
+        os.utime(shared, (0, 0))
+        with supervised(["sleep", "600"], environment) as next_one:
+            assert wait_for(lambda: not folder.exists() and not shared.exists(), 20)
+            [other] = tmp_path.iterdir()
+            with supervised(["true"], environment) as third:
+                assert third.wait(20) == 0
+            assert [*tmp_path.iterdir()] == [other], "of one that lives"
+            next_one.stdin.close()
+            next_one.wait(20)
+    assert not [*tmp_path.iterdir()] and not shared.exists()
 
 
 def test_a_missing_environment_names_the_remedy(tmp_path, monkeypatch):

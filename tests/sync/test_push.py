@@ -210,9 +210,8 @@ def test_a_bucket_that_fails_on_the_way_ends_the_push(model, connect):
     sync.push(iter(weights.items()), version="found")
 
 
-def test_requests_in_flight_go_on_under_the_new_weights(model, server, connect):
-    sync = connect()
-    sync.push(iter(random_weights(model, 1).items()), version="before")
+def ask_for_400(server) -> tuple[threading.Thread, list[dict]]:
+    """A request under way, and what it has been answered so far."""
     started, replies = threading.Event(), []
 
     def ask() -> None:
@@ -226,11 +225,44 @@ def test_requests_in_flight_go_on_under_the_new_weights(model, server, connect):
     request = threading.Thread(target=ask)
     request.start()
     assert started.wait(60)
+    return request, replies
+
+
+def versions_of(reply: dict) -> list[str]:
+    spans = reply["meta_info"]["weight_versions"]
+    assert spans[-1]["end"] == 400
+    return [span["version"] for span in spans]
+
+
+def test_requests_in_flight_go_on_under_the_new_weights(model, server, connect):
+    sync = connect()
+    sync.push(iter(random_weights(model, 1).items()), version="before")
+    request, replies = ask_for_400(server)
     sync.push(iter(random_weights(model, 2).items()), version="after")
     request.join(120)
-    spans = [(span["version"], span["start"], span["end"]) for span in replies[-1]["meta_info"]["weight_versions"]]
-    assert [version for version, *_ in spans] == ["before", "after"]
-    assert spans[-1][2] == 400
+    assert versions_of(replies[-1]) == ["before", "after"]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["pushed again", "given up"])
+def test_requests_in_flight_get_no_token_of_weights_that_nobody_has(model, server, connect, again):
+    """They wait for the next push; where none comes, for the end of the connection, after which they are others' matter."""
+
+    def flip(bucket: Bucket) -> None:
+        bucket.buffer[0] ^= 1
+
+    sync = connect()
+    sync.push(iter(random_weights(model, 1).items()), version="before")
+    request, replies = ask_for_400(server)
+    tamper(sync, flip)
+    with pytest.raises(WeightSyncError, match="checksums differ"):
+        sync.push(iter(random_weights(model, 3).items()), version="flipped")
+    time.sleep(1)  # in which it would go on
+    if again:
+        sync.push(iter(random_weights(model, 2).items()), version="after")
+    else:
+        sync.close()
+    request.join(120)
+    assert versions_of(replies[-1]) == ["before", "after" if again else "flipped"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,0 +1,168 @@
+"""Whether a long run of a tiny model stays as it is: memory, file descriptors, threads, disk, mismatch.
+
+    python benchmarks/soak.py --json docs/results/soak.json
+
+`megatron-rl train` with its own server, saves and evaluations, sampled while it runs. Of what comes behind the first tenth, the
+means of 20 blocks give each slope per 1,000 steps by least squares, with the standard error of what is left over: neighbors in
+a block hang together, block means hardly. `of_level` is the slope as a share of the mean. Logs grow by design, and stand apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import yaml
+
+from tools.make_tiny_model import Sizes, make_tiny_model
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BLOCKS, WARM_UP = 20, 0.1
+MIB = 2**20
+LOGS = ("*.jsonl", "*.log", "report.html", "tensorboard/*")
+METRICS = ("mismatch/kl", "time/step_s")
+
+
+def config_of(folder: Path, model: Path, steps: int) -> dict:
+    return {
+        "name": "soak",
+        "steps": steps,
+        "runs_dir": str(folder),
+        "model": {"path": str(model)},
+        "data": {"task": "number_sorting"},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 2, "tokens_per_micro_batch": 256},
+        "algorithm": {"entropy_coefficient": 0.01},  # a random model earns nothing: its weights move by this alone
+        "optimizer": {"lr": 1e-5},
+        "precision": {"train": "bf16", "rollout": "bf16"},  # of which there is a mismatch to look at
+        "rollout": {
+            "max_new_tokens": 12,
+            "context_length": 32,
+            "server": {"threads": 1, "max_total_tokens": 2048},
+        },
+        "checkpoint": {"every": 50, "keep": 2},
+        "eval": {"every": 100, "prompts": 20, "samples": 1},
+        "logging": {"progress": False},
+    }
+
+
+def size(files: list[Path]) -> int:
+    total = 0
+    for file in files:
+        try:
+            total += file.stat().st_size if file.is_file() else 0
+        except FileNotFoundError:  # moved or removed meanwhile
+            continue
+    return total
+
+
+def look(trainer: psutil.Process, run: Path) -> dict[str, float]:
+    """What there is now."""
+    found = {"trainer_mib": trainer.memory_info().rss / MIB, "trainer_fds": trainer.num_fds()}
+    found["trainer_threads"] = trainer.num_threads()
+    memory, fds, threads, processes = 0, 0, 0, 0
+    for process in trainer.children(recursive=True):
+        try:
+            memory += process.memory_info().rss
+            fds += process.num_fds()
+            threads += process.num_threads()
+            processes += 1
+        except psutil.NoSuchProcess:
+            continue
+    found |= {"server_mib": memory / MIB, "server_fds": fds, "server_threads": threads, "processes": processes}
+    files, logs = [*run.rglob("*")], {file for pattern in LOGS for file in run.glob(pattern)}
+    found["disk_mib"] = size([file for file in files if file not in logs]) / MIB
+    return found | {"logs_mib": size([*logs]) / MIB, "shared_memory": len(os.listdir("/dev/shm"))}
+
+
+def slope(steps: np.ndarray, values: np.ndarray) -> dict[str, float]:
+    """Per 1,000 steps, by the means of BLOCKS blocks."""
+    keep = steps > WARM_UP * steps.max()
+    blocks = [*zip(np.array_split(steps[keep], BLOCKS), np.array_split(values[keep], BLOCKS), strict=True)]
+    x, y = (np.array([part[i].mean() for part in blocks]) for i in (0, 1))
+    x = x / 1000
+    spread = ((x - x.mean()) ** 2).sum()
+    per = ((x - x.mean()) * (y - y.mean())).sum() / spread
+    rest = y - y.mean() - per * (x - x.mean())
+    error = np.sqrt((rest**2).sum() / (BLOCKS - 2) / spread)
+    level = float(y.mean())
+    return {
+        "mean": level,
+        "largest": float(values.max()),
+        "slope_per_1000_steps": float(per),
+        "standard_error": float(error),
+        "of_level": float(per / level) if level else 0.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks")
+    parser.add_argument("--timeout", type=float, default=7200.0)
+    parser.add_argument("--json", type=Path, help="file to write; standard output without it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        model = make_tiny_model("qwen3_moe", folder / "model", sizes=Sizes(layers=2), tokenizer="numbers")
+        (folder / "config.yaml").write_text(yaml.safe_dump(config_of(folder, model, args.steps)))
+        log, run, metrics = folder / "log", folder / "soak", folder / "soak" / "metrics.jsonl"
+        with open(log, "wb") as out:
+            program = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.cli", "train", str(folder / "config.yaml")],
+                cwd=REPOSITORY,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=out,
+                stderr=out,
+            )
+        seen: list[tuple[int, dict[str, float]]] = []
+        start, trainer, rows = time.monotonic(), psutil.Process(program.pid), []
+        try:
+            while program.poll() is None:
+                if time.monotonic() - start > args.timeout:
+                    raise SystemExit(f"benchmarks/soak.py: not done within {args.timeout:g} s")
+                time.sleep(args.every)
+                lines = metrics.read_text().splitlines() if metrics.exists() else []
+                rows = [row for row in map(json.loads, lines) if row["step"] > 0]
+                if not rows:
+                    continue
+                try:
+                    seen.append((rows[-1]["step"], look(trainer, run)))
+                except psutil.NoSuchProcess:
+                    break
+        finally:
+            program.terminate()
+            program.wait(60)
+        rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["step"] > 0]
+        if program.returncode or len(rows) != args.steps:
+            tail = "\n".join(log.read_text().splitlines()[-20:])
+            raise SystemExit(f"benchmarks/soak.py: ended with {program.returncode} after {len(rows)} steps\n{tail}")
+    steps = np.array([step for step, _ in seen], float)
+    figures = {key: slope(steps, np.array([one[key] for _, one in seen], float)) for key in seen[0][1]}
+    for key in METRICS:
+        of = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        figures[key] = slope(*(np.array(column, float) for column in zip(*of, strict=True)))
+    result = {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "date": time.strftime("%Y-%m-%d"),
+        "steps": len(rows),
+        "looks": len(seen),
+        "seconds": round(time.monotonic() - start),
+        "figures": figures,
+    }
+    text = json.dumps(result, indent=2)
+    if args.json:
+        args.json.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

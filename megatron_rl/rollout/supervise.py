@@ -21,7 +21,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import leftovers  # of this folder, which is the path of a script
+if __package__:
+    from megatron_rl.rollout import leftovers
+else:  # a script, whose path is this folder
+    import leftovers
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

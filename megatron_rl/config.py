@@ -618,7 +618,8 @@ class RolloutConfig:
     """The engine: its servers, its limits and what it is asked for."""
 
     addresses: list[str] = dataclasses.field(default_factory=list)
-    """External SGLang servers (http://host:port), all up at the start; empty: the trainer starts its own on this machine."""
+    """External SGLang servers (http://host:port), all up at the start, or SGLang's router for its workers; empty: the trainer
+    starts its own on this machine."""
     address_folder: str | None = None
     """Folder with a file *.address for each external SGLang server, as tools/serve.py writes them: servers may come and go
     while the run goes on. At the start it waits for rollout.server.count of them (default 1)."""

@@ -34,6 +34,7 @@ LONG = (
     "e2e/test_agent_runs.py::test_two_leaders_train_on_conversations_and_resume",
     "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
     "e2e/test_ask.py::test_eval_of_a_run_whose_server_dies",
+    "e2e/test_fleet.py::test_servers_behind_a_router",
     "e2e/test_groups_with_spread.py::test_groups_that_lie_on_two_leaders",
     "e2e/test_preference_commands.py::test_ppo_by_adapters_leaves_all_else",
     "e2e/test_recovery.py::test_full_disk_is_one_clear_error_and_costs_no_checkpoint",

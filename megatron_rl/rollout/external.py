@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,29 @@ ANSWER_S = 60.0
 PHASES = ("prefill", "decode")
 
 
-def check_servers(config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
-    """Errors: UserError, one line, for the first of rollout.addresses that cannot do what the config asks of it."""
-    for address in config.rollout.addresses:
+def workers_of(router: str, timeout_s: float = 10.0) -> list[str] | None:
+    """The servers behind SGLang's router (`sglang_router`, GET /workers). None: no router, or one that does not answer.
+
+    Errors: UserError for a router with prefill and decode servers apart: a push is of whole servers.
+    """
+    try:
+        with urllib.request.urlopen(f"{with_scheme(router)}/workers", timeout=timeout_s) as reply:
+            workers = json.load(reply)["workers"]
+            found = [with_scheme(worker["url"]) for worker in workers]
+            kinds = {worker.get("worker_type", "regular") for worker in workers} - {"regular"}
+    except (urllib.error.URLError, HTTPException, OSError, ValueError, LookupError, TypeError):
+        return None
+    if kinds:
+        raise UserError(
+            f"rollout.addresses: {router} routes to {' and '.join(sorted(kinds))} servers, and each has to answer alone:"
+            " list others, or start the router without --pd-disaggregation"
+        )
+    return found
+
+
+def check_servers(addresses: Iterable[str], config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
+    """Errors: UserError, one line, for the first server of rollout.addresses that cannot do what the config asks of it."""
+    for address in addresses:
         if found := problems_of(address, config, hf_config, pushes=pushes):
             raise UserError(f"rollout.addresses: {address} {found}")
 

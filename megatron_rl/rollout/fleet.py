@@ -1,4 +1,4 @@
-"""Servers that others start, and that come and go: those of rollout.addresses and of the files in rollout.address_folder."""
+"""Servers that others start, and that come and go: of rollout.addresses, routers there, and rollout.address_folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import with_scheme
-from megatron_rl.rollout.external import check_servers, problems, server_of
+from megatron_rl.rollout.external import check_servers, problems, server_of, workers_of
 
 PAUSE_S = 0.5
 """Between two looks at servers that are waited for."""
@@ -42,6 +42,9 @@ class Fleet:
         self.folder = Path(config.rollout.address_folder) if config.rollout.address_folder else None
         self.addresses: list[str] = []
         """Of the members."""
+        self._behind: dict[str, list[str]] = {}
+        """Servers of each of rollout.addresses: what a router has said last, or the address itself."""
+        self._routers: set[str] = set()
         self._refused: dict[str, str] = {}
         """Servers that cannot do what the config asks, and why."""
         self._sizes: dict[str, int] = {}
@@ -56,7 +59,7 @@ class Fleet:
 
     def known(self) -> list[str]:
         """All addresses that somebody names, members or not."""
-        found = [with_scheme(address) for address in self.config.rollout.addresses]
+        found = self._listed()
         if self.folder is not None:
             for file in sorted(self.folder.glob("*.address")):
                 try:
@@ -65,16 +68,29 @@ class Fleet:
                     continue
         return [*dict.fromkeys(found)]
 
+    def _listed(self) -> list[str]:
+        """Servers of rollout.addresses, and behind the routers there. A router that is gone leaves its servers."""
+        for address in self.config.rollout.addresses:
+            if address in self._behind and address not in self._routers:  # a server, which stays one
+                continue
+            workers = workers_of(address, NEW_S)
+            if workers is not None:
+                self._routers.add(address)
+                self._behind[address] = workers
+            else:
+                self._behind.setdefault(address, [with_scheme(address)])
+        return [server for address in self.config.rollout.addresses for server in self._behind[address]]
+
     def wait_ready(self) -> None:
         """The first members: all of rollout.addresses, and as many from the folder as rollout.server.count says, or one.
 
         Errors: UserError for one of rollout.addresses that does not answer or cannot do what the config asks, and where none
         is in the folder in time.
         """
-        check_servers(self.config, self.hf_config, pushes=self.pushes)
-        listed = len(self.config.rollout.addresses)
-        wanted = listed + (self.config.rollout.server.count or 1 if self.folder is not None else 0)
-        self._renew(wanted, self.config.rollout.server.start_timeout_s)
+        listed = self._listed()
+        check_servers(listed, self.config, self.hf_config, pushes=self.pushes)
+        wanted = len(listed) + (self.config.rollout.server.count or 1 if self.folder is not None else 0)
+        self._renew(max(1, wanted), self.config.rollout.server.start_timeout_s)
 
     def changed(self, patience_s: float = 0.0) -> int:
         """How many members do not answer, and how many others do; where there is none, those within the time."""

@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from megatron_rl.rollout.server import find_python, reserve_port
+from tests.http_server import HttpServer
 from tests.program import Program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +147,61 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path):
     assert changes == sorted(changes) and changes[-1] >= 4, "one went, one came, two went, one came"
     served = httpx.get(f"{servers.address('fourth')}/model_info", timeout=30).json()["weight_version"]
     assert served in (str(len(rows)), str(len(rows) - 1)), "it has the weights of the last push"
+
+
+@pytest.fixture
+def router() -> Iterator[str]:
+    """The address of a router without workers."""
+    with reserve_port() as metrics:
+        more = ["--host", "127.0.0.1", "--prometheus-port", str(metrics.getsockname()[1])]
+        command = [str(find_python()), "-m", "sglang_router.launch_router", *more]
+        server = HttpServer(lambda port: [*command, "--port", str(port)])
+        yield server.url
+        server.close()
+
+
+@pytest.mark.timeout(900)
+def test_servers_behind_a_router(config, servers, router, tmp_path):
+    """The trainer talks to each; one that dies is left out, and one that the router is told of later is taken in."""
+    log, metrics = tmp_path / "log", tmp_path / "runs" / "fleet" / METRICS_FILE
+
+    def steps() -> int:
+        return len(read_json_lines(metrics)) if metrics.exists() else 0
+
+    def add(name: str) -> None:
+        servers.start(name)
+        wait_for(lambda: (servers.addresses / f"{name}.address").exists(), f"the address of {name}")
+        wait_for(lambda: answers(f"{servers.address(name)}/ready"), f"{name} to be ready")
+        httpx.post(f"{router}/workers", json={"url": servers.address(name)}, timeout=30).raise_for_status()
+        wait_for(lambda: servers.address(name) in httpx.get(f"{router}/workers", timeout=30).text, "the router")
+
+    wait_for(lambda: answers(f"{router}/workers"), "the router to be ready")
+    add("first")
+    options = ("--rollout.address_folder", "null", "--rollout.addresses", f"[{router}]")
+    program = Program("train", str(config), *options, log=log)
+    try:
+        wait_for(lambda: steps() >= 2, "steps with one server", program)
+        add("second")
+        wait_for(lambda: f"{servers.address('second')} is here" in log.read_text(), "taken in", program)
+        gone = servers.address("first")
+        servers.kill("first")
+        wait_for(lambda: f"{gone} does not answer any more" in log.read_text(), "left out", program)
+        goal = steps() + 2
+        wait_for(lambda: steps() >= goal, "steps with the other server", program)
+        os.kill(program.pid, signal.SIGTERM)
+        assert program.wait(TIMEOUT_S) == 0, log.read_text()[-3000:]
+    finally:
+        program.kill()
+    rows = read_json_lines(metrics)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step once"
+    assert all(row["rollout/stale"] == 0 for row in rows)
+
+
+def answers(address: str) -> bool:
+    try:
+        return httpx.get(address, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_none_in_the_folder_is_one_line(config, tmp_path):

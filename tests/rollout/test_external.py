@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.external import _get, check_servers, problems
+from megatron_rl.rollout.external import _get, check_servers, problems, workers_of
 from megatron_rl.trainer import parallel
+from tests.http_server import HttpServer
 
 FITTING = {
     "precision": {"train": "fp32", "rollout": "fp32"},
@@ -110,7 +112,7 @@ def test_one_line_for_what_is_wrong(case, server, reference, said):
         with pytest.raises(
             UserError, match=rf"rollout.addresses: {server.address} .*{message}.*tools/serve.py"
         ) as error:
-            check_servers(config, hf_config, pushes=True)
+            check_servers(config.rollout.addresses, config, hf_config, pushes=True)
         assert "\n" not in str(error.value)
 
 
@@ -161,4 +163,45 @@ def test_a_run_is_refused_when_it_joins(server, reference, tmp_path):
 def test_nobody_at_the_address(reference):
     config = config_of(reference.folder, "127.0.0.1:9", {})
     with pytest.raises(UserError, match=r"127.0.0.1:9/server_info does not answer .*is the server up\?"):
-        check_servers(config, read_hf_config(reference.folder), pushes=True)
+        check_servers(config.rollout.addresses, config, read_hf_config(reference.folder), pushes=True)
+
+
+ANSWERS = {
+    "a router": (
+        [{"url": "http://a:1", "worker_type": "regular"}, {"url": "b:2"}],
+        ["http://a:1", "http://b:2"],
+    ),
+    "a router without workers": ([], []),
+    "something else": (3, None),
+}
+
+
+@pytest.fixture
+def answering(tmp_path):
+    """answering(workers) -> address whose /workers says that."""
+    server = HttpServer(lambda port: [sys.executable, "-m", "http.server", str(port), "--directory", str(tmp_path)])
+
+    def answer(workers) -> str:
+        (tmp_path / "workers").write_text(json.dumps({"workers": workers}))
+        return server.url
+
+    yield answer
+    server.close()
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_what_a_router_says_of_its_servers(case, answering):
+    workers, expected = ANSWERS[case]
+    assert workers_of(answering(workers)) == expected
+
+
+def test_a_router_to_parts_of_servers(answering):
+    address = answering([{"url": "http://a:1", "worker_type": kind} for kind in ("prefill", "decode")])
+    with pytest.raises(UserError, match=rf"{address} routes to decode and prefill servers.*--pd-disaggregation"):
+        workers_of(address)
+
+
+def test_a_server_is_no_router(server):
+    """The real one, and an address at which nobody is."""
+    assert workers_of(server.address) is None
+    assert workers_of("127.0.0.1:9") is None

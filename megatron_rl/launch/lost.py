@@ -21,8 +21,15 @@ def lost_contact(error: BaseException) -> str | None:
 
     Every process that notices says so in the store of the process group, so that each can name those that are silent.
     """
-    if not _of_a_collective(error) or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _of_a_collective(error) or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
+    reason = str(error).splitlines()[0].rsplit("] ", 1)[-1]
+    if not dist.is_initialized():
+        met = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return (
+            f"rank {os.environ.get('RANK')} on {socket.gethostname()} has not met the others at {met} within"
+            f" parallel.timeout_s: {reason}; see whether they started, their logs, and that this host reaches that address"
+        )
     answers: list[list[int]] = []
     # The store is on another host, too, and its calls have no end where that is gone.
 
@@ -42,7 +49,6 @@ def lost_contact(error: BaseException) -> str | None:
         who = "contact between the processes was lost for too long, and all are there"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}megatron_rl{os.sep}" in f.filename]
     place = f" in {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
-    reason = str(error).splitlines()[0].rsplit("] ", 1)[-1]
     return (
         f"{who}: rank {dist.get_rank()} on {socket.gethostname()} waited{place} for at most parallel.timeout_s: {reason}; see"
         " their logs and hosts. The same command goes on from the last checkpoint"

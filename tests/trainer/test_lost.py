@@ -47,6 +47,30 @@ def test_the_one_that_is_left_names_the_other(gone, who, tmp_path):
     assert said.startswith(who) and f": rank {1 - gone} on " in said and "\n" not in said
 
 
+def _alone(environment: dict[str, str], out: Path) -> None:
+    os.environ.update(environment)
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    except RuntimeError as error:
+        out.write_text(str(lost_contact(error)))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_never_meets_the_others_says_so(rank, tmp_path):
+    """As when another one has died before they met."""
+    with reserve_port() as reserved:
+        environment = rank_environment(rank, 2, reserved)
+        process = FORKED.Process(target=_alone, args=(environment, tmp_path / "said"))
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0
+    said = (tmp_path / "said").read_text()
+    met = f"127.0.0.1:{environment['MASTER_PORT']}"
+    assert said.startswith(f"rank {rank} on ") and f" has not met the others at {met} within " in said
+    assert "\n" not in said
+
+
 def test_other_errors_are_left_alone():
     assert lost_contact(RuntimeError("a tensor has the wrong shape")) is None
     assert lost_contact(RuntimeError("[gloo/transport/tcp/pair.cc:1] nobody is waited for by one process")) is None

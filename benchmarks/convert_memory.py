@@ -27,9 +27,12 @@ from safetensors import safe_open
 from transformers import Qwen3MoeConfig
 
 from megatron_rl.models.hf_folder import ShardWriter
-from tools.make_tiny_model import numbers_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # a script's own folder is what Python looks into
+
+from tools.make_tiny_model import numbers_tokenizer  # noqa: E402
+
 EXPERTS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 1024, 1024, 16, 4, 64, 32768
 CHILD = """
 import re, sys

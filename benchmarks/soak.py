@@ -23,9 +23,11 @@ import numpy as np
 import psutil
 import yaml
 
-from tools.make_tiny_model import Sizes, make_tiny_model
-
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # a script's own folder is what Python looks into
+
+from tools.make_tiny_model import Sizes, make_tiny_model  # noqa: E402
+
 BLOCKS, WARM_UP = 20, 0.1
 MIB = 2**20
 LOGS = ("*.jsonl", "*.log", "report.html", "tensorboard/*")

@@ -121,7 +121,8 @@ def _write_to(log: Path, errors: Path) -> None:
 def _script(script: str, arguments: tuple[str, ...], log: Path) -> None:
     _write_to(log, log)
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+    repository = str(Path(__file__).resolve().parent.parent)
+    sys.path[:] = [str(Path(script).parent), *(path for path in sys.path if path not in ("", repository))]
     runpy.run_path(script, run_name="__main__")
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,8 +39,12 @@ def call(core: int, *arguments: str, log: Path) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, what: str, log: Path, timeout: float) -> None:
-    if process.wait(timeout):
-        raise SystemExit(f"benchmarks/ahead.py: {what} failed; see {log}")
+    try:
+        if process.wait(timeout):
+            raise SystemExit(f"benchmarks/ahead.py: {what} failed; see {log}")
+    finally:
+        process.kill()
+        process.wait(30)
 
 
 def warm_start(seed: int, folder: Path, timeout: float) -> Path:
@@ -73,7 +78,7 @@ def run(seed: int, staleness: int, model: Path, folder: Path, args: argparse.Nam
         train = ["-m", "megatron_rl.cli", "train", "configs/quickstart.yaml", *options]
         finish(call(0, *train, log=log), name, log, args.timeout)
     finally:
-        os.killpg(server.pid, 9)
+        server.terminate()
         server.wait(30)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row.get("time/step_s") is not None]
@@ -106,6 +111,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="kept; by default a temporary one")
     parser.add_argument("--json", type=Path, help="file to write; standard output without it")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
     if (os.cpu_count() or 1) < 2:
         raise SystemExit("benchmarks/ahead.py: trainer and server want a core each")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="ahead-"))

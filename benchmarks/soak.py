@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=7200.0)
     parser.add_argument("--json", type=Path, help="file to write; standard output without it")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         model = make_tiny_model("qwen3_moe", folder / "model", sizes=Sizes(layers=2), tokenizer="numbers")

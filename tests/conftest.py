@@ -65,7 +65,7 @@ LONG = (
     "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[llama]",
 )
 """Files and tests of half a minute and more of which a shorter one looks at the same code on another family, precision or
-layout, or at the same recovery elsewhere. `tests/run.sh --all` has them: a third of the time of all."""
+layout, or at the same recovery elsewhere. `tests/run.sh --all` has them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

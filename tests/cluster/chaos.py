@@ -48,7 +48,7 @@ LIMIT_S = 300
 PROMPTS, SAMPLES, RANKS = 4, 4, 2
 MARK = "MEGATRON_RL_CHAOS"
 """Environment variable of all processes that the trainer or a server starts."""
-SLEEPS, WAKES = "/release_memory_occupation", "/resume_memory_occupation"
+SLEEPS = "/release_memory_occupation"
 PUSHES = (
     "/begin_weight_update",
     "/update_weights_from_distributed",
@@ -405,7 +405,7 @@ def main() -> int:
         "tensors_equal_to_a_run_without_kills": len(ours),
         "mismatch_kl_max": max(row["mismatch/kl"] for row in rows),
         "seconds_until_the_other_rank_ended_max": round(max(chaos.ends_s), 1),
-        "processes_ports_and_shared_memory_left": 0,
+        "processes_ports_and_shared_memory_left": len(found),
         "seconds": round(seconds),
     }
     print(json.dumps(figures, indent=2))

@@ -6,6 +6,7 @@ some thirty groups.
 
 from __future__ import annotations
 
+import inspect
 import os
 from contextlib import suppress
 from typing import Any
@@ -31,7 +32,9 @@ def _devices() -> list[Any]:
 
 
 def share_device() -> None:
-    """Groups over gloo that are made from here on share the same devices."""
+    """Groups over gloo that are made from here on share the same devices; with a torch older than the pin, nothing changes."""
+    if "_backend_type" not in inspect.signature(Backend.register_backend).parameters:
+        return  # it would take a backend that is registered again for a foreign one, which has no monitored barrier
     devices = _devices()
 
     def create(wanted: Any, _: object) -> ProcessGroupGloo:  # torch's own, but for its options

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # The tests that need a GPU, in stages of at most ten minutes each; one JSON file a stage with commit, versions and device.
 #
-#   tests/gpu/run.sh STAGE [FOLDER]      STAGE: start | kernels | models | training | slices | all
+#   tests/gpu/run.sh STAGE [FOLDER]      STAGE: start | kernels | models | training | slices | invariance | all
 #
 # FOLDER gets STAGE.json (default: gpu-results). The environment is .venv where tools/setup.sh has made one. On a machine
 # without a network it is made from gpu-bundle/, which tests/gpu/bundle.py packed elsewhere, around the python3 that has torch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-stages=(start kernels models training slices)
+stages=(start kernels models training slices invariance)
 declare -A files=([start]=test_1_start.py [kernels]=test_2_kernels.py [models]=test_3_models.py
-    [training]=test_4_training.py [slices]=test_5_slices.py)
+    [training]=test_4_training.py [slices]=test_5_slices.py [invariance]=test_7_invariance.py)
 LIMIT_S=600
 
 say() { printf 'gpu: %s\n' "$*" >&2; }
@@ -34,6 +34,9 @@ make_from_bundle() {
     "$python" -c 'import torch' || { say "error: $python has no torch" && exit 1; }
     say "making .venv-gpu around $python from gpu-bundle/"
     "$python" -m venv --system-site-packages .venv-gpu
+    # Where that python is an environment's own, the packages to see are that environment's, not those of its base.
+    "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' > \
+        "$(.venv-gpu/bin/python -c 'import site; print(site.getsitepackages()[0])')/the_other.pth"
     find gpu-bundle -name '*.whl' -print0 |
         xargs -0 .venv-gpu/bin/python -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check
     .venv-gpu/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation --disable-pip-version-check \

@@ -81,7 +81,7 @@ def test_replay_is_exact(family, source, references, device):
     model = str(references / family / "model")
     trainer = replays.make_trainer(replays.make_config(model, {}, source))
     samples = replays.make_samples(3, 12, 64, replays.shape_of(trainer.model.hf_config))
-    found = replays.replay(trainer, samples, source)
+    found = replays.replay(trainer, samples, source, [])
     assert found["compared"] > 0 and found["identical"]
 
 

@@ -8,18 +8,10 @@
 #include "isa.h"
 
 #if defined(__CUDACC__)
-#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #define SHARED(type, name) __shared__ type name
-
-// The shared memory that the launch asks for.
-template <typename T>
-__device__ T* dynamic_shared() {
-    extern __shared__ uint4 memory[];
-    return reinterpret_cast<T*>(memory);
-}
 
 // 2^x to 2 ulp; results below FLT_MIN are 0.
 __device__ inline float exp2_approx(float x) {
@@ -33,26 +25,6 @@ __device__ inline float maximum_or_nan(float a, float b) {
     float c;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
     return c;
-}
-
-// A barrier of all threads of a cluster of blocks. Architectures without clusters must not be launched with one.
-__device__ inline void cluster_sync() {
-#if __CUDA_ARCH__ >= 900
-    cooperative_groups::this_cluster().sync();
-#else
-    __trap();
-#endif
-}
-
-// The same shared variable, as the block of this rank in the cluster has it.
-template <typename T>
-__device__ const T* cluster_shared(const T* variable, int rank) {
-#if __CUDA_ARCH__ >= 900
-    return cooperative_groups::this_cluster().map_shared_rank(variable, rank);
-#else
-    __trap();
-    return variable;
-#endif
 }
 #else
 #include "cuda_emulation.h"

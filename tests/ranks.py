@@ -49,7 +49,8 @@ def free_trainers() -> None:
 
     if parallel_state.model_parallel_is_initialized():
         return
-    for found in [found for found in gc.get_objects() if isinstance(found, DistributedDataParallel)]:
+    # By its type: isinstance would ask proxies of objects that are gone.
+    for found in [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]:
         found.grad_accs.clear()
         settings = found.config
         settings.finalize_model_grads_func = settings.grad_scale_func = settings.no_sync_func = None

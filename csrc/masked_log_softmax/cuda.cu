@@ -38,25 +38,6 @@ Grid one_block_per_row(const Logits& logits) {
     return {logits.rows, threads_for<N>(logits.columns / N)};
 }
 
-struct Placement {
-    int cluster;
-    size_t bytes;  // per block, 0: the row does not fit
-};
-
-// Over how many blocks to spread a row: as few as let two blocks share a multiprocessor, one loading while the other
-// computes; else as few as hold it at all. A block can have `per_block` bytes and uses others `besides`.
-Placement place(int64_t packs, size_t pack_bytes, size_t per_block, size_t besides, const char* launcher) {
-    const size_t per_processor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, launcher);
-    besides += device_attribute(cudaDevAttrReservedSharedMemoryPerBlock, launcher);
-    const int most_blocks = device_attribute(cudaDevAttrComputeCapabilityMajor, launcher) >= 9 ? 8 : 1;
-    for (const size_t resident : {2, 1})
-        for (int cluster = 1; cluster <= most_blocks; cluster *= 2) {
-            const size_t bytes = (packs + cluster - 1) / cluster * pack_bytes;
-            if (bytes <= per_block && resident * (bytes + besides) <= per_processor) return {cluster, bytes};
-        }
-    return {1, 0};
-}
-
 }  // namespace
 
 void extremes(Logits logits, Targets targets, float* extremes, void* stream) {
@@ -74,22 +55,9 @@ void sums(Logits logits, const float* maximum, Options options, float* sums, voi
 }
 
 void extremes_and_sums(Logits logits, Targets targets, Options options, float* extremes, float* sums, void* stream) {
-    constexpr auto launcher = "extremes_and_sums";
-    with_packs(launcher, logits, nullptr, [&](auto type, auto n) {
-        using T = decltype(type);
-        const auto on_chip = extremes_and_sums_kernel<T, n(), true>, twice = extremes_and_sums_kernel<T, n(), false>;
-        cudaFuncAttributes own;
-        check(cudaFuncGetAttributes(&own, on_chip), launcher);
-        const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, launcher) - int(own.sharedSizeBytes);
-        const int64_t packs = logits.columns / n();
-        const auto [cluster, bytes] = place(packs, n() * sizeof(T), most, own.sharedSizeBytes, launcher);
-        if (bytes) {  // always as much, so that calls of several threads do not take it from each other
-            check(cudaFuncSetAttribute(on_chip, cudaFuncAttributeMaxDynamicSharedMemorySize, most), launcher);
-            check(cudaFuncSetAttribute(on_chip, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-                  launcher);
-        }
-        const Grid grid{logits.rows * cluster, threads_for<n()>((packs + cluster - 1) / cluster), cluster, bytes};
-        launch(launcher, grid, stream, bytes ? on_chip : twice, logits, targets, options, cluster, extremes, sums);
+    with_packs("extremes_and_sums", logits, nullptr, [&](auto type, auto n) {
+        const auto kernel = extremes_and_sums_kernel<decltype(type), n()>;
+        launch("extremes_and_sums", one_block_per_row<n()>(logits), stream, kernel, logits, targets, options, extremes, sums);
     });
 }
 

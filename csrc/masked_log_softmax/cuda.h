@@ -10,7 +10,7 @@ void extremes(Logits logits, Targets targets, float* extremes, void* stream);
 
 void sums(Logits logits, const float* maximum, Options options, float* sums, void* stream);
 
-// Reads the logits once where a row fits into the shared memory of a block or of a cluster of blocks, else twice.
+// Both at once: what the second reading of a row finds in the L2 cache is not read from memory again.
 void extremes_and_sums(Logits logits, Targets targets, Options options, float* extremes, float* sums, void* stream);
 
 void gradient(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient,

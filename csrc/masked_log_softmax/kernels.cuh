@@ -1,5 +1,6 @@
-// The row kernels on the GPU. A row belongs to one block, or to a cluster of blocks of which each holds a slice on chip.
-// Inside, d is in units of log 2: scale = log2(e) / temperature.
+// The row kernels on the GPU: a block a row. To read a row twice, the second time from its end, where it is still in the L2
+// cache, is faster than to hold it in the shared memory of a cluster of blocks, whose barriers keep loads and sums apart
+// (H200: docs/results.md). Inside, d is in units of log 2: scale = log2(e) / temperature.
 #pragma once
 
 #include "device.cuh"
@@ -10,14 +11,13 @@ namespace masked_log_softmax::cuda {
 
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
 constexpr float LOWEST = -150.0f;  // stands for d = -inf: 2^d is 0, and so is 0 * d
-constexpr int THREADS = 512;       // of a block at most; with more, fewer blocks would take turns in loading and computing
+constexpr int THREADS = 512;       // of a block at most
 template <int N>
 constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N logits
 
-// Shared by the threads of a block; block_maximum and block_sums are read by the other blocks of the cluster too.
+// Shared by the threads of a block.
 struct Scratch {
     float maxima[1][MOST_WARPS], sums[3][MOST_WARPS];
-    float block_maximum, block_sums[3];
     float maximum, threshold;
 };
 
@@ -38,14 +38,13 @@ __device__ float target_logit(const Targets& targets, const Logits& logits, int6
     return column < 0 ? -INFINITY : to_float(static_cast<const T*>(logits.data)[row * logits.columns + column]);
 }
 
-// The largest logit, NaN if there is one: thread 0's result. visit(pack, i) sees all packs.
-template <typename T, int N, typename Visit>
-__device__ float maximum_of(const Pack<T, N>* packs, int count, Scratch& scratch, Visit visit) {
+// The largest logit, NaN if there is one: thread 0's result.
+template <typename T, int N>
+__device__ float maximum_of(const Pack<T, N>* packs, int count, Scratch& scratch) {
     float most[1] = {-INFINITY};
     for_each_group<GROUP<N>>(
         count, [&](int i) { return packs[i]; },
-        [&](const Pack<T, N>& pack, int i) {
-            visit(pack, i);
+        [&](const Pack<T, N>& pack, int) {
 #pragma unroll
             for (int n = 0; n < N; ++n) most[0] = maximum_or_nan(most[0], to_float(pack.values[n]));
         },
@@ -54,13 +53,13 @@ __device__ float maximum_of(const Pack<T, N>* packs, int count, Scratch& scratch
     return most[0];
 }
 
-// e^d over the safe set, e^d over all, d e^d over the safe set: thread 0's result.
+// e^d over the safe set, e^d over all, d e^d over the safe set, added up from the row's end: thread 0's result.
 template <typename T, int N>
 __device__ void add_up(const Pack<T, N>* packs, int count, float scale, Scratch& scratch, float (&total)[3]) {
     const float most = scratch.maximum, threshold = scratch.threshold;
     float group[3] = {};
     for_each_group<GROUP<N>>(
-        count, [&](int i) { return packs[i]; },
+        count, [&](int i) { return packs[count - 1 - i]; },
         [&](const Pack<T, N>& pack, int) {
 #pragma unroll
             for (int n = 0; n < N; ++n) {
@@ -93,7 +92,7 @@ template <typename T, int N>
 __global__ void __launch_bounds__(THREADS, 2) extremes_kernel(Logits logits, Targets targets, float* extremes) {
     SHARED(Scratch, scratch);
     const int64_t row = blockIdx.x;
-    const float most = maximum_of(packs_of<T, N>(logits, row), logits.columns / N, scratch, [](auto&, int) {});
+    const float most = maximum_of(packs_of<T, N>(logits, row), logits.columns / N, scratch);
     if (threadIdx.x == 0) write_extremes(extremes, logits.rows, row, most, target_logit<T>(targets, logits, row));
 }
 
@@ -111,46 +110,23 @@ __global__ void __launch_bounds__(THREADS, 2) sums_kernel(Logits logits, const f
     if (threadIdx.x == 0) write_sums(sums, logits.rows, row, total, options);
 }
 
-// `cluster` blocks share a row. On chip, dynamic shared memory holds a block's slice of it.
-template <typename T, int N, bool on_chip>
+template <typename T, int N>
 __global__ void __launch_bounds__(THREADS, 2)
-    extremes_and_sums_kernel(Logits logits, Targets targets, Options options, int cluster, float* extremes, float* sums) {
+    extremes_and_sums_kernel(Logits logits, Targets targets, Options options, float* extremes, float* sums) {
     SHARED(Scratch, scratch);
-    const int64_t row = blockIdx.x / cluster;
-    const int rank = blockIdx.x % cluster, packs = logits.columns / N, slice = (packs + cluster - 1) / cluster;
-    const int first = min(rank * slice, packs), count = min(slice, packs - first);
-    const Pack<T, N>* const x = packs_of<T, N>(logits, row) + first;
-    Pack<T, N>* const held = dynamic_shared<Pack<T, N>>();  // a thread reads only what it has written there itself
-
-    float most = maximum_of(x, count, scratch, [&](const Pack<T, N>& pack, int i) {
-        if constexpr (on_chip) held[i] = pack;
-    });
-    if (threadIdx.x == 0) scratch.block_maximum = most;
-    if (cluster > 1) cluster_sync();
+    const int64_t row = blockIdx.x;
+    const int count = logits.columns / N;
+    const Pack<T, N>* const packs = packs_of<T, N>(logits, row);
+    const float most = maximum_of(packs, count, scratch);
     if (threadIdx.x == 0) {
-        for (int r = 1; r < cluster; ++r)
-            most = maximum_or_nan(most, *cluster_shared(&scratch.block_maximum, (rank + r) % cluster));
-        if (rank == 0) write_extremes(extremes, logits.rows, row, most, target_logit<T>(targets, logits, row));
+        write_extremes(extremes, logits.rows, row, most, target_logit<T>(targets, logits, row));
         scratch.maximum = most;
         scratch.threshold = raw_threshold(most, options.log_rho, options.temperature);
     }
     __syncthreads();
-
     float total[3] = {};
-    if constexpr (on_chip)
-        add_up(static_cast<const Pack<T, N>*>(held), count, LOG2_E / options.temperature, scratch, total);
-    else
-        add_up(x, count, LOG2_E / options.temperature, scratch, total);
-    if (cluster > 1) {
-        if (threadIdx.x == 0)
-            for (int k = 0; k < 3; ++k) scratch.block_sums[k] = total[k];
-        cluster_sync();
-        if (rank == 0 && threadIdx.x == 0)
-            for (int r = 1; r < cluster; ++r)
-                for (int k = 0; k < 3; ++k) total[k] += cluster_shared(&scratch, r)->block_sums[k];
-        cluster_sync();  // a block's shared memory ends with it
-    }
-    if (rank == 0 && threadIdx.x == 0) {
+    add_up(packs, count, LOG2_E / options.temperature, scratch, total);
+    if (threadIdx.x == 0) {
         if (!(fabsf(most) <= FLT_MAX)) total[0] = total[1] = total[2] = 0;
         write_sums(sums, logits.rows, row, total, options);
     }

@@ -120,6 +120,10 @@ def test_save_and_resume(reference, tmp_path, device):
 def test_a_trainer_that_sleeps_leaves_the_gpu(reference, cuda, record_property):
     """Gradients, optimizer and weights go to the host and come back as they were, and so does the memory."""
     trainer = layouts.make_trainer(layouts.make_config(reference["model"], {}))
+    batches = trainer.pack(reference["samples"])
+    layouts.score(trainer, batches)
+    layouts.update(trainer, batches)  # makes the optimizer's moments
+    del batches
     before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
     kept = sum(tensor.nbytes for tensor in before.values())
     awake = torch.cuda.memory_allocated()
@@ -130,7 +134,7 @@ def test_a_trainer_that_sleeps_leaves_the_gpu(reference, cuda, record_property):
         "megabytes", {"awake": awake / 1e6, "asleep": asleep / 1e6, "back": torch.cuda.memory_allocated() / 1e6}
     )
     # Weights, fp32 gradients and two moments are four times the weights; buffers without gradients may stay.
-    assert awake - asleep > 2.5 * kept
+    assert awake - asleep > 3.5 * kept
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export_weights())
 
 

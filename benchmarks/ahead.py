@@ -16,35 +16,16 @@ import platform
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from cores import REPOSITORY, call, finish, train_beside_server
+
 WARM_UP = 2
 PARTS = ("rollout", "log_probs", "train", "sync", "eval", "checkpoint")
 MEANS = ("rollout/staleness", "mismatch/ess", "mismatch/sequence_ess", "mismatch/kl", "corrected/weight_ess")
-
-
-def call(core: int, *arguments: str, log: Path) -> subprocess.Popen:
-    """A Python script of this repository on one core."""
-    command = ["taskset", "--cpu-list", str(core), sys.executable, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with open(log, "ab") as out:
-        return subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=out, stderr=out, start_new_session=True
-        )
-
-
-def finish(process: subprocess.Popen, what: str, log: Path, timeout: float) -> None:
-    try:
-        if process.wait(timeout):
-            raise SystemExit(f"benchmarks/ahead.py: {what} failed; see {log}")
-    finally:
-        process.kill()
-        process.wait(30)
 
 
 def warm_start(seed: int, folder: Path, timeout: float) -> Path:
@@ -62,24 +43,15 @@ def run(seed: int, staleness: int, model: Path, folder: Path, args: argparse.Nam
     """One run, with a server of its own on the second core."""
     name = f"seed{seed}-staleness{staleness}"
     addresses, log = folder / f"{name}-addresses", folder / f"{name}.log"
-    addresses.mkdir()
     options = [
         *("--name", name, "--seed", str(seed), "--data.seed", str(seed), "--runs_dir", str(folder)),
         *("--model.path", str(model), "--steps", str(args.steps), "--eval.every", str(args.steps)),
         *("--eval.samples", str(args.eval_samples)),
-        *("--rollout.address_folder", str(addresses), "--rollout.max_staleness", str(staleness)),
-        *("--rollout.server.threads", "1", "--sync.transport", "distributed", "--rollout.record", "true"),
+        *("--rollout.max_staleness", str(staleness), "--rollout.record", "true", "--sync.transport", "distributed"),
         *("--correction.mode", "truncate", "--correction.high", "2.0"),
         *("--logging.tensorboard", "false", "--checkpoint.every", "0"),
     ]
-    serve = [str(REPOSITORY / "tools" / "serve.py"), "configs/quickstart.yaml", *options]
-    server = call(1, *serve, "--host", "127.0.0.1", "--address-file", str(addresses / "a.address"), log=log)
-    try:
-        train = ["-m", "megatron_rl.cli", "train", "configs/quickstart.yaml", *options]
-        finish(call(0, *train, log=log), name, log, args.timeout)
-    finally:
-        server.terminate()
-        server.wait(30)
+    train_beside_server("configs/quickstart.yaml", options, addresses, log, args.timeout)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row.get("time/step_s") is not None]
     evals = [row["eval/score"] for row in rows if row.get("eval/score") is not None]

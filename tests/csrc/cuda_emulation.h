@@ -1,9 +1,9 @@
 // CUDA for kernels that are compiled for the CPU: csrc/device.cuh includes this file where nvcc does not compile.
 //
-// Every thread of a cluster of blocks is a fiber that runs until a barrier or a shuffle makes it wait. Then warps go on in an
+// Every thread of a block is a fiber that runs until a barrier or a shuffle makes it wait. Then warps go on in an
 // order that a seed draws, so that what is right only in one order differs between seeds. Shared memory is NaN before a block
-// starts and after it has ended. Divergent barriers, deadlocks, writes beyond shared memory and launches that CUDA
-// would refuse are errors of the launch. Not emulated: the memory model between barriers, and time.
+// starts. Divergent barriers, deadlocks and launches that CUDA would refuse are errors of the launch. Not emulated: dynamic
+// shared memory, clusters, the memory model between barriers, and time.
 #pragma once
 
 #include <ucontext.h>
@@ -31,7 +31,7 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulation {
 
-constexpr int WARP_SIZE = 32, GUARD = 256, VARIABLES = 1024, RESERVED = 64;  // of shared memory, bytes
+constexpr int WARP_SIZE = 32;
 constexpr size_t STACK = 64 << 10;
 
 // Knuth's MMIX generator.
@@ -52,37 +52,27 @@ struct Warp {
 };
 
 struct Block {
-    dim3 index;
-    int running;
-    bool started = false;
     Barrier barrier;
     std::vector<Warp> warps;
-    std::vector<unsigned char> dynamic;                    // and a guard behind it
-    std::map<int, std::vector<unsigned char>> variables;  // by the line of their declaration
+    std::map<int, std::vector<unsigned char>> variables;  // shared ones, by the line of their declaration
 };
 
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack{new char[STACK]};
-    Block* block;
     int thread;
     bool done;
     const Barrier* waits_for;
     unsigned generation;
 
-    Warp& warp() const { return block->warps[thread / WARP_SIZE]; }
     bool runnable() const { return !done && !(waits_for && waits_for->generation == generation); }
 };
 
 inline struct {
-    // The device: what tests set.
-    int capability = 9, shared_per_block = 227 << 10, shared_per_processor = 228 << 10, shared_unasked = 48 << 10;
-    unsigned seed = 0;
+    unsigned seed = 0;  // draws the order of the warps; tests set it
     // The launch.
-    std::map<const void*, int> shared_asked_for;
     std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<Block> blocks;  // of the cluster
-    Barrier cluster_barrier;
+    Block block;
     std::function<void()> kernel;
     Fiber* self;
     ucontext_t scheduler;
@@ -116,63 +106,45 @@ inline int threads() { return blockDim.x; }
 
 template <typename T>
 T* shared(int line) {
-    auto& memory = state.self->block->variables[line];
-    static_assert(sizeof(T) <= VARIABLES);
+    auto& memory = state.block.variables[line];
     if (memory.empty()) memory.assign(sizeof(T), 0xff);
     return reinterpret_cast<T*>(memory.data());
 }
 
 inline void run_fiber() {
     state.kernel();
-    Fiber& self = *state.self;
-    self.done = true;
-    Block& block = *self.block;
-    if (--block.running == 0) {
-        if (std::count(block.dynamic.end() - GUARD, block.dynamic.end(), 0xff) != GUARD) fail("write beyond shared memory");
-        std::fill(block.dynamic.begin(), block.dynamic.end(), 0xff);
-        for (auto& [line, memory] : block.variables) std::fill(memory.begin(), memory.end(), 0xff);
-    }
+    state.self->done = true;
     leave();
 }
 
-inline void run_cluster(int first_block, int blocks, size_t shared_bytes, Random& random) {
-    state.blocks = std::vector<Block>(blocks);
-    state.cluster_barrier = {};
-    while (state.fibers.size() < size_t(blocks) * threads()) state.fibers.push_back(std::make_unique<Fiber>());
-    for (int b = 0; b < blocks; ++b) {
-        Block& block = state.blocks[b];
-        block.index = dim3(first_block + b);
-        block.running = threads();
-        block.warps.resize(threads() / WARP_SIZE);
-        block.dynamic.assign(shared_bytes + GUARD, 0xff);
-        for (int t = 0; t < threads(); ++t) {
-            Fiber& fiber = *state.fibers[b * threads() + t];
-            fiber.block = &block;
-            fiber.thread = t;
-            fiber.done = false;
-            fiber.waits_for = nullptr;
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.get();
-            fiber.context.uc_stack.ss_size = STACK;
-            makecontext(&fiber.context, run_fiber, 0);
-        }
+inline void run_block(int index, Random& random) {
+    state.block = {};
+    state.block.warps.resize(threads() / WARP_SIZE);
+    blockIdx = dim3(index);
+    while (int(state.fibers.size()) < threads()) state.fibers.push_back(std::make_unique<Fiber>());
+    for (int t = 0; t < threads(); ++t) {
+        Fiber& fiber = *state.fibers[t];
+        fiber.thread = t;
+        fiber.done = false;
+        fiber.waits_for = nullptr;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_size = STACK;
+        makecontext(&fiber.context, run_fiber, 0);
     }
-    const int warps = blocks * threads() / WARP_SIZE;
+    auto& warps = state.block.warps;
     auto draw_priorities = [&] {
-        for (Block& block : state.blocks)
-            for (Warp& warp : block.warps) warp.priority = random();
+        for (Warp& warp : warps) warp.priority = random();
     };
     for (draw_priorities(); state.error.empty();) {
         if (random() % 8 == 0) draw_priorities();
         int next = -1;
         bool all_done = true;
-        for (int w = 0; w < warps; ++w) {
+        for (int w = 0; w < int(warps.size()); ++w) {
             const auto fiber = state.fibers.begin() + w * WARP_SIZE;
             auto is = [&](auto what) { return std::any_of(fiber, fiber + WARP_SIZE, what); };
             all_done &= !is([](auto& f) { return !f->done; });
-            if (is([](auto& f) { return f->runnable(); }) &&
-                (next < 0 || fiber[0]->warp().priority > state.fibers[next * WARP_SIZE]->warp().priority))
-                next = w;
+            if (is([](auto& f) { return f->runnable(); }) && (next < 0 || warps[w].priority > warps[next].priority)) next = w;
         }
         if (all_done) return;
         if (next < 0) {
@@ -183,13 +155,8 @@ inline void run_cluster(int first_block, int blocks, size_t shared_bytes, Random
             Fiber& fiber = *state.fibers[next * WARP_SIZE + lane];
             if (!fiber.runnable()) continue;
             fiber.waits_for = nullptr;
-            if (!fiber.block->started) {  // what others have written to it is lost
-                fiber.block->started = true;
-                std::fill(fiber.block->dynamic.begin(), fiber.block->dynamic.end(), 0xff);
-            }
             state.self = &fiber;
             threadIdx = dim3(fiber.thread);
-            blockIdx = fiber.block->index;
             swapcontext(&state.scheduler, &fiber.context);
         }
     }
@@ -200,31 +167,7 @@ inline void run_cluster(int first_block, int blocks, size_t shared_bytes, Random
 // In kernels.
 
 inline void __syncthreads(int line = __builtin_LINE()) {
-    emulation::arrive(emulation::state.self->block->barrier, emulation::threads(), line);
-}
-
-inline void cluster_sync(int line = __builtin_LINE()) {
-    emulation::arrive(emulation::state.cluster_barrier, emulation::state.blocks.size() * emulation::threads(), line);
-}
-
-template <typename T>
-const T* cluster_shared(const T* variable, int rank) {
-    using namespace emulation;
-    if (rank < 0 || rank >= int(state.blocks.size())) fail("no such block in the cluster");
-    const auto* address = reinterpret_cast<const unsigned char*>(variable);
-    for (auto& [line, memory] : state.self->block->variables) {
-        auto& other = state.blocks[rank].variables[line];
-        if (other.empty()) other.assign(memory.size(), 0xff);
-        if (address >= memory.data() && address < memory.data() + memory.size())
-            return reinterpret_cast<const T*>(other.data() + (address - memory.data()));
-    }
-    fail("not a shared variable");
-    return nullptr;
-}
-
-template <typename T>
-T* dynamic_shared() {
-    return reinterpret_cast<T*>(emulation::state.self->block->dynamic.data());
+    emulation::arrive(emulation::state.block.barrier, emulation::threads(), line);
 }
 
 template <typename To, typename From>
@@ -239,7 +182,7 @@ inline float __shfl_xor_sync(unsigned mask, float value, int distance, int line 
     using namespace emulation;
     if (mask != 0xffffffff) fail("only whole warps shuffle here");
     const int lane = state.self->thread % WARP_SIZE;
-    Warp& warp = state.self->warp();
+    Warp& warp = state.block.warps[state.self->thread / WARP_SIZE];
     // A warp gets no further than one shuffle ahead of its slowest lane: two sets of slots are enough.
     uint32_t* const slots = warp.values[warp.barrier.generation % 2];
     slots[lane] = bits_as<uint32_t>(value);
@@ -268,78 +211,26 @@ inline uint16_t __bfloat16_as_ushort(Bfloat16 x) { return x.bits; }
 // On the host.
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorLaunchFailure };
-enum cudaDeviceAttr {
-    cudaDevAttrMaxSharedMemoryPerBlockOptin,
-    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
-    cudaDevAttrReservedSharedMemoryPerBlock,
-    cudaDevAttrComputeCapabilityMajor,
-};
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
-enum { cudaSharedmemCarveoutMaxShared = 100, cudaLaunchAttributeClusterDimension = 4 };
 using cudaStream_t = void*;
-
-struct cudaLaunchAttribute {
-    int id;
-    struct {
-        dim3 clusterDim;
-    } val;
-};
 
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
-    size_t dynamicSmemBytes;
     cudaStream_t stream;
-    cudaLaunchAttribute* attrs;
-    unsigned numAttrs;
 };
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return emulation::state.error.c_str(); }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    const auto& s = emulation::state;
-    const int values[] = {s.shared_per_block, s.shared_per_processor, emulation::RESERVED, s.capability};
-    *value = values[attribute];
-    return cudaSuccess;
-}
-
-struct cudaFuncAttributes {
-    size_t sharedSizeBytes;
-};
-
-template <typename Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
-    attributes->sharedSizeBytes = emulation::VARIABLES;
-    return cudaSuccess;
-}
-
-template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
-    auto& state = emulation::state;
-    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-    state.error = "more shared memory than a block can have";
-    if (value + emulation::VARIABLES > state.shared_per_block) return cudaErrorInvalidValue;
-    state.shared_asked_for[reinterpret_cast<const void*>(kernel)] = value;
-    return cudaSuccess;
-}
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
     using namespace emulation;
-    const auto asked = state.shared_asked_for.find(reinterpret_cast<const void*>(kernel));
-    const size_t allowed = asked == state.shared_asked_for.end() ? state.shared_unasked : asked->second;
-    const int cluster = config->numAttrs ? config->attrs[0].val.clusterDim.x : 1;
     gridDim = config->gridDim;
     blockDim = config->blockDim;
     state.error = "invalid launch";
-    if (gridDim.x == 0 || gridDim.x % cluster || cluster > (state.capability >= 9 ? 8 : 1) || blockDim.x == 0 ||
-        blockDim.x % WARP_SIZE || blockDim.x > 1024 || config->dynamicSmemBytes > allowed)
-        return cudaErrorInvalidValue;
+    if (gridDim.x == 0 || blockDim.x == 0 || blockDim.x % WARP_SIZE || blockDim.x > 1024) return cudaErrorInvalidValue;
     state.error.clear();
     state.kernel = [=] { kernel(arguments...); };
     Random random{state.seed};
-    for (unsigned x = 0; x < gridDim.x && state.error.empty(); x += cluster)
-        run_cluster(x, cluster, config->dynamicSmemBytes, random);
+    for (unsigned x = 0; x < gridDim.x && state.error.empty(); ++x) run_block(x, random);
     return state.error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }

@@ -58,10 +58,8 @@ class Emulated:
     def __init__(self, library: ctypes.CDLL):
         self.library = library
 
-    def set_device(
-        self, *, capability=9, per_block=227 << 10, per_processor=228 << 10, unasked=48 << 10, seed: int = 0
-    ) -> None:
-        self.library.set_device(capability, per_block, per_processor, unasked, ctypes.c_uint(seed))
+    def set_schedule(self, seed: int) -> None:
+        self.library.set_schedule(ctypes.c_uint(seed))
 
     def call(self, function: str, *arguments) -> None:
         def convert(x):

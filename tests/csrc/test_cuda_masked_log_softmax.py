@@ -20,7 +20,7 @@ def kernels(tmp_path_factory) -> Emulated:
 
 
 class Case:
-    """Random logits, targets, options and device."""
+    """Random logits, targets, options and order of the warps."""
 
     def __init__(self, seed: int):
         rng = random.Random(seed)
@@ -30,8 +30,6 @@ class Case:
         self.temperature = rng.choice([1.0, 0.6, 1.7])
         self.with_entropy = rng.random() < 0.7
         self.first_column = rng.choice([0, self.columns, 2 * self.columns])
-        self.cluster = rng.choice([1, 2, 4, 8, None])  # None: two passes
-        self.residents = rng.choice([1, 2])  # blocks on a multiprocessor
         self.schedule = rng.randint(0, 2**31)
         self.offset = rng.choice([0, 0, 1])
         generator = torch.Generator().manual_seed(seed)
@@ -70,24 +68,10 @@ class Case:
         weighted = torch.where(safe, e * d, 0).sum(-1) if self.with_entropy else torch.zeros(self.rows)
         return torch.stack([maximum, at_target]), torch.stack([safe_sum, e.sum(-1), weighted.double()]), d, safe
 
-    def device(self, kernels: Emulated) -> None:
-        """One on which a slice of 1 / cluster of the row fits exactly, or where the row just does not fit."""
-        size = self.logits.element_size()
-        vector = 16 // size if self.offset == 0 and self.columns * size % 16 == 0 else 1
-        packs = math.ceil(self.columns / vector / (self.cluster or 1))
-        per_block = kernels.library.variable_bytes() + packs * vector * size - (self.cluster is None)
-        kernels.set_device(
-            capability=8 if self.cluster is None else 9,
-            per_block=per_block,
-            per_processor=self.residents * (per_block + kernels.library.reserved_bytes()),
-            unasked=0,
-            seed=self.schedule,
-        )
-
 
 def run(kernels: Emulated, case: Case) -> list[torch.Tensor]:
     """Outputs of all kernels, with what they wrote beyond them checked."""
-    case.device(kernels)
+    kernels.set_schedule(case.schedule)
     logits = Guarded(case.logits, case.offset)
     bits = case.logits.dtype == torch.bfloat16
     x = (logits.tensor, bits, case.rows, case.columns)
@@ -99,7 +83,6 @@ def run(kernels: Emulated, case: Case) -> list[torch.Tensor]:
     maximum = extremes.tensor[0].contiguous()
     kernels.call("sums", *x, maximum, *options, sums.tensor)
     kernels.call("extremes_and_sums", *x, case.targets - case.first_column, *options, first.tensor, second.tensor)
-    assert (kernels.library.last_shared_bytes() > 0) == (case.cluster is not None)
     out = Guarded(torch.full_like(case.logits, 7.0), case.offset)
     more = (case.targets, case.first_column, maximum, case.factors, log_rho, case.temperature)
     kernels.call("gradient", *x, *more, out.tensor)
@@ -151,31 +134,15 @@ def test_results_do_not_depend_on_the_schedule(kernels, seed):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-A100 = {"capability": 8, "per_block": 163 << 10, "per_processor": 164 << 10}
-H100 = {"capability": 9, "per_block": 227 << 10, "per_processor": 228 << 10}
-
-
 @pytest.mark.parametrize(
-    ("device", "dtype", "columns", "cluster", "share"),  # share of the row in a block's shared memory; 0: two passes
-    [
-        (A100, torch.bfloat16, 32000, 1, 1),
-        (A100, torch.bfloat16, 201088, 1, 0),
-        (H100, torch.bfloat16, 50304, 1, 1),
-        (H100, torch.bfloat16, 50257, 1, 1),
-        (H100, torch.float32, 50304, 2, 1 / 2),
-        (H100, torch.bfloat16, 201088, 4, 1 / 4),
-        (H100, torch.float32, 262144, 8, 1 / 8),
-        (H100, torch.float32, 524288, 1, 0),
-    ],
+    ("dtype", "columns"), [(torch.bfloat16, 50_257), (torch.bfloat16, 201_088), (torch.float32, 262_144)]
 )
-def test_real_vocabularies_on_real_devices(kernels, device, dtype, columns, cluster, share):
-    kernels.set_device(**device, seed=columns)
+def test_real_vocabularies(kernels, dtype, columns):
+    kernels.set_schedule(columns)
     logits = (torch.randn(1, columns) * 3).to(dtype)
     targets, extremes, sums = torch.tensor([columns - 1]), torch.empty(2, 1), torch.empty(3, 1)
     bf16 = dtype == torch.bfloat16
     kernels.call("extremes_and_sums", logits, bf16, 1, columns, targets, -13.0, 1.0, True, extremes, sums)
-    assert kernels.library.last_cluster() == cluster
-    assert kernels.library.last_shared_bytes() == columns * logits.element_size() * share
 
     assert extremes[:, 0].tolist() == [float(logits.max()), float(logits[0, -1])]
     d = logits.double() - logits.double().max()
@@ -204,25 +171,21 @@ BUGS = {
         "    __syncthreads();\n    if (warp > 0) return;",
         "    if (warp > 0) return;\n    __syncthreads();",
     ),
-    "no barrier behind the threshold": (KERNELS, "__syncthreads();\n\n    float total[3]", "\n\n    float total[3]"),
-    "no barrier of the cluster": (KERNELS, "if (cluster > 1) cluster_sync();", ""),
-    "blocks that end too early": (KERNELS, "cluster_sync();  // a block's", "// a block's"),
+    "no barrier behind the threshold": (
+        KERNELS,
+        "__syncthreads();\n    float total[3] = {};\n    add_up(packs,",
+        "float total[3] = {};\n    add_up(packs,",
+    ),
     "a shuffle over a wrong distance": (SHARED, "x, distance)", "x, distance / 2 + 1)"),
     "a mask's 0 * -inf": (KERNELS, "d = fmaxf((v - most) * scale, LOWEST);\n", "d = (v - most) * scale;\n"),
     "no tail": (SHARED, "for (; i < count; i += step) each(load(i), i);", ""),
     "a pack too many": (SHARED, "(GROUP - 1) * step < count", "(GROUP - 1) * step <= count"),
-    "a pack beyond shared memory": (KERNELS, "held[i] = pack;", "held[i + 1] = pack;"),
+    "a pack before the row": (KERNELS, "packs[count - 1 - i]", "packs[count - 2 - i]"),
     "ties outside the set": (KERNELS, "v >= threshold ? e", "v > threshold ? e"),
     "ties without a gradient": (KERNELS, "v >= threshold ? value", "v > threshold ? value"),
     "NaN not seen": (KERNELS, "maximum_or_nan(most[0], to_float", "fmaxf(most[0], to_float"),
-    "shared memory not asked for": (
-        LAUNCHERS,
-        "cudaFuncAttributeMaxDynamicSharedMemorySize, most",
-        "cudaFuncAttributePreferredSharedMemoryCarveout, most",
-    ),
     "packs at odd addresses": (LAUNCHERS, "const bool aligned = (addresses | ", "const bool aligned = ("),
     "rows of odd length in packs": (LAUNCHERS, "(addresses | logits.columns * (logits.bf16 ? 2 : 4))", "addresses"),
-    "a kernel's own shared memory forgotten": (LAUNCHERS, "launcher) - int(own.sharedSizeBytes)", "launcher)"),
 }
 
 

@@ -45,7 +45,7 @@ class Case:
 
 def run(kernels: Emulated, case: Case) -> list[torch.Tensor]:
     """o', lse' and the sinks' gradient for them."""
-    kernels.set_device(seed=case.schedule)
+    kernels.set_schedule(case.schedule)
     shape = (TYPES.index(case.dtype), case.tokens, case.heads, case.width, case.lse.shape[1])
     o, grad_o = (Guarded(x, case.offset) for x in (case.o, case.grad_o))
     lse = Guarded(case.lse)
@@ -103,7 +103,7 @@ def test_results_do_not_depend_on_the_schedule(kernels, seed):
 def test_around_torchs_flash_attention_they_give_attention_with_sinks(kernels):
     """What csrc/sink_attention/binding.cpp composes on CUDA, with torch's flash attention for the CPU in its place."""
     tokens, heads, width, scale = 150, 3, 16, 0.3
-    kernels.set_device(seed=int(torch.randint(1000, ())))
+    kernels.set_schedule(int(torch.randint(1000, ())))
     q, k, v, grad = torch.randn(4, 1, heads, tokens, width).unbind()
     sinks, as_tokens = torch.randn(heads) * 3, lambda x: x[0].transpose(0, 1).contiguous()
     sinks[1] = -INF

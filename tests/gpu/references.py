@@ -67,6 +67,7 @@ def make_training(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to make; what is there already stays")
+    parser.add_argument("--family", action="append", help="this model family alone, and no rollouts; may be repeated")
     options = parser.parse_args()
 
     import logging
@@ -76,10 +77,10 @@ def main() -> None:
     from tools.make_tiny_model import FAMILIES
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    for family in FAMILIES:
+    for family in options.family or FAMILIES:
         if not (options.out / family / "reference.pt").is_file():
             make_family(family, options.out / family)
-    if not (options.out / "training" / "metrics.jsonl").is_file():
+    if not options.family and not (options.out / "training" / "metrics.jsonl").is_file():
         try:
             find_python()
         except UserError as error:

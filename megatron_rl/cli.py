@@ -7,9 +7,14 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+
+import psutil
 
 from megatron_rl import __version__
 from megatron_rl.errors import UserError
@@ -326,18 +331,31 @@ def _needs_torchrun(nproc: int) -> bool:
     return nproc > 1 and "RANK" not in os.environ
 
 
+def _pass_on(number: int, _: FrameType | None) -> None:
+    """Tell the processes of --nproc to end: they save, and torchrun, which would kill them 30 seconds later, need not know."""
+    started = psutil.Process().children()
+    if not started:
+        sys.exit(128 + number)
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
 def _torchrun(nproc: int, arguments: list[str]) -> int:
-    """Start this command again on `nproc` processes; each gets its share of the cores."""
+    """Start this command again on `nproc` processes; each gets its share of the cores. It ends when they have."""
     from torch.distributed.run import main as torchrun
 
     at = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--nproc")
     # Its parser would take our --nproc for an abbreviation of its own option.
     arguments = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _pass_on)
     try:
         torchrun(
             [
                 "--standalone",
+                "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
                 f"--nproc-per-node={nproc}",
                 "--no-python",
                 sys.executable,
@@ -347,6 +365,8 @@ def _torchrun(nproc: int, arguments: list[str]) -> int:
             ]
         )
     except BaseException as error:  # torchrun's ChildFailedError prints a report of its own: ours is already out
+        if type(error).__name__ == "SignalException":
+            raise KeyboardInterrupt from None
         if type(error).__name__ not in ("ChildFailedError", "SystemExit"):
             raise
         return 2

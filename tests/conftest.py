@@ -33,6 +33,7 @@ LONG = (
     "csrc/test_sanitizers.py",
     "e2e/test_agent_runs.py::test_two_leaders_train_on_conversations_and_resume",
     "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
+    "e2e/test_ahead.py::test_two_processes_give_up_an_update_and_learn_the_same_to_the_bit",
     "e2e/test_ask.py::test_eval_of_a_run_whose_server_dies",
     "e2e/test_fleet.py::test_servers_behind_a_router",
     "e2e/test_groups_with_spread.py::test_groups_that_lie_on_two_leaders",

@@ -20,6 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import together
 from megatron_rl.models.parallel_check import expert_tensor_size
+from megatron_rl.network import wait_for_listener
 from megatron_rl.sync import nccl
 from megatron_rl.trainer.gloo_device import share_device
 
@@ -172,6 +173,16 @@ def in_background[R](work: Callable[[], R]) -> Future[R]:
     return done
 
 
+def _reach_rank_0(timeout_s: float) -> None:
+    """Wait for the store of rank 0: where nobody has it, torch tries to connect for twice as long as it is told."""
+    if os.environ["RANK"] == "0":
+        return
+    try:
+        wait_for_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
+    except TimeoutError as error:
+        raise dist.DistNetworkError(str(error)) from None
+
+
 def initialize(config: ParallelConfig, seed: int) -> Ranks:
     """Start torch.distributed (from torchrun's environment; one process without it) and Megatron's parallel state.
 
@@ -188,6 +199,7 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
         share_device()
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         if "RANK" in os.environ:
+            _reach_rank_0(config.timeout_s)
             dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]: its documented name

@@ -156,6 +156,24 @@ def test_what_was_ended_and_went_on_has_learned_the_same_to_the_bit(broken, conf
 
 
 @pytest.mark.timeout(900)
+def test_two_processes_give_up_an_update_and_learn_the_same_to_the_bit(config):
+    """Their launcher is told to end; both save behind the last whole step, and train the broken one again from its samples."""
+    layout = ("--nproc", "2", "--parallel.tensor", "2")
+    ended, whole = Run(config, "two-ended"), Run(config, "two-whole")
+    ended.end_when(lambda: ended.in_training(1), signal.SIGTERM, *layout)
+    had = ended.pending(1)
+    assert [p.name for p in (ended.folder / "checkpoints").iterdir()] == ["step_000001"] and len(had) == RESPONSES
+    ended.finish(*layout)
+    for request, [sample] in had.items():
+        assert np.array_equal(ended.trained(1)[request].tokens, sample.tokens)
+    assert [row["rollout/reused"] for row in ended.rows()] == [0, RESPONSES, RESPONSES, RESPONSES]
+    whole.finish(*layout, "--rollout.load", str(ended.folder / "rollouts"))
+    expected, found = (final_tensors(config.parent, run.name) for run in (whole, ended))
+    assert expected.keys() == found.keys() and len(found) > 40
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("partial", [True, False])
 def test_servers_ahead_of_the_trainer(broken, config, partial):
     """One step: the prompts are the same, and the responses come from weights at most one step older.

@@ -1,9 +1,12 @@
-"""SFT's evaluation: the likelihood of held-out demonstrations, over two processes, against Transformers in fp64."""
+"""SFT over two processes: the likelihood of held-out demonstrations against Transformers in fp64, and an early end."""
 
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
+import time
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from megatron_rl.environments import build_task
 from megatron_rl.environments.stream import held_out_demonstrations
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.rollout.program import SingleTurn
-from tests.program import forked
+from tests.program import Program, forked
 
 STEPS = 3
 
@@ -82,3 +85,33 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
     found = {file.name for file in (tmp_path / "sft" / "checkpoints").iterdir()}
     assert {f"step_{best:06d}", f"step_{STEPS:06d}"} == found
     assert f"best checkpoint: step {best}, eval/loss" in done.stdout
+
+
+def test_a_launcher_that_is_told_to_end_ends_when_its_processes_have_saved(tmp_path, tiny_model):
+    path, log = tmp_path / "config.yaml", tmp_path / "log"
+    config = {
+        "name": "ended",
+        "steps": 100_000,
+        "runs_dir": str(tmp_path),
+        "model": {"path": str(tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers"))},
+        "data": {"task": "number_sorting"},
+        "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 128},
+        "precision": {"train": "fp32", "rollout": "fp32"},
+        "rollout": {"max_new_tokens": 8, "context_length": 28},
+        "checkpoint": {"every": 0},
+        "logging": {"tensorboard": False},
+    }
+    path.write_text(yaml.safe_dump(config))
+    program = Program("sft", str(path), "--nproc", "2", log=log)
+    try:
+        deadline = time.monotonic() + 240
+        while len(read_json_lines(tmp_path / "ended" / "metrics.jsonl")) < 2:
+            assert program.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.05)
+        os.kill(program.pid, signal.SIGTERM)
+        assert program.wait(120) == 0, log.read_text()[-3000:]
+    finally:
+        program.kill()
+    last = read_json_lines(tmp_path / "ended" / "metrics.jsonl")[-1]["step"]
+    assert [p.name for p in (tmp_path / "ended" / "checkpoints").iterdir()] == [f"step_{last:06d}"]
+    assert "Traceback" not in log.read_text()

@@ -43,6 +43,9 @@ PREDICTED = {
 
 def run(name: str, sizes: tuple[int, ...], model: Path, folder: Path, args: argparse.Namespace) -> Path:
     prompts, samples, tokens, updates, staleness = sizes
+    metrics = folder / name / "metrics.jsonl"
+    if metrics.exists() and f'"step": {args.steps},' in metrics.read_text():
+        return folder / name
     options = [
         *("--name", name, "--runs_dir", str(folder), "--model.path", str(model), "--steps", str(args.steps)),
         *("--batch.prompts_per_step", str(prompts), "--batch.samples_per_prompt", str(samples)),
@@ -61,9 +64,11 @@ def run(name: str, sizes: tuple[int, ...], model: Path, folder: Path, args: argp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a run")
-    parser.add_argument("--folder", type=Path, help="kept; by default a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="kept, and what has run there is not run again; by default a temporary one"
+    )
     parser.add_argument("--json", type=Path, help="file to write; standard output without it")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started ends with it
@@ -76,7 +81,8 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     model, log = folder / "model", folder / "model.log"
     tool = [str(REPOSITORY / "tools" / "make_tiny_model.py"), "--preset", "quickstart", str(model)]
-    finish(call(0, *tool, log=log), "the model", log, args.timeout)
+    if not model.exists():
+        finish(call(0, *tool, log=log), "the model", log, args.timeout)
     settings = MEASURED | PREDICTED
     runs: dict[str, list[Measured]] = {name: [] for name in settings}
     in_turns = [name for pair in zip(MEASURED, PREDICTED, strict=True) for name in pair]

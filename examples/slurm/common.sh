@@ -15,6 +15,7 @@
 #   TRAIN_NODES      nodes of the trainer; the others serve                                (default: half of them)
 #   TRAIN_GPUS       on a single node, GPUs of the trainer; the others serve (default: all; the servers share them in turn)
 #   GPUS_PER_NODE    trainer processes a node                                  (default: SLURM's count of GPUs, or 1)
+#   SERVER_NODE_GPUS GPUs of a node that serves, where it has others than one that trains     (default: GPUS_PER_NODE)
 #   SERVER_GPUS      GPUs of one SGLang server; more than a node has: one over several nodes  (default: as in the sbatch file)
 #   BRING_UP_S       longest wait for the servers                                                         (default: 1800)
 #   SERVER_RESTARTS  times in a row that a server which ends within ten minutes is started again              (default: 5)
@@ -50,6 +51,7 @@ say "job $SLURM_JOB_ID, attempt $attempt on $SLURM_JOB_NODELIST; logs: $logs"
 COMMAND=${COMMAND:-train}
 TRAIN_NODES=${TRAIN_NODES:-}
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+SERVER_NODE_GPUS=${SERVER_NODE_GPUS:-$GPUS_PER_NODE} # SLURM counts those of component 0 alone
 SERVER_GPUS=${SERVER_GPUS:-1}
 BRING_UP_S=${BRING_UP_S:-1800}
 trainers=$GPUS_PER_NODE own=() # processes a node; settings of servers that the trainer starts
@@ -73,13 +75,13 @@ else
     ((TRAIN_NODES >= 1 && TRAIN_NODES < ${#nodes[@]})) || fail "TRAIN_NODES=$TRAIN_NODES of ${#nodes[@]} leaves none to serve"
     train_nodes=("${nodes[@]:0:TRAIN_NODES}") server_nodes=("${nodes[@]:TRAIN_NODES}")
 fi
-servers_per_node=$((GPUS_PER_NODE / SERVER_GPUS)) nodes_per_server=1
-if ((SERVER_GPUS > GPUS_PER_NODE)); then
-    servers_per_node=1 nodes_per_server=$((SERVER_GPUS / GPUS_PER_NODE))
+servers_per_node=$((SERVER_NODE_GPUS / SERVER_GPUS)) nodes_per_server=1
+if ((SERVER_GPUS > SERVER_NODE_GPUS)); then
+    servers_per_node=1 nodes_per_server=$((SERVER_GPUS / SERVER_NODE_GPUS))
 fi
 if ((${#server_nodes[@]})); then
-    ((GPUS_PER_NODE % SERVER_GPUS == 0 || SERVER_GPUS % GPUS_PER_NODE == 0)) ||
-        fail "SERVER_GPUS=$SERVER_GPUS and GPUS_PER_NODE=$GPUS_PER_NODE: one must divide the other"
+    ((SERVER_NODE_GPUS % SERVER_GPUS == 0 || SERVER_GPUS % SERVER_NODE_GPUS == 0)) ||
+        fail "SERVER_GPUS=$SERVER_GPUS and the $SERVER_NODE_GPUS GPUs of a node that serves: one must divide the other"
     ((${#server_nodes[@]} % nodes_per_server == 0)) ||
         fail "SERVER_GPUS=$SERVER_GPUS is $nodes_per_server nodes a server, which do not divide the ${#server_nodes[@]} that serve"
 fi
@@ -107,8 +109,9 @@ settings+=("${own[@]}")
 
 # --overlap: all steps hold the whole job's resources; --kill-on-bad-exit: one lost rank ends its step.
 step=(srun --overlap --exact --kill-on-bad-exit=1 --mem=0 --unbuffered)
-gpus=()
+gpus=() server_node_gpus=()
 ((${SLURM_GPUS_ON_NODE:-0} == 0)) || gpus=(--gpus-per-node="$SLURM_GPUS_ON_NODE")
+((${#gpus[@]} == 0)) || server_node_gpus=(--gpus-per-node="$SERVER_NODE_GPUS")
 container=()
 [[ -z ${CONTAINER:-} ]] || container=(--container-image="$CONTAINER" --container-mounts="${MOUNTS:-$root:$root}"
     --container-workdir="$root" --no-container-mount-home)
@@ -202,7 +205,7 @@ end_step() { # name
 keep_server() { # number, nodes, place on its node: a server, and another one whenever it ends
     local number=$1 list=$2 place=$3 log=$logs/server-$1.log
     local file=$logs/server-$1.address lives=0 seen=0 started status pid='' step_name=server-$1
-    local part=("${server_part[@]}")
+    local part=("${server_part[@]}") gpus=("${server_node_gpus[@]}")
     trap 'kill -TERM $pid 2>/dev/null; wait $pid; exit 0' TERM
     trap '' USR1
     while true; do

@@ -264,6 +264,19 @@ def test_half_of_several_nodes_train_and_each_server_is_a_step(tmp_path, nodes, 
     assert f"--rollout.address_folder {tmp_path}/checkout/logs/job-1/attempt-0 " in said and "colocate" not in said
 
 
+def test_the_nodes_that_serve_may_have_another_number_of_gpus(tmp_path):
+    """As component 1 of a heterogeneous job: SLURM's count is of component 0."""
+    groups = {f"SLURM_JOB_NODELIST_HET_GROUP_{group}": "all" for group in (0, 1)}
+    variables = {"SLURM_HET_SIZE": "2", "SERVER_NODE_GPUS": "4", "SERVER_GPUS": "2", "NODES": "1", "STEPS": "3"}
+    done, steps, said = submit(tmp_path, **groups, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    serving = [step for step in steps if " serve " in step]
+    assert len(serving) == 2 and all("--het-group=1 --gpus-per-node=4 " in step for step in serving)
+    training = [step for step in steps if " serve " not in step]
+    assert len(training) == 1 and "--het-group=0 --gpus-per-node=8 " in training[0]
+    assert "rank 0 of 8, 8 here" in said and "--rollout.server.count 2 " in said
+
+
 def test_a_server_of_several_nodes_is_one_step(tmp_path):
     done, steps, _ = submit(tmp_path, NODES="6", TRAIN_NODES="2", SERVER_GPUS="16", STEPS="3")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 from cores import REPOSITORY, call, finish, train_beside_server
@@ -30,6 +31,7 @@ MEASURED = {
     "many-short": (96, 8, 6, 1, 0),
     "few-long": (16, 4, 28, 1, 0),
     "many-long": (48, 8, 24, 1, 0),
+    "many-prompts": (112, 2, 6, 1, 0),  # without it a prompt's cost and a response's cannot be told apart
     "both-at-once": (64, 8, 8, 1, 1),  # how much trainer and server slow each other down
 }
 PREDICTED = {
@@ -85,7 +87,7 @@ def main() -> None:
         finish(call(0, *tool, log=log), "the model", log, args.timeout)
     settings = MEASURED | PREDICTED
     runs: dict[str, list[Measured]] = {name: [] for name in settings}
-    in_turns = [name for pair in zip(MEASURED, PREDICTED, strict=True) for name in pair]
+    in_turns = [name for pair in zip_longest(MEASURED, PREDICTED) for name in pair if name]
     for number in range(args.rounds):
         for name in in_turns if number % 2 == 0 else in_turns[::-1]:
             runs[name].append(read_measured(run(f"{name}-{number}", settings[name], model, folder, args)))

@@ -25,7 +25,7 @@ class ProceduralPrompts(Sequence[Prompt]):
         self._generate = generate
         self._eval = split == "eval"
         self._size = size
-        self._prompt = lru_cache(maxsize=4096)(self._find)
+        self._prompt = lru_cache(maxsize=HELD_OUT_SIZE)(self._find)  # evaluations ask for the same ones each time
 
     def __len__(self) -> int:
         return self._size

@@ -7,7 +7,7 @@ import pytest
 import torch
 from distillation_ranks import LAYOUTS, update_once
 from layouts import make_config, make_samples
-from ranks import run_ranks
+from ranks import run_ranks, without_ties
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -40,8 +40,8 @@ def _torn_down():
     parallel.shutdown()
 
 
-def random_samples(count: int = 6):
-    return make_samples(int(np.random.SeedSequence().entropy % 2**32), count, 200)
+def random_samples():
+    return make_samples(int(np.random.SeedSequence().entropy % 2**32), 6, 200)
 
 
 def divergence(student: Tensor, teacher: Tensor, direction: str, mix: float) -> Tensor:
@@ -97,11 +97,16 @@ def test_an_update_descends_the_loss_written_out_by_hand(direction, task, studen
 @pytest.mark.parametrize("placement", ["loss", "advantage"])
 def test_layouts_distill_as_one_process(placement, tiny_model, teacher):
     """Divergence, advantages, and every gradient of a MoE student."""
-    model, samples = str(tiny_model("qwen3_moe")), random_samples(12)
+    model = str(tiny_model("qwen3_moe"))
     settings = {"teacher": teacher, "placement": placement, "task_coefficient": 0.5}
     settings |= {"direction": "reverse"} if placement == "loss" else {}
     base = {"distillation": settings, "batch": {"updates_per_step": 1}}
-    (one,) = run_ranks(1, "distillation_ranks:updates", (model, samples, [base], True))[0]
+
+    def attempt(seed: int):
+        samples = make_samples(seed, 12, 200)
+        return samples, run_ranks(1, "distillation_ranks:updates", (model, samples, [base], True), refuse_ties=True)
+
+    samples, [[one]] = without_ties(attempt)
     layouts = [base | {"parallel": parallel} for parallel in LAYOUTS.values()]
     others = run_ranks(2, "distillation_ranks:updates", (model, samples, layouts, True), timeout=400.0)[0]
     metric = "distillation/kl" if placement == "loss" else "distillation/reverse_kl"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ppo_ranks import CASES, OF_TOKENS, WHOLE, make_config, make_trajectories
-from ranks import run_ranks
+from ranks import run_ranks, without_ties
 from test_parity import EPS, TWO_RANKS
 from transformers import AutoModelForSequenceClassification
 from weights import classifier
@@ -39,28 +39,41 @@ COMPARED = [run for runs in RUNS.values() for run in runs if run[1] != "referenc
 
 
 @pytest.fixture(scope="module")
-def seed():
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"trajectories of seed {seed}")
-    return seed
-
-
-@pytest.fixture(scope="module")
-def models(seed, tiny_model, tmp_path_factory):
+def models(tiny_model, tmp_path_factory):
     models = [str(tiny_model("qwen3_moe", "--layers", "4", *more)) for more in ((), ("--seed", "1"))]
+    seed = int(np.random.SeedSequence().entropy % 2**31)
+    print(f"head of seed {seed}")
     # With a head from the start: behind one of zeros nothing else has a gradient.
     return [*models, str(classifier(Path(models[1]), tmp_path_factory.mktemp("models") / "classifier", seed))]
 
 
+def on_ranks(models: list[str], seed: int, world_size: int) -> list[list[dict]]:
+    layouts = [
+        (case, {"optimizer": {"eps": EPS}, **layout}, name in WITH_OTHERS)
+        for (case, name), layout in RUNS[world_size].items()
+    ]
+    arguments = (models, layouts, seed)
+    return run_ranks(world_size, "ppo_ranks:run_layouts", arguments, timeout=540.0, refuse_ties=world_size == 1)
+
+
 @pytest.fixture(scope="module")
-def found(seed, models):
+def drawn(models):
+    """Seed of the trajectories, and what one process makes of them."""
+    return without_ties(lambda seed: (seed, on_ranks(models, seed, 1)))
+
+
+@pytest.fixture(scope="module")
+def seed(drawn):
+    return drawn[0]
+
+
+@pytest.fixture(scope="module")
+def found(drawn, models):
     """(case, layout) -> what its first rank found."""
+    seed, alone = drawn
     results: dict[tuple[str, str], dict] = {}
     for world_size, runs in RUNS.items():
-        layouts = [
-            (case, {"optimizer": {"eps": EPS}, **layout}, name in WITH_OTHERS) for (case, name), layout in runs.items()
-        ]
-        ranks = run_ranks(world_size, "ppo_ranks:run_layouts", (models, layouts, seed), timeout=540.0)
+        ranks = alone if world_size == 1 else on_ranks(models, seed, world_size)
         results |= dict(zip(runs, ranks[0], strict=True))
         for rank in ranks:
             for (case, name), result in zip(runs, rank, strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from preference_ranks import DPO, REWARD
-from ranks import run_ranks
+from ranks import run_ranks, without_ties
 from test_parity import EPS, TWO_RANKS
 from weights import classifier
 
@@ -23,17 +23,20 @@ ONE = {"reference": {}, "large_micro_batches": {"batch": {"tokens_per_micro_batc
 
 @pytest.fixture(scope="module")
 def found(tiny_model, tmp_path_factory):
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"comparisons of seed {seed}")
     models = [str(tiny_model("qwen3_moe", "--layers", "4", *more)) for more in ((), ("--seed", "1"))]
     # With a head from the start: behind one of zeros nothing else has a gradient.
-    models.append(str(classifier(Path(models[0]), tmp_path_factory.mktemp("models") / "classifier", seed)))
-    results: dict[str, dict] = {}
-    for world_size, layouts in ((1, ONE), (2, LAYOUTS), (4, FOUR)):
-        configs = [{"optimizer": {"eps": EPS}, **layout} for layout in layouts.values()]
-        ranks = run_ranks(world_size, "preference_ranks:run_layouts", (models, configs, seed), timeout=540.0)
-        results |= dict(zip(layouts, ranks[0], strict=True))
-    return results
+    head = int(np.random.SeedSequence().entropy % 2**31)
+    print(f"head of seed {head}")
+    models.append(str(classifier(Path(models[0]), tmp_path_factory.mktemp("models") / "classifier", head)))
+
+    def run(seed: int, world_size: int, layouts: dict[str, dict]) -> dict[str, dict]:
+        arguments = (models, [{"optimizer": {"eps": EPS}, **layout} for layout in layouts.values()], seed)
+        alone = world_size == 1
+        ranks = run_ranks(world_size, "preference_ranks:run_layouts", arguments, timeout=540.0, refuse_ties=alone)
+        return dict(zip(layouts, ranks[0], strict=True))
+
+    seed, results = without_ties(lambda seed: (seed, run(seed, 1, ONE)))
+    return results | run(seed, 2, LAYOUTS) | run(seed, 4, FOUR)
 
 
 @pytest.mark.parametrize("loss", [*REWARD, *DPO])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, without_ties
 from scorer_ranks import make_trajectories
 from transformers import AutoModelForSequenceClassification
 from weights import classifier
@@ -23,11 +23,13 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def found(tiny_model, tmp_path_factory):
     """(expected, layout -> reward of each trajectory by its id)."""
-    seed = int(np.random.SeedSequence().entropy % 2**31)
-    print(f"trajectories of seed {seed}")
+    head = int(np.random.SeedSequence().entropy % 2**31)
+    print(f"head of seed {head}")
     model = str(tiny_model("qwen3_moe", "--layers", "2"))
-    folder = str(classifier(Path(model), tmp_path_factory.mktemp("models") / "classifier", seed))
-    [alone] = run_ranks(1, "scorer_ranks:score", (model, folder, seed, [{}]))
+    folder = str(classifier(Path(model), tmp_path_factory.mktemp("models") / "classifier", head))
+    seed, [alone] = without_ties(
+        lambda seed: (seed, run_ranks(1, "scorer_ranks:score", (model, folder, seed, [{}]), refuse_ties=True))
+    )
     split = run_ranks(2, "scorer_ranks:score", (model, folder, seed, list(LAYOUTS.values())))
     assert split[0] == split[1]
     return expected(folder, seed), {"alone": alone[0]} | dict(zip(LAYOUTS, split[0], strict=True))

@@ -149,8 +149,9 @@ def _watch_ties() -> None:
     def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
         if values.dim() == 2 and k < values.shape[1]:
             chosen = topk(values.detach(), k + 1, dim=1).values
-            gaps = (chosen[:, -2] - chosen[:, -1]) / values.detach().abs().amax(1)
-            if bool((gaps < TIE).any()):
+            size = values.detach().abs()
+            size = torch.where(size.isfinite(), size, 0).amax(1)  # experts of groups that were not chosen have -inf
+            if bool((chosen[:, -2] - chosen[:, -1] < TIE * size).any()):
                 raise NearTie
         return topk(values, k, *args, **settings)
 

@@ -53,7 +53,8 @@ class Finished:
         pushed: digests by version of the run's weights.
         """
         found: Samples = {}
-        for file in sorted(self._folder.glob(f"{self._stem}*")):
+        files = self._folder.iterdir() if self._folder.is_dir() else ()
+        for file in sorted(file for file in files if file.name.startswith(self._stem)):
             for samples, digests in _records(file):
                 for request, sample in samples.items():
                     if request in wanted and all(

@@ -457,6 +457,7 @@ class Engine:
                 "rollout/reused": total(self._reused),
                 "rollout/staleness": mean(sum(ages), len(ages)),
                 "rollout/staleness_max": maximum(max(ages, default=0)),
+                "rollout/servers": maximum(len(self.client.addresses)),
             }
         return sampled | {
             "rollout/restarts": maximum(0 if loads else self._recovery.restarts),

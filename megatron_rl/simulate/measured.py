@@ -76,7 +76,12 @@ def read_measured(folder: Path) -> Measured:
         )
         seconds.append({**parts, "other": whole - sum(parts.values()), "step": whole})
     ranks = max((len(of_step) for of_step in files), default=0) or 1
-    return Measured(log.name, _setting(log, ranks, max(0.0, statistics.fmean(prompt))), lengths, seconds, steps)
+    servers = {lines[i].get("rollout/servers") for i in steps}
+    if len(servers) > 1:
+        counts = ", ".join(f"{count:g}" for count in sorted(number(count) or 0 for count in servers))
+        raise UserError(f"simulate: {folder}: {counts} servers in its steps; measure a run in which none comes or goes")
+    setting = _setting(log, ranks, max(0.0, statistics.fmean(prompt)))
+    return Measured(log.name, replace(setting, servers=int(servers.pop() or setting.servers)), lengths, seconds, steps)
 
 
 def _check(log: RunLog) -> None:

@@ -15,6 +15,7 @@ from megatron_rl.cli import main
 from megatron_rl.data.record import file_of, save_trajectories
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.collect import TOKENS_PER_CALL, Collection
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.simulate import servers as simulated_servers
@@ -338,6 +339,24 @@ def test_lengths_of_a_run_without_records(tmp_path, rng):
     for line, lengths in zip(lines, run.lengths, strict=True):
         assert len(lengths) == 64 and lengths.max() == line["response/length_quantile/max"] and lengths.min() >= 1
         assert abs(lengths.mean() - line["response/length"]) <= 1
+
+
+def test_servers_are_those_that_answered(tmp_path, rng):
+    """Behind a router, which is one address."""
+    folder = write_run(tmp_path / "run", rng, planted(rng), 4, recorded=False)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["rollout"]["addresses"] = ["http://router:30000"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert read_measured(folder).setting.servers == 1  # a run of an earlier version does not say how many there were
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for counts, found in (([4.0] * 10, 4), ([1.0, 3.0] + [2.0] * 8, 2), ([4.0] * 5 + [3.0] * 5, None)):
+        of_steps = [line | {"rollout/servers": count} for line, count in zip(lines, counts, strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_steps))
+        if found:
+            assert read_measured(folder).setting.servers == found
+        else:
+            with pytest.raises(UserError, match="3, 4 servers in its steps; measure a run in which none comes or goes"):
+                read_measured(folder)
 
 
 def test_the_command_prints_tables(tmp_path, rng, capsys):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import httpx
@@ -145,6 +146,7 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path):
     assert all(row["rollout/stale"] == 0 for row in rows)
     changes = [row["rollout/restarts"] for row in rows]
     assert changes == sorted(changes) and changes[-1] >= 4, "one went, one came, two went, one came"
+    assert [count for count, _ in groupby(row["rollout/servers"] for row in rows)] == [2, 1, 2, 1]
     served = httpx.get(f"{servers.address('fourth')}/model_info", timeout=30).json()["weight_version"]
     assert served in (str(len(rows)), str(len(rows) - 1)), "it has the weights of the last push"
 
@@ -195,6 +197,7 @@ def test_servers_behind_a_router(config, servers, router, tmp_path):
     rows = read_json_lines(metrics)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step once"
     assert all(row["rollout/stale"] == 0 for row in rows)
+    assert [count for count, _ in groupby(row["rollout/servers"] for row in rows)] == [1, 2, 1]
 
 
 def answers(address: str) -> bool:

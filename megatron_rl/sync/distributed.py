@@ -42,14 +42,15 @@ class DistributedTransport(Transport):
         name = f"weights-{uuid.uuid4().hex[:8]}"
         host = _own_address(self.engines.addresses[0])
         size = 1 + self.tensor_parallel * len(self.engines.addresses)
-        self._store = store = TCPStore(host, 0, size, is_master=True, timeout=self.timeout, wait_for_workers=False)
+        self._store = TCPStore(host, 0, size, is_master=True, timeout=self.timeout, wait_for_workers=False)
+        port = self._store.port
         # The servers join while this side does: both block until all are there.
         calls = self.engines.start(
             "/init_weights_update_group",
             [
                 {
                     "master_address": host,
-                    "master_port": store.port,
+                    "master_port": port,
                     "rank_offset": 1 + self.tensor_parallel * index,
                     "world_size": size,
                     "group_name": name,
@@ -59,17 +60,30 @@ class DistributedTransport(Transport):
             ],
         )
         joined: list = []
+
+        def join() -> None:
+            with contextlib.suppress(RuntimeError):  # `joined` says it
+                joined.append(self._join(host, port, name, size))
+
         # In a thread of its own: a server that refuses ends the wait at once, and not after the store's timeout.
-        thread = threading.Thread(target=lambda: joined.append(self._join(store, name, size)), daemon=True)
+        thread = threading.Thread(target=join, daemon=True)
         thread.start()
-        self.engines.wait(calls)
-        thread.join(self.engines.timeout_s)
+        try:
+            self.engines.wait(calls)
+            thread.join(self.engines.timeout_s)
+        finally:
+            if not joined:  # without the store those that have come wait no longer for one that has died
+                self._store = None
         if not joined:
             raise WeightSyncError(f"weight sync: no {self.backend} group with {', '.join(self.engines.addresses)}")
         self._name, self._group = name, joined[0]
 
-    def _join(self, tcp: TCPStore, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-        """Join the group as SGLang's init_custom_process_group does: the same nest of prefixes in the store."""
+    def _join(self, host: str, port: int, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+        """Join the group as SGLang's init_custom_process_group does: the same nest of prefixes in the store.
+
+        By a connection of its own: that which holds the store must be free to end it.
+        """
+        tcp = TCPStore(host, port, size, is_master=False, timeout=self.timeout, wait_for_workers=False)
         store = PrefixStore(f"{self.device.type}/", PrefixStore(f"{name}/", PrefixStore(name, tcp)))
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, 0, size, timeout=self.timeout)

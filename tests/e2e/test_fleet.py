@@ -185,6 +185,8 @@ def test_servers_behind_a_router(config, servers, router, tmp_path):
         wait_for(lambda: steps() >= 2, "steps with one server", program)
         add("second")
         wait_for(lambda: f"{servers.address('second')} is here" in log.read_text(), "taken in", program)
+        goal = steps() + 2  # a death while the group is made is for tests/sync/test_join.py
+        wait_for(lambda: steps() >= goal, "steps with two servers", program)
         gone = servers.address("first")
         servers.kill("first")
         wait_for(lambda: f"{gone} does not answer any more" in log.read_text(), "left out", program)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, override
 from urllib.parse import urlsplit
@@ -59,24 +60,27 @@ class DistributedTransport(Transport):
                 for index in range(len(self.engines.addresses))
             ],
         )
-        joined: list = []
+        joined: Future = Future()
 
         def join() -> None:
-            with contextlib.suppress(RuntimeError):  # `joined` says it
-                joined.append(self._join(host, port, name, size))
+            try:
+                joined.set_result(self._join(host, port, name, size))
+            except BaseException as error:
+                joined.set_exception(error)
 
         # In a thread of its own: a server that refuses ends the wait at once, and not after the store's timeout.
         thread = threading.Thread(target=join, daemon=True)
         thread.start()
         try:
             self.engines.wait(calls)
-            thread.join(self.engines.timeout_s)
+            self._name, self._group = name, joined.result(self.engines.timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error) or f"not within {self.engines.timeout_s:g} s (sync.timeout_s)"
+            servers = ", ".join(self.engines.addresses)
+            raise WeightSyncError(f"weight sync: no {self.backend} group with {servers}: {reason}") from None
         finally:
-            if not joined:  # without the store those that have come wait no longer for one that has died
+            if self._group is None:  # without the store those that have come wait no longer for one that has died
                 self._store = None
-        if not joined:
-            raise WeightSyncError(f"weight sync: no {self.backend} group with {', '.join(self.engines.addresses)}")
-        self._name, self._group = name, joined[0]
 
     def _join(self, host: str, port: int, name: str, size: int) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
         """Join the group as SGLang's init_custom_process_group does: the same nest of prefixes in the store.

@@ -1,6 +1,6 @@
-"""Build of the package. Metadata is in pyproject.toml; the two C++/CUDA extensions of csrc/ are declared here.
+"""Build of the package. Metadata is in pyproject.toml; the C++/CUDA extensions of csrc/ are declared here.
 
-The CPU part is always built. The CUDA part joins where nvcc and a CUDA build of torch of the same major version are
+The CPU part is always built. The CUDA part of those that have one joins where nvcc and a CUDA build of torch of the same major version are
 there; no GPU is needed to build it. ptxas's report on registers and spills is kept beside each extension (*.ptxas.txt).
 """
 
@@ -15,7 +15,7 @@ import torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-NAMES = ("masked_log_softmax", "sink_attention")
+NAMES = ("masked_log_softmax", "sink_attention", "batch_invariant")
 ARCHITECTURES = ("80", "90a")
 CXX_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized", "-g0"]
 
@@ -49,6 +49,10 @@ def include_folders(nvcc: str) -> list[str]:
     return re.findall(r'INCLUDES="-I([^"]+)"', text) + nvidia_folders("include")
 
 
+def source_of(extension) -> Path:
+    return Path("csrc", extension.name.rsplit("._")[-1], "cuda.cu")
+
+
 class Build(BuildExtension):
     """Compiles the .cu files, which know nothing of torch, and hands their objects to the linker."""
 
@@ -56,7 +60,7 @@ class Build(BuildExtension):
         self.reports: dict[str, str] = {}
         nvcc = find_nvcc()
         for extension in self.extensions:
-            if nvcc:
+            if nvcc and source_of(extension).exists():
                 self.add_cuda(nvcc, extension)
         super().build_extensions()
         for name, report in self.reports.items():
@@ -74,7 +78,7 @@ class Build(BuildExtension):
         return Path(self.build_lib, *name.split(".")).with_suffix(".ptxas.txt")
 
     def add_cuda(self, nvcc: str, extension) -> None:
-        source = Path("csrc", extension.name.rsplit("._")[-1], "cuda.cu")
+        source = source_of(extension)
         target = Path(self.build_temp, extension.name + ".cuda.o").resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         includes = include_folders(nvcc)

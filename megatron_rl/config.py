@@ -536,6 +536,9 @@ class PrecisionConfig:
     fp32_lm_head: bool = False
     """Logits in fp32 on both sides, from hidden states and head weights as they are: bf16 logits of 16 to 32 are 0.125
     apart."""
+    identical: bool = False
+    """Engine and trainer compute with the same batch-invariant operators, so that log-probs of the same weights and tokens
+    are equal to the last bit. `megatron-rl certify` proves it for a model and a layout."""
 
 
 @section

@@ -132,8 +132,10 @@ inline bool needs_mask(const Problem& p, const QueryBlock& block, int64_t begin,
     return end - 1 > block.position || (p.window && begin <= block.position + block.count - 1 - p.window);
 }
 
+// Blocks of keys begin at multiples of KEY_BLOCK whatever the window: a query's sums are then cut in the same places among
+// whichever other queries it is worked on, and so have the same bits in a prefill, in a decode and in the trainer.
 inline int64_t first_key(const Problem& p, const QueryBlock& block) {
-    return p.window && block.position >= p.window ? block.position - p.window + 1 : 0;
+    return p.window && block.position >= p.window ? (block.position - p.window + 1) / KEY_BLOCK * KEY_BLOCK : 0;
 }
 
 struct Cut {  // hands out pieces of the scratch memory, each 64-byte aligned

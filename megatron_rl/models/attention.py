@@ -253,14 +253,19 @@ class SelfAttention(MegatronSelfAttention):
             rotary, packed_seq_params = self._rotation
             positions = token_places(packed_seq_params, query.shape[0], self.pg_collection.cp).positions
             q_angles, k_angles = rotary if isinstance(rotary, tuple) else (rotary, rotary)
-            options = {"interleaved": self.config.rotary_interleaved, "mscale": self._yarn_concentration_factor}
-            query = rotate_packed(query, q_angles, positions, **options)
-            key = rotate_packed(key, k_angles, positions, **options)
+            query, key = self.rotate(query, q_angles, positions), self.rotate(key, k_angles, positions)
         return (query, key, *rest)
+
+    def rotate(self, x: torch.Tensor, angles: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate x `[T, 1, H, D]` by the angles `[S, 1, 1, R]` of its positions `[T]`."""
+        options = {"interleaved": self.config.rotary_interleaved, "mscale": self._yarn_concentration_factor}
+        return rotate_packed(x, angles, positions, **options)
 
 
 class HeadsNormSelfAttention(SelfAttention):
     """OLMoE's attention: q_norm and k_norm run over all heads together, also where tensor parallelism splits them."""
+
+    norm: type[HeadsRMSNorm] = HeadsRMSNorm
 
     def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any):
         super().__init__(config, submodules, *args, **kwargs)
@@ -268,8 +273,8 @@ class HeadsNormSelfAttention(SelfAttention):
         kv_heads = cast("int", config.num_query_groups)  # a number after __post_init__
         if kv_heads % tp_group.size():
             raise UserError(f"parallel.tensor = {tp_group.size()}: does not divide {kv_heads} key-value heads")
-        self.q_layernorm = HeadsRMSNorm(config, self.query_projection_size, eps, tp_group)
-        self.k_layernorm = HeadsRMSNorm(config, self.kv_projection_size, eps, tp_group)
+        self.q_layernorm = self.norm(config, self.query_projection_size, eps, tp_group)
+        self.k_layernorm = self.norm(config, self.kv_projection_size, eps, tp_group)
 
 
 class MLASelfAttention(MegatronMLASelfAttention):

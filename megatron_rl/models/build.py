@@ -29,6 +29,7 @@ from megatron_rl.config import LoRAConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import peft_folder
 from megatron_rl.models.adapters import WRAPPED, Adapter, adapters, add_adapters, merged_tasks
+from megatron_rl.models.batch_invariant import set_batch_invariant
 from megatron_rl.models.bridges import IncompleteWeights, OurSpec, Weights, make_bridge
 from megatron_rl.models.freeze import ADAPTER, EMBEDDING, SINKS, check_patterns, is_frozen, plain_name
 from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, write_weights
@@ -348,6 +349,7 @@ def load(
     value_head: bool = False,
     pooling: Literal["last", "mean"] = "last",
     plain: bool = False,
+    identical: bool = False,
 ) -> Model:
     """Read a folder's config.json and set up Megatron for it; builds nothing yet.
 
@@ -356,7 +358,7 @@ def load(
     freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks: as in
     ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a classifier's) or, of a language
     model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without Transformer Engine's,
-    whose inputs can be looked at, also where it is.
+    whose inputs can be looked at, also where it is. identical: batch-invariant layers, as the engine's.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
@@ -379,11 +381,13 @@ def load(
     _set_kernels(config, TRAIN[precision], recompute, plain)
     if expert_count(hf_config):
         _set_experts(config, moe_dispatcher, moe_aux_loss, moe_router_fusion, moe_permute_fusion)
+    spec_options: dict[str, Any] = {"plain": plain}
+    if identical:
+        spec_options["rotary"] = set_batch_invariant(config, hf_config)
     if attention_sinks == "ignored":  # what has no gradient is frozen: DDP waits for those of all others
-        config.transformer_layer_spec = partial(layer_spec, ignore_sinks=True, plain=plain)
+        spec_options["ignore_sinks"] = True
         freeze = [*freeze, SINKS]
-    else:
-        config.transformer_layer_spec = partial(layer_spec, plain=plain)
+    config.transformer_layer_spec = partial(layer_spec, **spec_options)
     if value_head:
         config.share_embeddings_and_output_weights = False
     config.should_pad_vocab = hf_config.vocab_size % parallel.tensor > 0

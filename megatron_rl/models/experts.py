@@ -30,6 +30,14 @@ class GroupedExperts(SequentialMLP):
     """Shown the inputs [N, in] of both products, those of the second times the router's weights, with tokens by expert and the
     experts' layers."""
 
+    @staticmethod
+    def product(x: torch.Tensor, counts: list[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """x `[N, in]` by expert, weights `[out, in]` of each -> `[N, out]`."""
+        out = x.new_empty((x.shape[0], weights[0].shape[0]))
+        for expert, rows in _rows(counts):
+            out[rows] = torch.mm(x[rows], weights[expert].t())
+        return out
+
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
@@ -80,13 +88,12 @@ class GroupedExperts(SequentialMLP):
         weights = [cast("torch.Tensor", _base(layer).weight) for layer in layers]
         if self.quantizer is not None:
             x, weights = self.quantizer.inputs(x, counts), [self.quantizer.weight(w) for w in weights]
-        out = _GroupedLinear.apply(x, counts, biases, scales, *weights)
+        out = _GroupedLinear.apply(x, counts, biases, scales, self.product, *weights)
         adapters: list[Any] = [a.adapter for a in layers if isinstance(a, LoRALinear) and a._adapter_enabled]
         if adapters:
-            low = _GroupedLinear.apply(
-                adapters[0].dropout(x), counts, None, None, *[a.linear_in.weight for a in adapters]
-            )
-            added = _GroupedLinear.apply(low, counts, None, None, *[a.linear_out.weight for a in adapters])
+            inside, outside = ([getattr(a, name).weight for a in adapters] for name in ("linear_in", "linear_out"))
+            low = _GroupedLinear.apply(adapters[0].dropout(x), counts, None, None, self.product, *inside)
+            added = _GroupedLinear.apply(low, counts, None, None, self.product, *outside)
             out = out + added * (adapters[0].alpha / adapters[0].dim)
         return out
 
@@ -109,15 +116,15 @@ class _GroupedLinear(torch.autograd.Function):
         counts: list[int],
         biases: torch.Tensor | None,
         scales: torch.Tensor | None,
+        product: Callable[[torch.Tensor, list[int], Sequence[torch.Tensor]], torch.Tensor],
         *weights: torch.Tensor,
     ):
-        out = x.new_empty((x.shape[0], weights[0].shape[0]))
-        for expert, rows in _rows(counts):
-            out[rows] = torch.mm(x[rows], weights[expert].t())
-            if biases is not None:
+        out = product(x, counts, weights)
+        if biases is not None:
+            for expert, rows in _rows(counts):
                 out[rows] += biases[expert] if scales is None else scales[rows] * biases[expert]
         ctx.counts, ctx.biased, ctx.weighted = counts, biases is not None, biases is not None and scales is not None
-        inputs = x if any(ctx.needs_input_grad[4:]) else None  # frozen weights ask for none
+        inputs = x if any(ctx.needs_input_grad[5:]) else None  # frozen weights ask for none
         ctx.save_for_backward(inputs, *((scales, biases) if ctx.weighted else (None, None)), *weights)
         return out
 
@@ -126,7 +133,7 @@ class _GroupedLinear(torch.autograd.Function):
         x, scales, biases, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = grad.new_empty((grad.shape[0], weights[0].shape[1]))
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         grad_weights = [
             None if count or not need else torch.zeros_like(w)
             for count, need, w in zip(ctx.counts, needed, weights, strict=True)
@@ -143,7 +150,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_biases[expert] = (scales[rows].t() @ of_output).squeeze(0)
             elif grad_biases is not None:
                 grad_biases[expert] = grad[rows].sum(0)
-        return grad_x, None, grad_biases, grad_scales, *grad_weights
+        return grad_x, None, grad_biases, grad_scales, None, *grad_weights
 
 
 class _Recomputed(torch.autograd.Function):

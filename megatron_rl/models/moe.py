@@ -70,13 +70,11 @@ class ExpertMoELayer(MoELayer):
         if route_pass is None or not route_pass.reads_outputs or not shown:
             return output
         dispatcher: Any = self.token_dispatcher
-        mapped = dispatcher.routing_map
-        # Rows are sorted by expert, then by token; a stable sort by token leaves each one's experts in their order.
-        rows = dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True)
+        rows = rows_of_tokens(dispatcher, self.config.moe_router_topk)
         # So many experts has each token: to find that out, as masked_select does, a GPU would be waited for.
-        experts = mapped.byte().argsort(dim=1, descending=True, stable=True)[:, : self.config.moe_router_topk]
+        experts = dispatcher.routing_map.byte().argsort(dim=1, descending=True, stable=True)[:, : rows.shape[1]]
         weights = dispatcher.probs.gather(1, experts)
-        return route_pass.see_outputs(self.router.router_replay.layer, output, rows.view(weights.shape), weights)
+        return route_pass.see_outputs(self.router.router_replay.layer, output, rows, weights)
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Megatron's; then its dispatcher lets go of the graph, which the router's weights would keep until the next pass.
@@ -84,12 +82,22 @@ class ExpertMoELayer(MoELayer):
         With full recomputation that graph has the layer's input and its gradient, of all layers at the end of a backward.
         """
         output = super().postprocess(output, shared_expert_output)
+        self.let_go()
+        return output
+
+    def let_go(self) -> None:
+        """Detach what the dispatcher keeps of this pass."""
         dispatcher: Any = self.token_dispatcher
         for holder in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
             for name, value in [*vars(holder).items()]:
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     setattr(holder, name, value.detach())
-        return output
+
+
+def rows_of_tokens(dispatcher: Any, topk: int) -> Tensor:
+    """[T, k] int64: rows of the all-to-all dispatcher's combined outputs that are a token's, by rising expert."""
+    # Rows are sorted by expert, then by token; a stable sort by token leaves each one's experts in their order.
+    return dispatcher.reversed_local_input_permutation_mapping.argsort(stable=True).view(-1, topk)
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[int, MoELayer]]:

@@ -38,7 +38,7 @@ class ReplayRouter(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[s, b, d] -> [s, b, E] logits."""
-        logits = super().gating(input)
+        logits = self.compute_logits(input)
         if self.adapter is not None and self.adapter.enabled:
             logits = logits + self.adapter(input).to(logits.dtype)
         route_pass = self.router_replay.route_pass
@@ -47,6 +47,10 @@ class ReplayRouter(TopKRouter):
         hidden = input.detach().reshape(-1, input.shape[-1])
         flat = logits.view(-1, logits.shape[-1])
         return route_pass.see_logits(self.router_replay.layer, hidden, flat, self).view_as(logits)
+
+    def compute_logits(self, input: torch.Tensor) -> torch.Tensor:
+        """[s, b, d] -> [s, b, E]: the logits of Megatron's router."""
+        return super().gating(input)
 
     @torch.no_grad()
     def choice(self, logits: torch.Tensor) -> torch.Tensor:

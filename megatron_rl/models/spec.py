@@ -15,21 +15,29 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.models.batch_invariant import make_batch_invariant
 from megatron_rl.models.attention import CoreAttention, HeadsNormSelfAttention, MLASelfAttention, SelfAttention
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.moe import ExpertMoELayer
 from megatron_rl.models.norm import RMSNorm
 from megatron_rl.models.router import ReplayRouter, ReplayTransformerLayer
+from megatron_rl.ops.batch_invariant import Rotary
 
 
 def layer_spec(
-    config: TransformerConfig, vp_stage: int | None = None, *, ignore_sinks: bool = False, plain: bool = False
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    *,
+    ignore_sinks: bool = False,
+    plain: bool = False,
+    rotary: Rotary | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage: dense or MoE (config.moe_layer_freq), with plain or multi-latent attention.
 
     For `provider.transformer_layer_spec` of Megatron-Bridge, or `GPTModel(transformer_layer_spec=...)`. Where CUDA and
     Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and
     experts; the core attention is ours in both. ignore_sinks: as of `CoreAttention`. plain: the latter in any case.
+    rotary: batch-invariant layers, which rotate so; local ones.
     """
     fast = HAVE_TE and torch.cuda.is_available() and not plain
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
@@ -43,6 +51,8 @@ def layer_spec(
             _set_experts(layer.submodules.mlp)
     if not fast:
         block.layer_norm = RMSNorm
+    if rotary is not None:
+        make_batch_invariant(block, rotary)
     return block
 
 

@@ -9,13 +9,15 @@ the way, and three products are enough (as in Liger Kernel's fused linear losses
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.ops import batch_invariant
 from megatron_rl.ops.head_products import HeadGradients, fp32_product, token_chunks
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.late_checks import LateChecks, check
@@ -49,6 +51,7 @@ def linear_log_probs(
     chunk_tokens: int = 2048,
     token_loss: TokenLoss | None = None,
     fp32_logits: bool = False,
+    identical: bool = False,
     rows: torch.Tensor | None = None,
     late: LateChecks | None = None,
 ) -> MaskedLogSoftmax:
@@ -62,6 +65,9 @@ def linear_log_probs(
     fp32_logits: bf16 hidden and weight are multiplied into fp32 logits, as SGLang does with --enable-fp32-lm-head: products
     of bf16 are exact in fp32, so that nothing is rounded to bf16 before the softmax. A chunk takes twice the memory. The
     gradient of the logits is rounded to bf16 for its products with hidden and weight, which sum in fp32 as always.
+
+    identical: log-probs whose bits depend on a token's hidden state alone, as those of an engine with the same operators
+    (ops/batch_invariant.py); logits are in fp32. Gradients are those of the same logits.
 
     token_loss: only for a loss that is a sum of terms of one token each, with a normalizer that is known beforehand
     (PPO/GRPO clipping, REINFORCE, cross entropy), and not for one whose terms look at other tokens' log-probs (GSPO's
@@ -81,7 +87,7 @@ def linear_log_probs(
     if not torch.is_grad_enabled():
         token_loss = None  # there will be no backward
     settings = _Settings(
-        log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss, fp32_logits, late
+        log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss, fp32_logits, identical, late
     )
     found: Any = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
     log_probs, entropy, in_support, coverage, margin = found
@@ -133,10 +139,14 @@ class _Settings:
     chunk_tokens: int
     token_loss: TokenLoss | None
     fp32_logits: bool
+    identical: bool
     late: LateChecks | None
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        logits = fp32_product(hidden, weight) if self.fp32_logits else hidden @ weight.t()
+        if self.identical:
+            logits = batch_invariant.linear(hidden, weight, dtype=torch.float32)
+        else:
+            logits = fp32_product(hidden, weight) if self.fp32_logits else hidden @ weight.t()
         first = self.tp_group.rank() * weight.shape[0] if self.tp_group is not None else 0
         if self.vocab_size is not None:
             logits[:, max(0, self.vocab_size - first) :] = -torch.inf
@@ -148,7 +158,19 @@ class _Settings:
         self, logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor
     ) -> tuple[MaskedLogSoftmax, Rows]:
         options = (self.log_rho, self.temperature, self.tp_group, self.with_entropy)
-        return evaluate(logits, targets, *options, names=rows, late=self.late)
+        value, state = evaluate(logits, targets, *options, names=rows, late=self.late)
+        if self.identical:
+            first = self.tp_group.rank() * logits.shape[1] if self.tp_group is not None else 0
+            log_probs = batch_invariant.log_probs(
+                logits, targets - first, self.log_rho, self.temperature, partial(_reduce, self.tp_group)
+            )
+            value = replace(value, log_probs=log_probs)
+        return value, state
+
+
+def _reduce(group: dist.ProcessGroup | None, x: torch.Tensor, operation: str) -> None:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group=group)
 
 
 class _LinearLogProbs(torch.autograd.Function):

@@ -36,6 +36,8 @@ MODELS_PACKAGE = "megatron_rl_models"
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
+IDENTICAL = "megatron_rl_identical"
+"""Key of a served model's config that gives it the trainer's operators: FLAG of megatron_rl_plugin/identical.py."""
 MEMORY = ("kv_cache", "weights")
 """Tags of what a server that sleeps gives up. CUDA graphs keep their own buffers: no address changes, so they stay valid."""
 DEATH_S = 3.0
@@ -164,6 +166,8 @@ class RolloutServer:
     seeded_sets: bool = False
     """and have seeds."""
     fp32_lm_head: bool = False
+    identical: bool = False
+    """Its operators are the trainer's (precision.identical), which pythonpath must hold."""
     devices: Sequence[str] = ()
     """GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process sees."""
     sleeps: bool = False
@@ -219,6 +223,7 @@ class RolloutServer:
             kept_sets=support.keeps_sets,
             seeded_sets=support.keeps_sets and config.rollout.seed_requests,
             fp32_lm_head=config.precision.fp32_lm_head,
+            identical=config.precision.identical,
             log_path=log_path,
             seed=config.seed,
             pythonpath=pythonpath,
@@ -293,6 +298,8 @@ class RolloutServer:
             overrides["quantization_config"] = quantization_config()
             # The folder holds no scales. SGLang would quantize its weights itself, but not in blocks, and differently.
             command += ["--load-format", "dummy"]
+        if self.identical:
+            overrides[IDENTICAL] = True
         if self.feature_stride:
             overrides["router_feature_stride"] = self.feature_stride
             # A graph's replay runs none of the code that picks the features.

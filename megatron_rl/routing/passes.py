@@ -97,6 +97,8 @@ class RouteSelector:
         self.layer_number: int | None = None
         """Number of the layer in the model, from 1; Megatron's router sets it."""
         self.route_pass: RoutePass | None = None
+        self.own: Tensor | None = None
+        """[T, k] ids that are the router's own choice, where Megatron's top-k is not to find it."""
         self._asked = False
 
     @property
@@ -127,9 +129,11 @@ class RouteSelector:
         own: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """(scores [T, k], ids [T, k]) of this pass's experts. scores: [T, E] in which `own` finds the router's choice."""
-        if self.route_pass is None:
+        if self.route_pass is None and self.own is None:
             return own(scores, topk, num_groups, group_topk)
         self._asked = True
-        _, ids = own(scores.detach(), topk, num_groups, group_topk)
+        ids = own(scores.detach(), topk, num_groups, group_topk)[1] if self.own is None else self.own
+        if self.route_pass is None:
+            return scores.gather(1, ids), ids
         chosen = self.route_pass.choose(self.layer, ids)
         return scores.gather(1, chosen), chosen

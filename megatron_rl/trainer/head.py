@@ -39,6 +39,8 @@ class HeadRequest:
     late: LateChecks
     """Where errors wait until the passes of all micro-batches are done."""
     fp32_logits: bool = False
+    identical: bool = False
+    """Log-probs are those of an engine with the same operators, bit for bit (precision.identical)."""
     teacher: TeacherHead | RecordedTeacher | None = None
 
 
@@ -98,6 +100,7 @@ def log_prob_head(
         chunk_tokens=context.chunk_tokens,
         token_loss=context.token_loss,
         fp32_logits=context.fp32_logits,
+        identical=context.identical,
         rows=context.rows,
         late=context.late,
     )

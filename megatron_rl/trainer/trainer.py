@@ -443,6 +443,7 @@ class Trainer:
                 token_loss if objective.per_token else None,
                 late,
                 self.config.precision.fp32_lm_head,
+                self.config.precision.identical,
                 self._teacher_head(batch, objective),
             )
         values = chunk(
@@ -594,5 +595,6 @@ def build_trainer(
         value_head=value_head,
         pooling=config.reward_model.pooling,
         plain=plain,
+        identical=config.precision.identical,
     )
     return Trainer(config, model, ranks, total_updates=total_updates, support=support, hooks=hooks, reference=reference)

@@ -11,12 +11,12 @@ def register() -> None:
     """Checksums become fingerprints that add up over fused tensors; a weight update may lie in the trainer's memory.
 
     They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
-    replies get small integers. Requests may have seeds. Sinks are in fp32 where the model is.
+    replies get small integers. Requests may have seeds. Sinks are in fp32 where the model is. A model that is asked to be identical to the trainer's has its operators.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler
 
-    from megatron_rl_plugin import fingerprint, memory, routes, seeds, sinks
+    from megatron_rl_plugin import fingerprint, identical, memory, routes, seeds, sinks
 
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", fingerprint.describe, HookType.REPLACE)
     HookRegistry.register("sglang.srt.utils.weight_checker._build_quantized_set", lambda model: {}, HookType.REPLACE)
@@ -27,4 +27,6 @@ def register() -> None:
     HookRegistry.register(f"{info}.from_schedule_batch", seeds.of_requests, HookType.AFTER)
     HookRegistry.register(f"{info}.merge_batch", seeds.before_merge, HookType.BEFORE)
     HookRegistry.register("sglang.srt.models.gpt_oss.GptOssAttention.__init__", sinks.in_fp32, HookType.AFTER)
+    load = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+    HookRegistry.register(load, identical.after_load, HookType.AFTER)
     SafeUnpickler.ALLOWED_GLOBALS |= memory.GLOBALS

@@ -7,6 +7,7 @@ keys of many requests into one padded block and calls scaled_dot_product_attenti
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -63,6 +64,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
             query_lens = forward_batch.extend_seq_lens.to(key_lens.dtype)
         query_starts = query_lens.cumsum(0) - query_lens
         slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, : int(key_lens.max())].long()
+        self.borders = tuple(F.pad(lengths.long().cumsum(0), (1, 0)) for lengths in (query_lens, key_lens))
+        self.packed_slots = slots[torch.arange(slots.shape[1]) < key_lens[:, None]]
         for rows in self._split(query_lens, key_lens):
             self.blocks.append(Block(query_starts[rows], query_lens[rows], key_lens[rows], slots[rows]))
 
@@ -92,9 +95,11 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         window = layer.sliding_window_size if (layer.sliding_window_size or -1) > -1 else None
         group = heads // kv_heads
+        if (attend := getattr(layer, "attend", None)) is not None:  # its own operator (megatron_rl_plugin/identical.py)
+            return self._attend_by(attend, q, keys, values, layer, window, sinks).view(-1, heads * layer.v_head_dim)
         for block in self.blocks:
             slots = block.key_slots
-            if self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]:
+            if self.use_sliding_window_kv_pool and pool_of_window(pool, layer):
                 slots = pool.translate_loc_from_full_to_swa(slots.reshape(-1)).view_as(slots)
             batch, queries = block.query_rows.shape
             # [B, Q, Hkv, G, D] -> [B, Hkv, G * Q, D]: the heads that share a key head become its queries.
@@ -116,6 +121,15 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
                 out[block.query_rows[block.valid]] = result[block.valid]
         return out.view(-1, heads * layer.v_head_dim)
 
+    def _attend_by(self, attend, q, keys, values, layer, window, sinks):
+        """q [T, H, D] -> [T, H, Dv], all requests as one pack: query rows follow each other as their requests do."""
+        slots = self.packed_slots
+        if self.use_sliding_window_kv_pool and pool_of_window(self.token_to_kv_pool, layer):
+            slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+        packed = (q.contiguous(), keys[slots].to(q.dtype), values[slots].to(q.dtype))
+        width = None if window is None else window + 1
+        return attend(*packed, sinks, *self.borders, window=width, scale=layer.scaling)
+
     def _plain(self, layer) -> bool:
         return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER
 
@@ -128,6 +142,11 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         if not self._plain(layer):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+
+def pool_of_window(pool, layer) -> bool:
+    """Whether the layer's keys are in the pool of those with a window."""
+    return pool.layers_mapping[layer.layer_id][1]
 
 
 def _with_sink(mask, keys, values, sinks, queries):

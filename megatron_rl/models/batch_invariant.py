@@ -1,0 +1,383 @@
+"""The layers of `precision.identical`: Megatron's, with forward products, norms and routing of ops/batch_invariant.py.
+
+Gradients are those of the same formulas by torch's own products, for which nothing has to be the same twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.core.fusions.fused_bias_geglu import quick_gelu as megatron_quick_gelu
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.errors import UserError
+from megatron_rl.models.attention import HeadsNormSelfAttention, SelfAttention
+from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.models.moe import ExpertMoELayer, rows_of_tokens
+from megatron_rl.models.norm import HeadsRMSNorm, RMSNorm
+from megatron_rl.models.router import ReplayRouter
+from megatron_rl.ops import batch_invariant as ops
+
+
+class WithValue(torch.autograd.Function):
+    """`value`, with the gradient of `x`: the same formula, computed otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        """Both of one shape."""
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        return grad, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype | None, of_parts: int | None) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return ops.linear(x, weight, dtype=dtype, of_parts=of_parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = (rows @ weight.to(rows.dtype)).to(weight.dtype).view(*grad.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            of_weight = (rows.t() @ x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(weight.dtype)
+        return of_x, of_weight, None, None
+
+
+def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, of_parts: int | None = None) -> Tensor:
+    """`ops.batch_invariant.linear`, differentiable."""
+    out: Any = _Linear.apply(x, weight, dtype, of_parts)
+    return out
+
+
+class BatchInvariantColumnParallelLinear(ColumnParallelLinear):
+    """Megatron's layer; each output's sum is whole on one rank, so that any number of ranks gives the same bits."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *_: Any, **options: Any) -> Tensor:
+        if options["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(
+                input, tensor_parallel_output_grad=True, group=options["tp_group"]
+            )
+        elif options["allreduce_dgrad"]:
+            input = copy_to_tensor_model_parallel_region(input, group=options["tp_group"])
+        out, bias = linear(input, weight), options["bias"]
+        return out if bias is None else out + bias
+
+
+class BatchInvariantRowParallelLinear(RowParallelLinear):
+    """Megatron's layer; the ranks' shares of a sum are added up in fp32, as one rank adds up its parts.
+
+    Errors: UserError for more ranks than the sum has parts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.parts = ops.parts(self.input_size)
+        ranks = self.input_size // self.input_size_per_partition
+        if self.parts % ranks:
+            raise UserError(
+                f"config: parallel.tensor = {ranks} with precision.identical: a product over {self.input_size} inputs is summed"
+                f" in {self.parts} parts, which so many ranks cannot share; {self.parts} can"
+            )
+
+    def forward(self, input_: Tensor) -> Any:
+        """[s, b, h] -> (output, bias), as Megatron's."""
+        if self.tp_group.size() == 1 or self.explicit_expert_comm:
+            return super().forward(input_)
+        share = linear(
+            input_, self.get_parameter("weight"), dtype=torch.float32, of_parts=self.parts // self.tp_group.size()
+        )
+        out: Any = _TreeReduce.apply(share, self.tp_group, self.sequence_parallel)
+        out = out.to(input_.dtype)
+        bias = self.bias
+        if bias is None or self.skip_bias_add:
+            return out, bias
+        return out + bias, None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *_: Any, **options: Any) -> Tensor:
+        return linear(input, weight)
+
+
+class _TreeReduce(torch.autograd.Function):
+    """Sum of the ranks' shares [s, ...] in the tree's order: of this rank's s / ranks rows, or of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+        ctx.group, ctx.scatter = group, scatter
+        ranks = group.size()
+        if scatter:
+            mine = torch.empty_like(share)
+            dist.all_to_all_single(mine, share.contiguous(), group=group)
+            return ops.tree_sum(mine.chunk(ranks))
+        shares = [torch.empty_like(share) for _ in range(ranks)]
+        dist.all_gather(shares, share.contiguous(), group=group)
+        return ops.tree_sum(shares)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        if ctx.scatter:
+            parts = [torch.empty_like(grad) for _ in range(ctx.group.size())]
+            dist.all_gather(parts, grad.contiguous(), group=ctx.group)
+            grad = torch.cat(parts)
+        return grad, None, None
+
+
+class _Norm(torch.autograd.Function):
+    """x [R, d] times factors [R] times weight [d]; factors are 1 / sqrt(mean + eps) of `width` squares, of x's and others'."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, factors: Tensor, width: int, add_up: Callable[[Tensor], Tensor] | None
+    ):
+        ctx.save_for_backward(x, weight, factors)
+        ctx.width, ctx.add_up = width, add_up
+        return ops.scale_rows(x, factors, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        x, weight, factors = ctx.saved_tensors
+        factors = factors[:, None]
+        scaled, wide = x.float() * factors, grad.float()
+        of_weight = (wide * scaled).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_scaled = wide * weight.float()
+        along = (of_scaled * scaled).sum(-1, keepdim=True)
+        if ctx.add_up is not None:
+            along = ctx.add_up(along)
+        return ((of_scaled - scaled * (along / ctx.width)) * factors).to(x.dtype), of_weight, None, None, None
+
+
+class BatchInvariantRMSNorm(RMSNorm):
+    """RMSNorm of a row by that row alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x `[..., hidden_size]`; same shape and type."""
+        rows = x.reshape(-1, x.shape[-1])
+        factors = ops.norm_factors(ops.square_sums(rows.detach()), x.shape[-1], self.eps)
+        out: Any = _Norm.apply(rows, self.weight.to(x.dtype), factors, x.shape[-1], None)
+        return out.view_as(x)
+
+
+class BatchInvariantHeadsRMSNorm(HeadsRMSNorm):
+    """RMSNorm over all heads, of which each rank's share of the sum is a subtree."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x `[..., heads / tp, head_dim]`, this rank's heads; same shape and type."""
+        rows, width, ranks = x.flatten(-2).reshape(-1, x.shape[-2] * x.shape[-1]), self.weight.numel(), self.tp_group.size()
+        sums = ops.square_sums(rows.detach(), of_parts=max(1, ops.parts(width) // ranks))
+        add_up = None
+        if ranks > 1:
+            shares = [torch.empty_like(sums) for _ in range(ranks)]
+            dist.all_gather(shares, sums, group=self.tp_group)
+            sums = ops.tree_sum(shares)
+            add_up = self._add_up
+        weight = self.weight.view(ranks, -1)[self.tp_group.rank()].to(x.dtype)
+        out: Any = _Norm.apply(rows, weight, ops.norm_factors(sums, width, self.eps), width, add_up)
+        return out.view_as(x)
+
+    def _add_up(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.tp_group)
+        return x
+
+
+class _Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.slope = slope
+        return ops.swish(x.contiguous(), slope)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(ctx.slope * x.float())
+        return (grad.float() * (gate + ctx.slope * x.float() * gate * (1 - gate))).to(x.dtype), None
+
+
+def silu(x: Tensor) -> Tensor:
+    """X sigmoid(x), in the place of torch's as config.activation_func."""
+    out: Any = _Swish.apply(x, 1.0)
+    return out
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """X sigmoid(1.702 x), in the place of Megatron's as config.activation_func."""
+    out: Any = _Swish.apply(x, 1.702)
+    return out
+
+
+class BatchInvariantRouter(ReplayRouter):
+    """Logits, choice and weights by ops/batch_invariant.py; the weights' gradient is that of Megatron's own formula."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self.rule = ops.Routing(
+            topk=self.topk,
+            scores=self.score_function,
+            over_all=bool(config.moe_router_pre_softmax),
+            groups=config.moe_router_num_groups or 1,
+            group_topk=config.moe_router_group_topk or 1,
+            scale=config.moe_router_topk_scaling_factor or 1.0,
+        )
+
+    def compute_logits(self, input: Tensor) -> Tensor:
+        """[s, b, d] -> [s, b, E] in fp32."""
+        logits = linear(input, self.weight, dtype=torch.float32)
+        return logits if self.bias is None else logits + self.bias.float()
+
+    @torch.no_grad()
+    def choice(self, logits: Tensor) -> Tensor:
+        """[T, E] logits -> [T, k] int64: the experts that it would choose by itself."""
+        return self.rule.choose(self.rule.scores_of(logits, self.expert_bias))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights [T, E] and map [T, E]."""
+        flat = logits.detach().view(-1, logits.shape[-1])
+        self.router_replay.own = self.choice(flat)
+        probs, chosen = super().routing(logits, padding_mask)
+        self.router_replay.own = None
+        with torch.no_grad():
+            ids = chosen.byte().argsort(dim=1, descending=True, stable=True)[:, : self.topk]
+            value = torch.zeros_like(probs).scatter_(1, ids, self.rule.weights(flat, ids).to(probs.dtype))
+        weights: Any = WithValue.apply(probs, value)
+        return weights, chosen
+
+
+class BatchInvariantExperts(GroupedExperts):
+    """Experts whose products are batch-invariant."""
+
+    @staticmethod
+    def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+        """Rows of x by expert times each one's weight."""
+        return ops.grouped_linear(x, counts, weights)
+
+
+class BatchInvariantMoELayer(ExpertMoELayer):
+    """Adds up a token's experts by rising id, in fp32."""
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Outputs [T k, d] of the experts, sorted by expert -> [s, b, d]."""
+        dispatcher: Any = self.token_dispatcher
+        rows = rows_of_tokens(dispatcher, self.config.moe_router_topk)
+        combined: Any = _Combine.apply(output, rows)
+        combined = combined.view(dispatcher.hidden_shape)
+        if shared_expert_output is not None:
+            combined = combined + shared_expert_output
+        self.let_go()
+        return combined
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return ops.combine(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        (rows,) = ctx.saved_tensors
+        out = grad.new_empty(ctx.shape)
+        out[rows] = grad[:, None].expand(-1, rows.shape[1], -1)
+        return out, None
+
+
+class _TableRotation:
+    """Rotates by a table of cosines and sines that is the engine's too."""
+
+    config: TransformerConfig
+    rotary: ops.Rotary
+    _table: tuple[Tensor, Tensor] | None = None
+
+    def rotate(self, x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x `[T, 1, H, D]`; angles `[S, 1, 1, R]` say how many positions there are and how wide it is rotated."""
+        if self._table is None or len(self._table[0]) < len(angles) or self._table[0].dtype != x.dtype:
+            self._table = self.rotary.table(len(angles), x.dtype)
+        cosines, sines = (table.index_select(0, positions) for table in self._table)
+        width, heads = angles.shape[-1], x.squeeze(1)
+        rotated = ops.rotate(heads[..., :width], cosines, sines)
+        return torch.cat((rotated, heads[..., width:]), dim=-1).unsqueeze(1)
+
+
+class BatchInvariantSelfAttention(_TableRotation, SelfAttention):
+    """Attention that rotates by the table."""
+
+
+class BatchInvariantHeadsNormSelfAttention(_TableRotation, HeadsNormSelfAttention):
+    """OLMoE's."""
+
+    norm = BatchInvariantHeadsRMSNorm
+
+
+AutoMapping.register_module_type(BatchInvariantColumnParallelLinear.__name__, "column")
+AutoMapping.register_module_type(BatchInvariantRowParallelLinear.__name__, "row")
+for _class in (BatchInvariantRouter, BatchInvariantRMSNorm, BatchInvariantHeadsRMSNorm):
+    AutoMapping.register_module_type(_class.__name__, "replicated")
+
+_REPLACED: dict[Any, Any] = {
+    ColumnParallelLinear: BatchInvariantColumnParallelLinear,
+    RowParallelLinear: BatchInvariantRowParallelLinear,
+    RMSNorm: BatchInvariantRMSNorm,
+    ReplayRouter: BatchInvariantRouter,
+    GroupedExperts: BatchInvariantExperts,
+    ExpertMoELayer: BatchInvariantMoELayer,
+    SelfAttention: BatchInvariantSelfAttention,
+    HeadsNormSelfAttention: BatchInvariantHeadsNormSelfAttention,
+}
+"""Class of a layer spec -> what takes its place."""
+
+
+def make_batch_invariant(spec: Any, rotary: ops.Rotary) -> None:
+    """Replace the classes of a layer spec, wherever they are in it, in place."""
+    for name, value in [*vars(spec).items()] if hasattr(spec, "__dict__") else []:
+        setattr(spec, name, _replaced(value, rotary))
+
+
+def _replaced(value: Any, rotary: ops.Rotary) -> Any:
+    if isinstance(value, type):
+        kind = _REPLACED.get(value, value)
+        return type(kind.__name__, (kind,), {"rotary": rotary}) if issubclass(kind, _TableRotation) else kind
+    if isinstance(value, partial) and value.func is GroupedExperts:  # whose linear layers only hold the weights
+        return partial(BatchInvariantExperts, *value.args, **value.keywords)
+    if isinstance(value, partial):
+        keywords = {name: _replaced(v, rotary) for name, v in value.keywords.items()}
+        return partial(_replaced(value.func, rotary), *(_replaced(v, rotary) for v in value.args), **keywords)
+    if isinstance(value, list):
+        return [_replaced(v, rotary) for v in value]
+    if dataclasses.is_dataclass(value):
+        make_batch_invariant(value, rotary)
+    return value
+
+
+def set_batch_invariant(config: Any, hf_config: Any) -> ops.Rotary:
+    """Give the provider activations that are batch-invariant; returns the table's rotary embedding.
+
+    Errors: UserError naming what is not known here.
+    """
+    known = {F.silu: silu, megatron_quick_gelu: quick_gelu}
+    if config.activation_func not in known:
+        raise UserError(f"config: precision.identical: the activation {config.activation_func.__name__} is not known")
+    config.activation_func = known[config.activation_func]
+    try:
+        return ops.Rotary.of(hf_config.to_dict())
+    except ValueError as error:
+        raise UserError(f"config: precision.identical: {error}") from None

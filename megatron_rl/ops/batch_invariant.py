@@ -1,0 +1,354 @@
+"""Operators that give a row the same bits whatever lies beside it, for trainer and engine: `precision.identical`.
+
+A product's sum has one order for each output, and so have norm, softmax, router and the sum over experts: of a token alone,
+among others, in a prefill, in a decode. What is the same function of the same numbers in both processes is then the same
+number. Kernels: csrc/batch_invariant/; attention: csrc/sink_attention/, whose sums are cut at the same keys for every query.
+
+An engine's process loads this file by its path, without the package: it imports nothing of ours but the kernels beside it.
+Everything is forward alone; models/batch_invariant.py has the gradients.
+
+No sum here depends on the number of tensor-parallel ranks, up to `parts(width)` of them: a product's inputs are cut into so
+many equal parts, whose sums are added up pairwise as a tree, so that a rank's share is a subtree (arXiv 2511.17826). A softmax
+over the vocabulary adds up integers, for which every order is the same.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _extension(name: str) -> Any:
+    spec = importlib.machinery.PathFinder.find_spec(name, [str(Path(__file__).parent)])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{name} is not built: tools/setup.sh --force builds it")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+Reduce = Callable[[Tensor, str], None]
+_kernels = _extension("_batch_invariant")
+_attention = _extension("_sink_attention")
+
+
+def parts(width: int) -> int:
+    """How many sums a product over `width` inputs is made of: as many tensor-parallel ranks can share them."""
+    most = 8 if width >= 1024 else 4 if width >= 512 else 2
+    return math.gcd(width, most)
+
+
+def tree_sum(shares: Sequence[Tensor]) -> Tensor:
+    """Sum of the ranks' shares, a power of two of them, as the tree adds them up."""
+    while len(shares) > 1:
+        shares = [a + b for a, b in zip(shares[::2], shares[1::2], strict=True)]
+    return shares[0]
+
+
+def linear(x: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None, of_parts: int | None = None) -> Tensor:
+    """X [..., K] times weight [N, K] transposed: [..., N] in `dtype` (x's). Sums are in fp32.
+
+    of_parts: how many parts K has, by default parts(K); a rank that holds K of the inputs has its share of them.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return grouped_linear(rows, [len(rows)], [weight], dtype=dtype, of_parts=of_parts).view(*x.shape[:-1], len(weight))
+
+
+def grouped_linear(
+    x: Tensor,
+    counts: Sequence[int],
+    weights: Sequence[Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    of_parts: int | None = None,
+) -> Tensor:
+    """X [R, K] by group, counts rows of each, weights [N, K] of each: [R, N]."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return _kernels.product(x, counts, weights, of_parts or parts(x.shape[1]), dtype or x.dtype)
+
+
+def square_sums(x: Tensor, *, of_parts: int | None = None) -> Tensor:
+    """Sums of squares of the rows of x [R, d]: fp32 [R]. of_parts: as in `linear`."""
+    return _kernels.square_sums(x, of_parts or parts(x.shape[1]))
+
+
+def norm_factors(sums: Tensor, width: int, eps: float) -> Tensor:
+    """1 / sqrt(mean of the squares + eps) [R] of their sums."""
+    return (sums / width + eps).sqrt().reciprocal()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [..., d] in fp32, rounded once, to x's type (arXiv 1910.07467)."""
+    rows = x.reshape(-1, x.shape[-1])
+    return scale_rows(rows, norm_factors(square_sums(rows), x.shape[-1], eps), weight).view_as(x)
+
+
+def scale_rows(x: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
+    """X [R, d] times factors [R] times weight [d]."""
+    return _kernels.scale_rows(x, factors, weight.to(x.dtype).contiguous())
+
+
+def swish(x: Tensor, slope: float = 1.0) -> Tensor:
+    """X sigmoid(slope x): SiLU, and with slope 1.702 quick GELU. Same shape and type."""
+    return _kernels.swish(_rows(x), slope, False).view(x.shape)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) of fp32 x."""
+    return _kernels.swish(_rows(x), 1.0, True).view(x.shape)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension of fp32 x."""
+    return _kernels.softmax(_rows(x)).view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]) if x.is_contiguous() or x.dim() != 2 or x.stride(-1) != 1 else x
+
+
+def topk(x: Tensor, k: int) -> Tensor:
+    """Places [T, k] of the largest of fp32 x [T, n], largest first; of equal ones the first."""
+    return _kernels.topk(x, k)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router makes experts and weights of its logits."""
+
+    topk: int
+    scores: str
+    """softmax | sigmoid."""
+    over_all: bool = False
+    """Softmax over all experts, whose chosen ones need not add up to 1, and not over the chosen alone."""
+    groups: int = 1
+    """Experts are chosen among those of the `group_topk` best groups (arXiv 2412.19437)."""
+    group_topk: int = 1
+    scale: float = 1.0
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Ids [T, k] int64 of the experts with the highest scores [T, E], best first."""
+        if self.groups > 1:
+            by_group = scores.view(len(scores), self.groups, -1)
+            best = by_group.gather(2, topk(by_group.flatten(0, 1), self.topk // self.group_topk).view(*by_group.shape[:2], -1))
+            chosen = topk(_in_order(best), self.group_topk)
+            allowed = torch.zeros(len(scores), self.groups, dtype=torch.bool).scatter_(1, chosen, True)
+            scores = by_group.masked_fill(~allowed[..., None], -math.inf).flatten(1)
+        return topk(scores, self.topk)
+
+    def scores_of(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
+        """What experts are chosen by, [T, E] fp32, of fp32 logits; bias [E] counts for the choice alone."""
+        if self.scores == "sigmoid":
+            scores = sigmoid(logits)
+            return scores if bias is None else scores + bias.float()
+        return softmax(logits) if self.over_all else logits
+
+    def weights(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Weights [T, k] fp32 of the experts ids [T, k], in any order: they are summed by rising id."""
+        ids, order = ids.sort(dim=1)
+        if self.scores == "sigmoid":
+            weights = sigmoid(logits).gather(1, ids)
+            weights = weights / (_in_order(weights)[:, None] + 1e-20) if self.topk > 1 else weights
+        elif self.over_all:
+            weights = softmax(logits).gather(1, ids)
+        else:
+            weights = softmax(logits.gather(1, ids))
+        if self.scale != 1:
+            weights = weights * self.scale
+        return torch.empty_like(weights).scatter_(1, order, weights)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Sum over the last dimension, from the first to the last."""
+    total = x[..., 0]
+    for i in range(1, x.shape[-1]):
+        total = total + x[..., i]
+    return total
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gated activation of an MLP: activation(gate) (up + offset), gate and up clamped to the limit."""
+
+    slope: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+    def __call__(self, gate: Tensor, up: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Gate and up [R, F] -> [R, F], times weights [R, 1]. Each operation rounds to the tensors' type."""
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        hidden = swish(gate, self.slope) * (up + self.offset if self.offset else up)
+        return hidden if weights is None else (hidden * weights).to(hidden.dtype)
+
+
+def experts(
+    x: Tensor,
+    counts: Sequence[int],
+    weights: Tensor,
+    gate: Gate,
+    up: tuple[Sequence[Tensor], Tensor | None],
+    down: tuple[Sequence[Tensor], Tensor | None],
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """Experts' outputs [R, d] for x [R, d] sorted by expert, counts rows of each, times the router's weights [R, 1].
+
+    up, down: weights [2 F, d] (gate, then up; or row by row in turn) and [d, F] of each expert, and biases [E, ...] or None.
+    Biases are weighted too, as Megatron weighs them.
+    """
+    hidden = grouped_linear(x, counts, up[0])
+    if up[1] is not None:
+        add_biases(hidden, counts, up[1])
+    halves = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, dim=-1)
+    out = grouped_linear(gate(*(half.contiguous() for half in halves), weights), counts, down[0])
+    if down[1] is not None:
+        add_biases(out, counts, down[1], weights)
+    return out
+
+
+def add_biases(x: Tensor, counts: Sequence[int], biases: Tensor, weights: Tensor | None = None) -> None:
+    """Add each expert's bias [E, n] to its rows of x [R, n], in place, times weights [R, 1]."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows = slice(start, start + count)
+            bias = biases[expert].to(x.dtype)
+            x[rows] += bias if weights is None else weights[rows] * bias
+        start += count
+
+
+def combine(x: Tensor, places: Tensor) -> Tensor:
+    """Sum of the rows places [T, k] of x [R, d], in the order of `places`, in fp32: [T, d]."""
+    return _kernels.combine(x, places)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    borders: Tensor,
+    key_borders: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """What ops.sink_attention computes, of which this is the kernel: [T, H, Dv]. borders: int64 [S + 1] on the CPU."""
+    sinks = None if sinks is None else sinks.float().contiguous()
+    return _attention.forward(q, k, v, sinks, borders, key_borders, window or 0, scale)[0]
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-softmax of fp32 logits [T, V]."""
+    most = logits.amax(-1)
+    return (logits - most[:, None]) - log_sum(logits, most)[:, None]
+
+
+def log_sum(logits: Tensor, most: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """Log of the sum of exp(logits - most), fp32 [T], for fp32 logits [T, V] and their maxima [T].
+
+    The terms are rounded to 2^-42 and added up as integers. reduce: as in `log_probs`.
+    """
+    sums = _kernels.exponential_sums(logits, most)
+    if reduce is not None:
+        reduce(sums, "sum")
+    return _kernels.log_of_sums(sums).float()
+
+
+def log_probs(
+    logits: Tensor, columns: Tensor, log_rho: float | None, temperature: float, reduce: Reduce | None = None
+) -> Tensor:
+    """Log-softmax of fp32 logits [T, V] / temperature at one column of each row, [T], over the safe set of log_rho.
+
+    It is what `log_softmax` gives an engine of the logits that it has divided by the temperature, and pruned before.
+    columns: int64 [T], of which those outside of [0, V) are another rank's. reduce(x, "max" | "sum"): over ranks that have
+    other columns, in place.
+    """
+    logits = logits / temperature if temperature != 1 else logits
+    most = logits.amax(-1)
+    if reduce is not None:
+        reduce(most, "max")
+    if log_rho is not None:
+        logits = logits.masked_fill(logits < (most + log_rho)[:, None], -math.inf)
+    mine = (0 <= columns) & (columns < logits.shape[1])
+    chosen = logits.gather(1, columns.where(mine, 0)[:, None])[:, 0].where(mine, 0.0)
+    if reduce is not None:
+        reduce(chosen, "sum")
+    return (chosen - most) - log_sum(logits, most, reduce)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Angles of a model's rotary embedding, by its config.json."""
+
+    frequencies: tuple[float, ...]
+    """Radians a position, of each pair."""
+    factor: float = 1.0
+    """Of cosines and sines (yarn)."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Rotary:
+        """Read a config.json. Errors: ValueError naming a kind of embedding that is not known here."""
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        base = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+        heads = config["num_attention_heads"]
+        width = config.get("qk_rope_head_dim") or config.get("head_dim") or config["hidden_size"] // heads
+        width = int(width * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
+        plain = [base ** (-2 * i / width) for i in range(width // 2)]
+        if kind in ("default", "mrope"):
+            return cls(tuple(plain))
+        if kind == "linear":
+            return cls(tuple(f / rope["factor"] for f in plain))
+        if kind != "yarn":
+            raise ValueError(f"rotary embedding of the kind '{kind}': default, linear and yarn are known")
+        return cls(*_yarn(plain, base, width, rope, config))
+
+    def table(self, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [positions, n] in `dtype`, times the factor."""
+        cosines, sines = _kernels.rotary(positions, torch.tensor(self.frequencies, dtype=torch.float32))
+        return (cosines * self.factor).to(dtype), (sines * self.factor).to(dtype)
+
+
+def _yarn(
+    plain: list[float], base: float, width: int, rope: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[tuple[float, ...], float]:
+    """Frequencies and factor of yarn (arXiv 2309.00071), as transformers computes them."""
+    factor = float(rope["factor"])
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+
+    def pair(rotations: float) -> float:
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair(rope.get("beta_fast") or 32), pair(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if low == high else high
+    ramp = [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(width // 2)]
+    frequencies = tuple(f / factor * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True))
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return frequencies, float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return frequencies, magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+    return frequencies, magnitude(1.0)
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate x [T, H, 2 n], whose pairs are n apart, by cosines and sines [T, n] of its type."""
+    a, b = x.chunk(2, dim=-1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    return torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1)

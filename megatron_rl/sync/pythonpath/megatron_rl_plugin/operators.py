@@ -1,0 +1,199 @@
+"""The operators of a served model under `precision.identical`: those of the trainer, bit for bit.
+
+`ops/batch_invariant.py` of the trainer's package is loaded by its path. After SGLang has built a model, each of its modules is
+given the forward of that file that it stands for; one with weights of a kind that is not known here ends the server, since
+what it computes would differ.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK, capture_routed_experts_if_allowed
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from torch import Tensor, nn
+
+OPERATORS = Path(__file__).parents[3] / "ops" / "batch_invariant.py"
+
+
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("megatron_rl_operators", OPERATORS)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+ops = _load()
+
+
+@cache
+def replace_softmax() -> Any:
+    """Softmax and log-softmax of logits, for this process; what is returned keeps the replacement alive."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def rows(function, original, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+        if x.dtype == torch.float32 and x.dim() == 2 and dim % 2 == 1:
+            return function(x)
+        return original(x, dim, half_to_float, out=torch.empty(0, dtype=torch.float32 if half_to_float else x.dtype))
+
+    for name, function in (("_softmax", ops.softmax), ("_log_softmax", ops.log_softmax)):
+        library.impl(name, partial(rows, function, getattr(torch.ops.aten, name).out), "CPU")
+    return library
+
+
+def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Give each module the trainer's operator. config: of config.json."""
+    rotary = ops.Rotary.of(config)
+    gates = {id(gate) for block in model.modules() if (gate := _gate_of(block)) is not None}
+    rotated = set()
+    for name, module in model.named_modules():
+        if id(module) in gates:
+            module.forward = partial(gate_forward, module, returns_bias=isinstance(module, LinearBase))
+        elif isinstance(module, LinearBase):
+            module.quant_method = Product()
+        elif isinstance(module, RMSNorm):
+            module.forward = partial(norm_forward, module)
+        elif isinstance(module, RotaryEmbedding):
+            if id(module) not in rotated:
+                table = ops.Rotary.table(rotary, config["max_position_embeddings"], dtype)
+                module.forward = partial(rotary_forward, module, table)
+                rotated.add(id(module))
+        elif isinstance(module, SiluAndMul):
+            module.forward = gated_forward
+        elif isinstance(module, TopK):
+            module.forward = partial(topk_forward, module, routing_of(module.topk_config))
+        elif isinstance(module, FusedMoE):
+            module.forward = partial(experts_forward, module)
+        elif isinstance(module, RadixAttention):
+            module.attend = ops.attention
+        elif isinstance(module, LogitsProcessor):
+            module._compute_lm_head = head_forward
+        elif isinstance(module, VocabParallelEmbedding):
+            pass  # a row is copied
+        elif own := [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]:
+            if type(module).__name__ != "GptOssAttention" or own != [f"{name}.sinks"]:
+                raise NotImplementedError(
+                    f"precision.identical: {own[0]} is of a {type(module).__name__}, whose operator the trainer does not share"
+                )
+        if hasattr(module, "routed_scaling_factor"):
+            module.routed_scaling_factor = 1.0  # it is in the router's weights, as Megatron's
+
+
+def _gate_of(block: nn.Module) -> nn.Module | None:
+    """The router's linear layer of a block with experts."""
+    if not hasattr(block, "topk") or not hasattr(block, "experts"):
+        return None
+    return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
+class Product(UnquantizedLinearMethod):
+    """SGLang's `quant_method` of a linear layer."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """X [T, K] -> [T, N]."""
+        out = ops.linear(x, layer.weight)
+        return out if bias is None else out + bias
+
+
+def gate_forward(gate: nn.Module, x: Tensor, *_, returns_bias: bool, **__) -> Any:
+    """[T, d] -> logits [T, E] in fp32."""
+    logits, bias = ops.linear(x, gate.weight, dtype=torch.float32), getattr(gate, "bias", None)
+    logits = logits if bias is None else logits + bias.float()
+    return (logits, None) if returns_bias else logits
+
+
+def norm_forward(norm: nn.Module, x: Tensor, residual: Tensor | None = None, *_, **__) -> Any:
+    """The norm of x, or of their sum and the sum, as the trainer rounds it."""
+    weight, eps = norm.weight, norm.variance_epsilon
+    if residual is None:
+        return ops.rms_norm(x, weight, eps)
+    residual = residual + x
+    return ops.rms_norm(residual, weight, eps), residual
+
+
+def rotary_forward(
+    rotary: nn.Module, table: tuple[Tensor, Tensor], positions: Tensor, query: Tensor, key: Tensor, *_, **__
+) -> tuple[Tensor, Tensor]:
+    """Query and key [T, heads * head_size], rotated."""
+    cosines, sines = (t.index_select(0, positions.flatten()) for t in table)
+
+    def rotate(x: Tensor) -> Tensor:
+        heads = x.reshape(len(positions), -1, rotary.head_size)
+        turned = ops.rotate(heads[..., : rotary.rotary_dim], cosines, sines)
+        return torch.cat((turned, heads[..., rotary.rotary_dim :]), dim=-1).view(x.shape)
+
+    return rotate(query), rotate(key)
+
+
+def gated_forward(x: Tensor, *_, **__) -> Tensor:
+    """[T, 2 F] -> [T, F]."""
+    return ops.Gate()(*(half.contiguous() for half in x.chunk(2, dim=-1)))
+
+
+def routing_of(config: Any) -> Any:
+    """The rule of a router. Errors: NotImplementedError for one that the trainer has not."""
+    if config.custom_routing_function is not None or config.scoring_func not in ("softmax", "sigmoid"):
+        raise NotImplementedError(f"precision.identical: a router with scores of the kind '{config.scoring_func}'")
+    if config.scoring_func == "sigmoid" and not config.renormalize and config.top_k > 1:
+        raise NotImplementedError("precision.identical: sigmoid scores that are not made to add up to 1")
+    return ops.Routing(
+        topk=config.top_k,
+        scores=config.scoring_func,
+        over_all=not config.renormalize,
+        groups=config.num_expert_group or 1,
+        group_topk=config.topk_group or 1,
+        scale=config.routed_scaling_factor or 1.0,
+    )
+
+
+def topk_forward(topk: nn.Module, rule: Any, hidden: Tensor, router_logits: Tensor, **_) -> Any:
+    """Logits [T, E] -> weights and ids [T, k]."""
+    bias = topk.topk_config.correction_bias
+    ids = rule.choose(rule.scores_of(router_logits, bias))
+    weights = rule.weights(router_logits, ids)
+    capture_routed_experts_if_allowed(topk.topk_config, topk.layer_id, ids.int())
+    return StandardTopKOutput(weights, ids.int(), router_logits)
+
+
+def experts_forward(layer: nn.Module, x: Tensor, topk_output: Any, **_) -> Tensor:
+    """[T, d] -> [T, d]."""
+    weights, ids = topk_output.topk_weights, topk_output.topk_ids.long()
+    config, topk = layer.moe_runner_config, ids.shape[1]
+    experts, order = ids.reshape(-1).sort(stable=True)
+    counts = torch.bincount(experts, minlength=layer.w13_weight.shape[0]).tolist()
+    alpha = config.gemm1_alpha
+    gate = ops.Gate() if alpha is None else ops.Gate(slope=alpha, limit=config.gemm1_clamp_limit, offset=1.0)
+    out = ops.experts(
+        x[order // topk],
+        counts,
+        weights.reshape(-1, 1)[order],
+        gate,
+        (layer.w13_weight.unbind(), getattr(layer, "w13_weight_bias", None)),
+        (layer.w2_weight.unbind(), getattr(layer, "w2_weight_bias", None)),
+        interleaved=alpha is not None,
+    )
+    # A token's rows by rising expert: rows are sorted by expert, so by rising place.
+    places = order.argsort().view(-1, topk).sort(dim=1).values
+    return ops.combine(out, places)
+
+
+def head_forward(
+    hidden: Tensor, head: nn.Module, embedding_bias: Tensor | None = None, **_
+) -> Tensor:
+    """[T, d] -> logits [T, V] in fp32."""
+    logits = ops.linear(hidden, head.weight, dtype=torch.float32)
+    return logits if embedding_bias is None else logits + embedding_bias

@@ -18,16 +18,19 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu as megatron_quick_
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.attention import HeadsNormSelfAttention, SelfAttention
+from megatron_rl.models.attention import HeadsNormSelfAttention, MLASelfAttention, SelfAttention
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.moe import ExpertMoELayer, rows_of_tokens
 from megatron_rl.models.norm import HeadsRMSNorm, RMSNorm
+from megatron_rl.models.packed import token_places
 from megatron_rl.models.router import ReplayRouter
 from megatron_rl.ops import batch_invariant as ops
 
@@ -308,14 +311,111 @@ class _TableRotation:
     rotary: ops.Rotary
     _table: tuple[Tensor, Tensor] | None = None
 
+    def angles(self, positions: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, n] of positions [T] below `length`."""
+        if self._table is None or len(self._table[0]) < length or self._table[0].dtype != dtype:
+            self._table = self.rotary.table(length, dtype)
+        cosines, sines = (table.index_select(0, positions) for table in self._table)
+        return cosines, sines
+
     def rotate(self, x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
         """Rotate x `[T, 1, H, D]`; angles `[S, 1, 1, R]` say how many positions there are and how wide it is rotated."""
-        if self._table is None or len(self._table[0]) < len(angles) or self._table[0].dtype != x.dtype:
-            self._table = self.rotary.table(len(angles), x.dtype)
-        cosines, sines = (table.index_select(0, positions) for table in self._table)
         width, heads = angles.shape[-1], x.squeeze(1)
-        rotated = ops.rotate(heads[..., :width], cosines, sines)
+        rotated = ops.rotate(heads[..., :width], *self.angles(positions, len(angles), x.dtype))
         return torch.cat((rotated, heads[..., width:]), dim=-1).unsqueeze(1)
+
+
+class _ByHead(torch.autograd.Function):
+    """`ops.batch_invariant.by_head`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        return ops.by_head(x, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        x, weights = ctx.saved_tensors
+        rows = grad.transpose(0, 1)  # [H, T, N]
+        of_weights = torch.bmm(rows.transpose(1, 2), x.transpose(0, 1)) if ctx.needs_input_grad[1] else None
+        return torch.bmm(rows, weights).transpose(0, 1), of_weights
+
+
+class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
+    """MLA over the latents themselves, as an engine that caches them computes it (absorbed, arXiv 2405.04434).
+
+    Queries go into the space of the latents, and each head's mean of them through its value projection: other products than
+    Megatron's, which makes keys and values of the latents first. With H heads, latents of R and d a head they are about
+    (2 R + rope) / (2 d + rope) times its attention.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Query [T, H, R + rope], key [T, 1, R + rope] and value [T, 1, R] of a pack."""
+        if packed_seq_params is None:
+            raise UserError("precision.identical: multi-latent attention takes packed sequences alone")
+        rank, rope = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
+        compressed, combined = self._qkv_down_projection(hidden_states)
+        if combined.shape[-1] != rank + rope:
+            combined = gather_from_tensor_model_parallel_region(combined)
+        combined = combined.squeeze(1)  # [T, R + rope], the same on every rank
+        if self.config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(compressed)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(compressed))
+        heads = self.num_attention_heads_per_partition
+        query = query.view(-1, heads, self.q_head_dim)
+        content, rotated = query.split([self.config.qk_head_dim, rope], dim=-1)
+        latents, key = combined.split([rank, rope], dim=-1)
+        latents = self.kv_layernorm(latents.contiguous())
+        # Each rank's heads give a part of the gradient.
+        latents, key = (copy_to_tensor_model_parallel_region(x, group=self.pg_collection.tp) for x in (latents, key))
+        positions = token_places(packed_seq_params, len(combined), self.pg_collection.cp).positions
+        angles = self.angles(positions, int(positions.max()) + 1, query.dtype)
+        rotated, key = (ops.rotate(ops.half_by_half(x), *angles) for x in (rotated, key.unsqueeze(1)))
+        up_key, self._up_value = self._up_projections()
+        content: Any = _ByHead.apply(content, up_key.transpose(1, 2))
+        keys = torch.cat((latents.unsqueeze(1), key), dim=-1)
+        return torch.cat((content, rotated), dim=-1), keys, latents.unsqueeze(1), compressed, latents
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Megatron's, whose layers for it are of classes that it chooses: they hold the weights alone."""
+        tp, config = self.pg_collection.tp, self.config
+        gathered = hidden_states
+        if config.sequence_parallel:
+            gathered = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
+        elif tp.size() > 1:
+            gathered = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
+        combined = linear(gathered, self.linear_kv_down_proj.get_parameter("weight"))
+        if config.q_lora_rank is None:
+            return hidden_states, combined
+        compressed = linear(gathered, self.linear_q_down_proj.get_parameter("weight"))
+        if compressed.shape[-1] != config.q_lora_rank:
+            compressed = gather_from_tensor_model_parallel_region(compressed)
+            if config.sequence_parallel:
+                compressed = scatter_to_sequence_parallel_region(compressed)
+        return compressed, combined
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """Weights [H, d, R] of keys and [H, v, R] of values of this rank's heads."""
+        weight = self.linear_kv_up_proj.get_parameter("weight")
+        of_heads = weight.view(self.num_attention_heads_per_partition, -1, self.config.kv_lora_rank)
+        key, value = of_heads.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
+        return key, value
+
+    def _run_core_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **options: Any
+    ) -> Tensor:
+        """[T, H v]."""
+        means = self.core_attention(query, key, value, attention_mask, **options)
+        out: Any = _ByHead.apply(means.view(len(means), -1, self.config.kv_lora_rank), self._up_value)
+        return out.flatten(1)
 
 
 class BatchInvariantSelfAttention(_TableRotation, SelfAttention):
@@ -342,13 +442,20 @@ _REPLACED: dict[Any, Any] = {
     ExpertMoELayer: BatchInvariantMoELayer,
     SelfAttention: BatchInvariantSelfAttention,
     HeadsNormSelfAttention: BatchInvariantHeadsNormSelfAttention,
+    MLASelfAttention: BatchInvariantMLASelfAttention,
 }
 """Class of a layer spec -> what takes its place."""
+
+
+_CHOSEN_BY_CLASS = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Fields of a spec for which Megatron knows its own classes alone."""
 
 
 def make_batch_invariant(spec: Any, rotary: ops.Rotary) -> None:
     """Replace the classes of a layer spec, wherever they are in it, in place."""
     for name, value in [*vars(spec).items()] if hasattr(spec, "__dict__") else []:
+        if name in _CHOSEN_BY_CLASS:
+            continue
         setattr(spec, name, _replaced(value, rotary))
 
 
@@ -356,8 +463,8 @@ def _replaced(value: Any, rotary: ops.Rotary) -> Any:
     if isinstance(value, type):
         kind = _REPLACED.get(value, value)
         return type(kind.__name__, (kind,), {"rotary": rotary}) if issubclass(kind, _TableRotation) else kind
-    if isinstance(value, partial) and value.func is GroupedExperts:  # whose linear layers only hold the weights
-        return partial(BatchInvariantExperts, *value.args, **value.keywords)
+    if isinstance(value, partial) and value.func in (GroupedExperts, BatchInvariantExperts):
+        return partial(BatchInvariantExperts, *value.args, **value.keywords)  # its linear layers only hold the weights
     if isinstance(value, partial):
         keywords = {name: _replaced(v, rotary) for name, v in value.keywords.items()}
         return partial(_replaced(value.func, rotary), *(_replaced(v, rotary) for v in value.args), **keywords)

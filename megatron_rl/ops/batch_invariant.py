@@ -199,17 +199,19 @@ def experts(
     down: tuple[Sequence[Tensor], Tensor | None],
     *,
     interleaved: bool = False,
+    width: int | None = None,
 ) -> Tensor:
     """Experts' outputs [R, d] for x [R, d] sorted by expert, counts rows of each, times the router's weights [R, 1].
 
     up, down: weights [2 F, d] (gate, then up; or row by row in turn) and [d, F] of each expert, and biases [E, ...] or None.
-    Biases are weighted too, as Megatron weighs them.
+    Biases are weighted too, as Megatron weighs them. width: F without what pads it, since padding would cut sums elsewhere.
     """
     hidden = grouped_linear(x, counts, up[0])
     if up[1] is not None:
         add_biases(hidden, counts, up[1])
     halves = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, dim=-1)
-    out = grouped_linear(gate(*(half.contiguous() for half in halves), weights), counts, down[0])
+    hidden = gate(*(half[:, :width].contiguous() for half in halves), weights)
+    out = grouped_linear(hidden, counts, [weight[:, :width] for weight in down[0]])
     if down[1] is not None:
         add_biases(out, counts, down[1], weights)
     return out
@@ -345,6 +347,19 @@ def _yarn(
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return frequencies, magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
     return frequencies, magnitude(1.0)
+
+
+def by_head(x: Tensor, weights: Tensor) -> Tensor:
+    """X [T, H, K] times each head's weight [H, N, K] transposed: [T, H, N]."""
+    tokens, heads, width = x.shape
+    rows = x.transpose(0, 1).reshape(heads * tokens, width)
+    out = grouped_linear(rows, [tokens] * heads, weights.contiguous().unbind())
+    return out.view(heads, tokens, -1).transpose(0, 1)
+
+
+def half_by_half(x: Tensor) -> Tensor:
+    """Pairs that lie side by side in x [..., 2 n], as DeepSeek's, n apart."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

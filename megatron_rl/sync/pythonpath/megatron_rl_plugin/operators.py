@@ -24,6 +24,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from torch import Tensor, nn
 
 OPERATORS = Path(__file__).parents[3] / "ops" / "batch_invariant.py"
@@ -60,11 +61,15 @@ def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype)
     rotary = ops.Rotary.of(config)
     gates = {id(gate) for block in model.modules() if (gate := _gate_of(block)) is not None}
     rotated = set()
+    real = real_widths(config)
     for name, module in model.named_modules():
         if id(module) in gates:
             module.forward = partial(gate_forward, module, returns_bias=isinstance(module, LinearBase))
+        elif isinstance(module, DeepseekV2AttentionMLA):
+            table = ops.Rotary.table(rotary, config["max_position_embeddings"], dtype)
+            module.forward = partial(mla_forward, module, table)
         elif isinstance(module, LinearBase):
-            module.quant_method = Product()
+            module.quant_method = Product(real.get(module.input_size) if name.endswith(".down_proj") else None)
         elif isinstance(module, RMSNorm):
             module.forward = partial(norm_forward, module)
         elif isinstance(module, RotaryEmbedding):
@@ -77,11 +82,12 @@ def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype)
         elif isinstance(module, TopK):
             module.forward = partial(topk_forward, module, routing_of(module.topk_config))
         elif isinstance(module, FusedMoE):
-            module.forward = partial(experts_forward, module)
+            module.forward = partial(experts_forward, module, real.get(module.w2_weight.shape[2]))
         elif isinstance(module, RadixAttention):
             module.attend = ops.attention
         elif isinstance(module, LogitsProcessor):
             module._compute_lm_head = head_forward
+            module.input_logprob_processor.enable_fast_input_logprobs = False  # by log-softmax, as of sampled tokens
         elif isinstance(module, VocabParallelEmbedding):
             pass  # a row is copied
         elif own := [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]:
@@ -93,6 +99,12 @@ def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype)
             module.routed_scaling_factor = 1.0  # it is in the router's weights, as Megatron's
 
 
+def real_widths(config: dict[str, Any]) -> dict[int, int]:
+    """MLP widths by what SGLang has padded them to on a CPU: it keeps the model's own in its config."""
+    names = ("moe_intermediate_size", "intermediate_size")
+    return {config[name]: config[f"original_{name}"] for name in names if config.get(f"original_{name}")}
+
+
 def _gate_of(block: nn.Module) -> nn.Module | None:
     """The router's linear layer of a block with experts."""
     if not hasattr(block, "topk") or not hasattr(block, "experts"):
@@ -101,11 +113,14 @@ def _gate_of(block: nn.Module) -> nn.Module | None:
 
 
 class Product(UnquantizedLinearMethod):
-    """SGLang's `quant_method` of a linear layer."""
+    """SGLang's `quant_method` of a linear layer. width: of its inputs, without what pads them."""
+
+    def __init__(self, width: int | None = None) -> None:
+        self.width = width
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """X [T, K] -> [T, N]."""
-        out = ops.linear(x, layer.weight)
+        out = ops.linear(x[..., : self.width], layer.weight[:, : self.width])
         return out if bias is None else out + bias
 
 
@@ -139,6 +154,31 @@ def rotary_forward(
     return rotate(query), rotate(key)
 
 
+def mla_forward(
+    mla: nn.Module, table: tuple[Tensor, Tensor], positions: Tensor, hidden_states: Tensor, forward_batch: Any, **_
+) -> Tensor:
+    """Multi-latent attention [T, d] -> [T, d] over the cached latents."""
+    if mla.q_lora_rank is not None:
+        both, _ = mla.fused_qkv_a_proj_with_mqa(hidden_states)
+        query, latent = both.split([mla.q_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim], dim=-1)
+        query, _ = mla.q_b_proj(mla.q_a_layernorm(query))
+    else:
+        query, _ = mla.q_proj(hidden_states)
+        latent, _ = mla.kv_a_proj_with_mqa(hidden_states)
+    content, rotated = query.view(len(query), -1, mla.qk_head_dim).split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+    latent, key = latent.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
+    latent = mla.kv_a_layernorm(latent.contiguous())[:, None]
+    angles = [t.index_select(0, positions.flatten()) for t in table]
+    rotated, key = (ops.rotate(ops.half_by_half(x), *angles) for x in (rotated, key[:, None]))
+    up = mla.kv_b_proj.weight.view(rotated.shape[1], -1, mla.kv_lora_rank)
+    up_key, up_value = up.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=1)
+    query = torch.cat((ops.by_head(content, up_key.transpose(1, 2)), rotated), dim=-1)
+    means = mla.attn_mqa(query, torch.cat((latent, key), dim=-1), latent, forward_batch)
+    out = ops.by_head(means.view(len(means), -1, mla.kv_lora_rank), up_value)
+    out, _ = mla.o_proj(out.flatten(1))
+    return out
+
+
 def gated_forward(x: Tensor, *_, **__) -> Tensor:
     """[T, 2 F] -> [T, F]."""
     return ops.Gate()(*(half.contiguous() for half in x.chunk(2, dim=-1)))
@@ -169,7 +209,7 @@ def topk_forward(topk: nn.Module, rule: Any, hidden: Tensor, router_logits: Tens
     return StandardTopKOutput(weights, ids.int(), router_logits)
 
 
-def experts_forward(layer: nn.Module, x: Tensor, topk_output: Any, **_) -> Tensor:
+def experts_forward(layer: nn.Module, width: int | None, x: Tensor, topk_output: Any, **_) -> Tensor:
     """[T, d] -> [T, d]."""
     weights, ids = topk_output.topk_weights, topk_output.topk_ids.long()
     config, topk = layer.moe_runner_config, ids.shape[1]
@@ -185,6 +225,7 @@ def experts_forward(layer: nn.Module, x: Tensor, topk_output: Any, **_) -> Tenso
         (layer.w13_weight.unbind(), getattr(layer, "w13_weight_bias", None)),
         (layer.w2_weight.unbind(), getattr(layer, "w2_weight_bias", None)),
         interleaved=alpha is not None,
+        width=width,
     )
     # A token's rows by rising expert: rows are sorted by expert, so by rising place.
     places = order.argsort().view(-1, topk).sort(dim=1).values

@@ -102,7 +102,9 @@ def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype)
 def real_widths(config: dict[str, Any]) -> dict[int, int]:
     """MLP widths by what SGLang has padded them to on a CPU: it keeps the model's own in its config."""
     names = ("moe_intermediate_size", "intermediate_size")
-    return {config[name]: config[f"original_{name}"] for name in names if config.get(f"original_{name}")}
+    padded = {config[name]: config[f"original_{name}"] for name in names if config.get(f"original_{name}")}
+    shared = config.get("n_shared_experts") or 1  # which are one MLP of so many experts' width
+    return padded | {shared * wide: shared * own for wide, own in padded.items()}
 
 
 def _gate_of(block: nn.Module) -> nn.Module | None:

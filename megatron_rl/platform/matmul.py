@@ -1,4 +1,5 @@
-"""Products with large fp32 weight matrices on the CPU: by oneDNN, which torch holds anyway, where torch would ask MKL.
+"""Products on the CPU: with large fp32 weight matrices by oneDNN, which torch holds anyway, where torch would ask MKL; in bf16
+through fp32 on processors that have no instructions for bf16, on which torch's own loops are many times slower.
 
 benchmarks/matmul.py measures both (docs/results.md). Standard library and torch alone: SGLang's plugin loads this file too.
 """
@@ -13,6 +14,16 @@ LARGE = 1 << 19
 """Elements of a weight matrix from which oneDNN wins; below it the set-up of a call counts."""
 FEW_ROWS = 32
 """Up to so many rows the weight is the left factor: it is then streamed once, without being packed."""
+
+
+MANY_ROWS = 64
+"""From so many rows on a copy of the weight in fp32 is worth it."""
+
+
+@cache
+def slow_bf16() -> bool:
+    """Whether this processor has no instructions for bf16 that oneDNN knows."""
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @cache
@@ -32,6 +43,8 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return _linear(a, b.t())
         if a.shape[0] and b.stride(0) == 1:  # a row-major b, as for input gradients, would have to be turned round
             return _linear(b.t(), a).t().contiguous()
+    if a.dtype is b.dtype is torch.bfloat16 and min(a.shape[0], a.shape[1]) >= MANY_ROWS and slow_bf16():
+        return mm(a.float(), b.float()).bfloat16()  # sums are in fp32 either way
     return torch.mm(a, b, out=a.new_empty(0))  # the kernel of mm.out is not replaced, and sizes an empty result itself
 
 

@@ -1,0 +1,82 @@
+"""precision.identical in the trainer: the same bits alone, among others and under every layout, and the right gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from layouts import make_samples
+from ranks import run_ranks, without_ties
+
+pytestmark = pytest.mark.timeout(900)
+
+SAMPLES = 8
+ALONE = {"batch": {"tokens_per_micro_batch": 39}}
+"""One sequence in a micro-batch."""
+FAMILIES = {
+    "qwen3_moe": ("qwen3_moe",),
+    "gpt_oss": ("gpt_oss", "--max-position", "131072"),
+    "olmoe": ("olmoe",),
+    "deepseek_v3": ("deepseek_v3",),
+    "mixtral": ("mixtral",),
+    "qwen3": ("qwen3",),
+    "llama": ("llama",),
+}
+DENSE = ("qwen3", "llama")
+ON_TWO = {
+    "tp2": {"parallel": {"tensor": 2, "expert_tensor": 1}},
+    "pp2": {"parallel": {"pipeline": 2}},
+    "cp2": {"parallel": {"context": 2}},
+    "cp2_all_gather": {"parallel": {"context": 2, "cp_comm_type": "all_gather"}},
+    "ep2": {"parallel": {"expert": 2}},
+}
+
+
+def configs(precision: str, layouts: dict[str, dict], *, identical: bool = True) -> dict[str, dict]:
+    """The layouts with this precision; gradients are not clipped, since their norm is no part of what is compared."""
+    return {
+        name: {**layout, "precision": {"train": precision, "identical": identical}, "optimizer": {"clip_grad": 1e9}}
+        for name, layout in layouts.items()
+    }
+
+
+def run(model: str, samples: list, world: int, layouts: dict[str, dict], **options: bool) -> dict[str, dict]:
+    found = run_ranks(world, "layouts:run_layouts", (model, samples, [*layouts.values()]), timeout=540.0, **options)
+    return dict(zip(layouts, found[0], strict=True))
+
+
+def different(one: dict, other: dict) -> list[float]:
+    """Log-probs of one that are not the other's."""
+    assert one["log_probs"].keys() == other["log_probs"].keys() and one["log_probs"]
+    return [value for key, value in one["log_probs"].items() if value != other["log_probs"][key]]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_among_others_and_on_two_ranks(family, precision, tiny_model):
+    model = str(tiny_model(*FAMILIES[family]))
+    samples = make_samples(int(np.random.SeedSequence().entropy % 2**31), SAMPLES, 512)
+    one = run(model, samples, 1, configs(precision, {"together": {}, "alone": ALONE}))
+    assert not different(one["alone"], one["together"])
+    layouts = {n: c for n, c in ON_TWO.items() if n != "ep2" or family not in DENSE}
+    if family == "deepseek_v3":  # one latent for all heads: what is gathered is that, and not the heads' keys
+        layouts.pop("cp2_all_gather")
+    two = run(model, samples, 2, configs(precision, layouts))
+    assert {name: different(result, one["together"]) for name, result in two.items()} == dict.fromkeys(layouts, [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_plain_layers(family, tiny_model):
+    model = str(tiny_model(*FAMILIES[family]))
+
+    def attempt(seed: int) -> tuple[dict, dict]:
+        samples = make_samples(seed, SAMPLES, 512)
+        plain = run(model, samples, 1, configs("fp32", {"plain": {}}, identical=False), refuse_ties=True)["plain"]
+        return plain, run(model, samples, 1, configs("fp32", {"identical": {}}))["identical"]
+
+    plain, identical = without_ties(attempt)
+    for key, value in plain["log_probs"].items():
+        assert abs(value - identical["log_probs"][key]) < 1e-5
+    assert plain["grads"].keys() == identical["grads"].keys()
+    for name, grad in plain["grads"].items():
+        # Both are sums in fp32 over a hundred tokens and four layers, whose terms are at most as large as the largest.
+        assert np.abs(identical["grads"][name] - grad).max() <= 1e-5 * max(1.0, np.abs(grad).max()), name

@@ -1,7 +1,8 @@
 """Build of the package. Metadata is in pyproject.toml; the C++/CUDA extensions of csrc/ are declared here.
 
-The CPU part is always built. The CUDA part of those that have one joins where nvcc and a CUDA build of torch of the same major version are
-there; no GPU is needed to build it. ptxas's report on registers and spills is kept beside each extension (*.ptxas.txt).
+The CPU part is always built. The CUDA part, of those that have one, joins where nvcc and a CUDA build of torch of the same
+major version are there; no GPU is needed to build it. ptxas's report on registers and spills is kept beside each extension
+(*.ptxas.txt).
 """
 
 import os

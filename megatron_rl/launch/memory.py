@@ -492,12 +492,13 @@ def head_work(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
     width = TRAIN[config.precision.train].dtype.itemsize
     rows = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     chunk = min(config.model.head_chunk_tokens, tokens)
-    logits = (4 if config.precision.fp32_lm_head else width) * chunk * rows
+    fp32_logits = config.precision.fp32_lm_head or config.precision.identical
+    logits = (4 if fp32_logits else width) * chunk * rows
     table = rows * shape.hidden
     product = width * table if width < 4 else 0  # of one chunk, before it is added
     summed = (4 if tokens > chunk else width) * table
     # Forward: logits and a product. Backward: the sum times a number, and that in the weights' type.
-    rounded = width * chunk * rows if config.precision.fp32_lm_head and width < 4 else 0  # gradients of fp32 logits
+    rounded = width * chunk * rows if fp32_logits and width < 4 else 0  # gradients of fp32 logits
     peak = summed + max(logits + rounded + product, summed + product)
     hidden = 2 * width * tokens * shape.hidden
     return {"logits": logits, "head": peak - logits + hidden}

@@ -23,6 +23,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
+from megatron_rl.launch.identical_checks import check_identical
 from megatron_rl.launch.lora_checks import check_lora
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
@@ -62,6 +63,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     machine = this_machine()
     check_precision(config.precision, machine, trains=kind != "ask", rolls_out=kind not in FROM_DATA)
     check_parallel(hf_config, config.parallel, world_size)
+    check_identical(config, hf_config, machine)
     # A demonstration, or a comparison, is one thing of one update.
     from_data = kind in FROM_DATA
     batch = replace(config.batch, samples_per_prompt=1, updates_per_step=1) if from_data else config.batch

@@ -22,7 +22,6 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.errors import UserError
@@ -45,6 +44,7 @@ class WithValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):
+        """x's."""
         return grad, None
 
 
@@ -104,12 +104,12 @@ class BatchInvariantRowParallelLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> Any:
         """[s, b, h] -> (output, bias), as Megatron's."""
-        if self.tp_group.size() == 1 or self.explicit_expert_comm:
+        group: Any = self.tp_group
+        if group.size() == 1 or self.explicit_expert_comm:
             return super().forward(input_)
-        share = linear(
-            input_, self.get_parameter("weight"), dtype=torch.float32, of_parts=self.parts // self.tp_group.size()
-        )
-        out: Any = _TreeReduce.apply(share, self.tp_group, self.sequence_parallel)
+        weight = self.get_parameter("weight")
+        share = linear(input_, weight, dtype=torch.float32, of_parts=self.parts // group.size())
+        out: Any = _TreeReduce.apply(share, group, self.sequence_parallel)
         out = out.to(input_.dtype)
         bias = self.bias
         if bias is None or self.skip_bias_add:
@@ -184,7 +184,11 @@ class BatchInvariantHeadsRMSNorm(HeadsRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x `[..., heads / tp, head_dim]`, this rank's heads; same shape and type."""
-        rows, width, ranks = x.flatten(-2).reshape(-1, x.shape[-2] * x.shape[-1]), self.weight.numel(), self.tp_group.size()
+        rows, width, ranks = (
+            x.flatten(-2).reshape(-1, x.shape[-2] * x.shape[-1]),
+            self.weight.numel(),
+            self.tp_group.size(),
+        )
         sums = ops.square_sums(rows.detach(), of_parts=max(1, ops.parts(width) // ranks))
         add_up = None
         if ranks > 1:
@@ -307,7 +311,6 @@ class _Combine(torch.autograd.Function):
 class _TableRotation:
     """Rotates by a table of cosines and sines that is the engine's too."""
 
-    config: TransformerConfig
     rotary: ops.Rotary
     _table: tuple[Tensor, Tensor] | None = None
 
@@ -349,6 +352,9 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
     (2 R + rope) / (2 d + rope) times its attention.
     """
 
+    config: Any
+    """Megatron's MLATransformerConfig."""
+
     def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
@@ -368,12 +374,14 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(compressed)
         else:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(compressed))
+            q_layernorm: Any = self.q_layernorm
+            query, _ = self.linear_q_up_proj(q_layernorm(compressed))
         heads = self.num_attention_heads_per_partition
         query = query.view(-1, heads, self.q_head_dim)
         content, rotated = query.split([self.config.qk_head_dim, rope], dim=-1)
         latents, key = combined.split([rank, rope], dim=-1)
-        latents = self.kv_layernorm(latents.contiguous())
+        kv_layernorm: Any = self.kv_layernorm
+        latents = kv_layernorm(latents.contiguous())
         # Each rank's heads give a part of the gradient.
         latents, key = (copy_to_tensor_model_parallel_region(x, group=self.pg_collection.tp) for x in (latents, key))
         positions = token_places(packed_seq_params, len(combined), self.pg_collection.cp).positions

@@ -32,7 +32,7 @@ class GroupedExperts(SequentialMLP):
 
     @staticmethod
     def product(x: torch.Tensor, counts: list[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """x `[N, in]` by expert, weights `[out, in]` of each -> `[N, out]`."""
+        """X `[N, in]` by expert, weights `[out, in]` of each -> `[N, out]`."""
         out = x.new_empty((x.shape[0], weights[0].shape[0]))
         for expert, rows in _rows(counts):
             out[rows] = torch.mm(x[rows], weights[expert].t())

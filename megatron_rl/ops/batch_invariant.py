@@ -138,7 +138,9 @@ class Routing:
         """Ids [T, k] int64 of the experts with the highest scores [T, E], best first."""
         if self.groups > 1:
             by_group = scores.view(len(scores), self.groups, -1)
-            best = by_group.gather(2, topk(by_group.flatten(0, 1), self.topk // self.group_topk).view(*by_group.shape[:2], -1))
+            best = by_group.gather(
+                2, topk(by_group.flatten(0, 1), self.topk // self.group_topk).view(*by_group.shape[:2], -1)
+            )
             chosen = topk(_in_order(best), self.group_topk)
             allowed = torch.zeros(len(scores), self.groups, dtype=torch.bool).scatter_(1, chosen, True)
             scores = by_group.masked_fill(~allowed[..., None], -math.inf).flatten(1)
@@ -209,8 +211,8 @@ def experts(
     hidden = grouped_linear(x, counts, up[0])
     if up[1] is not None:
         add_biases(hidden, counts, up[1])
-    halves = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, dim=-1)
-    hidden = gate(*(half[:, :width].contiguous() for half in halves), weights)
+    first, second = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, dim=-1)
+    hidden = gate(first[:, :width].contiguous(), second[:, :width].contiguous(), weights)
     out = grouped_linear(hidden, counts, [weight[:, :width] for weight in down[0]])
     if down[1] is not None:
         add_biases(out, counts, down[1], weights)
@@ -281,7 +283,7 @@ def log_probs(
         reduce(most, "max")
     if log_rho is not None:
         logits = logits.masked_fill(logits < (most + log_rho)[:, None], -math.inf)
-    mine = (0 <= columns) & (columns < logits.shape[1])
+    mine = (columns >= 0) & (columns < logits.shape[1])
     chosen = logits.gather(1, columns.where(mine, 0)[:, None])[:, 0].where(mine, 0.0)
     if reduce is not None:
         reduce(chosen, "sum")

@@ -87,7 +87,17 @@ def linear_log_probs(
     if not torch.is_grad_enabled():
         token_loss = None  # there will be no backward
     settings = _Settings(
-        log_rho, temperature, tp_group, with_entropy, vocab_size, kept, chunk_tokens, token_loss, fp32_logits, identical, late
+        log_rho,
+        temperature,
+        tp_group,
+        with_entropy,
+        vocab_size,
+        kept,
+        chunk_tokens,
+        token_loss,
+        fp32_logits,
+        identical,
+        late,
     )
     found: Any = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
     log_probs, entropy, in_support, coverage, margin = found

@@ -19,7 +19,7 @@ from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, has_experts
 from megatron_rl.rollout.client import with_scheme
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import asks_routes, feature_stride, serves_adapters
+from megatron_rl.rollout.server import IDENTICAL, asks_routes, feature_stride, serves_adapters
 
 ANSWER_S = 60.0
 PHASES = ("prefill", "decode")
@@ -121,6 +121,12 @@ def problems(
         " does",
     )
     overrides = json.loads(info.get("json_model_override_args") or "{}")
+    identical = bool(overrides.get(IDENTICAL))
+    refuse(
+        identical != precision.identical,
+        f"has {'the trainer' if identical else 'SGLang'}'s operators, and precision.identical is"
+        f" {str(precision.identical).lower()}",
+    )
     stride, needed = overrides.get("router_feature_stride", 0), feature_stride(config)
     refuse(
         stride != needed, f"exports router features with a stride of {stride}, and this config wants {needed} (0: none)"

@@ -231,7 +231,10 @@ def test_exponentials_add_up_over_any_cut():
     most = logits.amax(-1)
     whole = ops._kernels.exponential_sums(logits, most)
     border = number(1, logits.shape[1] - 1)
-    parts = [ops._kernels.exponential_sums(part.contiguous(), most) for part in logits.split([border, logits.shape[1] - border], 1)]
+    parts = [
+        ops._kernels.exponential_sums(part.contiguous(), most)
+        for part in logits.split([border, logits.shape[1] - border], 1)
+    ]
     assert torch.equal(parts[0] + parts[1], whole)
     exact = (logits.double() - most.double()[:, None]).exp().sum(-1)
     torch.testing.assert_close(whole.double() / 2**42, exact, rtol=3e-6, atol=0)

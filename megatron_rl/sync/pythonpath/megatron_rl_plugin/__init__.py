@@ -11,7 +11,8 @@ def register() -> None:
     """Checksums become fingerprints that add up over fused tensors; a weight update may lie in the trainer's memory.
 
     They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
-    replies get small integers. Requests may have seeds. Sinks are in fp32 where the model is. A model that is asked to be identical to the trainer's has its operators.
+    replies get small integers. Requests may have seeds. Sinks are in fp32 where the model is. A model that is asked to be
+    identical to the trainer's has its operators.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler

@@ -90,11 +90,10 @@ def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype)
             module.input_logprob_processor.enable_fast_input_logprobs = False  # by log-softmax, as of sampled tokens
         elif isinstance(module, VocabParallelEmbedding):
             pass  # a row is copied
-        elif own := [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]:
-            if type(module).__name__ != "GptOssAttention" or own != [f"{name}.sinks"]:
-                raise NotImplementedError(
-                    f"precision.identical: {own[0]} is of a {type(module).__name__}, whose operator the trainer does not share"
-                )
+        elif own := [parameter for parameter, _ in module.named_parameters(recurse=False) if parameter != "sinks"]:
+            raise NotImplementedError(
+                f"precision.identical: {name}.{own[0]} is of a {type(module).__name__}, whose operator the trainer does not share"
+            )
         if hasattr(module, "routed_scaling_factor"):
             module.routed_scaling_factor = 1.0  # it is in the router's weights, as Megatron's
 
@@ -167,7 +166,9 @@ def mla_forward(
     else:
         query, _ = mla.q_proj(hidden_states)
         latent, _ = mla.kv_a_proj_with_mqa(hidden_states)
-    content, rotated = query.view(len(query), -1, mla.qk_head_dim).split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+    content, rotated = query.view(len(query), -1, mla.qk_head_dim).split(
+        [mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1
+    )
     latent, key = latent.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
     latent = mla.kv_a_layernorm(latent.contiguous())[:, None]
     angles = [t.index_select(0, positions.flatten()) for t in table]
@@ -234,9 +235,7 @@ def experts_forward(layer: nn.Module, width: int | None, x: Tensor, topk_output:
     return ops.combine(out, places)
 
 
-def head_forward(
-    hidden: Tensor, head: nn.Module, embedding_bias: Tensor | None = None, **_
-) -> Tensor:
+def head_forward(hidden: Tensor, head: nn.Module, embedding_bias: Tensor | None = None, **_) -> Tensor:
     """[T, d] -> logits [T, V] in fp32."""
     logits = ops.linear(hidden, head.weight, dtype=torch.float32)
     return logits if embedding_bias is None else logits + embedding_bias

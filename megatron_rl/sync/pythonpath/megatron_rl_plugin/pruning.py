@@ -24,6 +24,8 @@ class PruneTail(CustomLogitProcessor):
 
     _found: tuple = ()
     _columns: tuple[torch.Tensor, ...] = ()
+    _plain = False
+    """Whether all temperatures are 1."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """logits: [n, V], changed in place; one entry of custom_param_list for each row."""
@@ -31,11 +33,8 @@ class PruneTail(CustomLogitProcessor):
         maximum = logits.amax(-1, keepdim=True).float()
         if any("log_floor" in row for row in custom_param_list):
             logits.copy_(torch.maximum(logits, maximum + log_floor * temperature))
-        # The threshold goes to the logits' scale and not the logits to the threshold's: a pass over them less in each step.
-        threshold = (maximum / temperature + log_rho) * temperature
-        # Rounding may lift it above the maximum, where rho is 1 or next to it.
-        threshold = torch.minimum(threshold, maximum)
-        return logits.masked_fill_(logits < threshold, -torch.inf)
+        scaled = logits if self._plain else logits / temperature  # as the trainer's kernel compares, to the last bit
+        return logits.masked_fill_(scaled < maximum / temperature + log_rho, -torch.inf)
 
     def _parameters(self, rows: list[dict[str, Any]], device: torch.device) -> tuple[torch.Tensor, ...]:
         """fp32 temperature, log_rho and log_floor, [n, 1] each; [1, 1] where they are those of all rows."""
@@ -45,4 +44,5 @@ class PruneTail(CustomLogitProcessor):
         if found != self._found:
             columns = torch.tensor(found[1:], dtype=torch.float32).to(device)
             self._found, self._columns = found, tuple(columns.split(1, 1))
+            self._plain = all(temperature == 1 for temperature, *_ in wanted)
         return self._columns

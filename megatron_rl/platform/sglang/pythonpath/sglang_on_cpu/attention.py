@@ -122,7 +122,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return out.view(-1, heads * layer.v_head_dim)
 
     def _attend_by(self, attend, q, keys, values, layer, window, sinks):
-        """q [T, H, D] -> [T, H, Dv], all requests as one pack: query rows follow each other as their requests do."""
+        """Q [T, H, D] -> [T, H, Dv], all requests as one pack: query rows follow each other as their requests do."""
         slots = self.packed_slots
         if self.use_sliding_window_kv_pool and pool_of_window(self.token_to_kv_pool, layer):
             slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)

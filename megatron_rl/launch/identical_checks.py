@@ -47,8 +47,8 @@ def check_identical(config: Config, hf_config: PreTrainedConfig, machine: Machin
         (
             config.routing.source in ("pr2", "pr3"),
             (
-                f"routing.source = {config.routing.source}: one side alone chooses experts by predictors; none is enough, as both"
-                " choose the same"
+                f"routing.source = {config.routing.source}: one side alone chooses experts by predictors; none is enough, as"
+                " both choose the same"
             ),
         ),
         (
@@ -58,8 +58,8 @@ def check_identical(config: Config, hf_config: PreTrainedConfig, machine: Machin
         (
             sampling.top_k > 0 or sampling.top_p < 1,
             (
-                "rollout.sampling.top_k and top_p: SGLang takes log-probs over a truncated vocabulary by an operator of its own;"
-                " leave them out"
+                "rollout.sampling.top_k and top_p: SGLang takes log-probs over a truncated vocabulary by an operator of its"
+                " own; leave them out"
             ),
         ),
         (
@@ -69,8 +69,8 @@ def check_identical(config: Config, hf_config: PreTrainedConfig, machine: Machin
         (
             config.rollout.server.tensor > 1,
             (
-                f"rollout.server.tensor = {config.rollout.server.tensor}: SGLang sums the shares of its ranks in another order; set"
-                " it to 1, and start more servers (rollout.server.count)"
+                f"rollout.server.tensor = {config.rollout.server.tensor}: SGLang sums the shares of its ranks in another order;"
+                " set it to 1, and start more servers (rollout.server.count)"
             ),
         ),
     )

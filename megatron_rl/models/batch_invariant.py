@@ -44,7 +44,7 @@ class WithValue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):
-        """x's."""
+        """The gradient goes to x."""
         return grad, None
 
 

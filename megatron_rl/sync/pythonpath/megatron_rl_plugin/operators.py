@@ -92,7 +92,7 @@ def make_identical(model: nn.Module, config: dict[str, Any], dtype: torch.dtype)
             pass  # a row is copied
         elif own := [parameter for parameter, _ in module.named_parameters(recurse=False) if parameter != "sinks"]:
             raise NotImplementedError(
-                f"precision.identical: {name}.{own[0]} is of a {type(module).__name__}, whose operator the trainer does not share"
+                f"precision.identical: {name}.{own[0]} is of a {type(module).__name__}, an operator that is not the trainer's"
             )
         if hasattr(module, "routed_scaling_factor"):
             module.routed_scaling_factor = 1.0  # it is in the router's weights, as Megatron's

@@ -1,7 +1,7 @@
-"""Rollouts of the same prompts from one SGLang server, over the whole vocabulary and pruned, in turns. One JSON line.
+"""Rollouts of the same prompts: over the whole vocabulary, pruned, and by a server with the trainer's operators, in turns.
 
-Started by `benchmarks/step.py --compare` where pruned is one of the variants. Every response has its full length, so that both
-have as much to do; the figures are those of `update_overhead.py`.
+Started by `benchmarks/step.py --compare` where pruned or identical is one of the variants; prints one JSON line. Every response
+has its full length, so that all have as much to do; the figures are those of `update_overhead.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 import random
 import statistics
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 from update_overhead import WARM_UP
@@ -23,7 +25,8 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
-SUPPORTS = {"free": SamplingSupport(), "pruned": SamplingSupport(min_p=PruningConfig().rho)}
+FREE = SamplingSupport()
+SUPPORTS = {"pruned": SamplingSupport(min_p=PruningConfig().rho), "identical": FREE}
 
 
 def main() -> None:
@@ -32,24 +35,29 @@ def main() -> None:
     for name in ("prompts", "samples", "prompt-tokens", "new-tokens", "rounds"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--precision", required=True)
-    parser.add_argument("--log", required=True, help="the server's")
+    parser.add_argument("--log", required=True, help="the servers'")
+    parser.add_argument("--variants", nargs="+", required=True, choices=SUPPORTS)
     args = parser.parse_args()
 
     sequence = args.prompt_tokens + args.new_tokens
     tokens = 2 * args.prompts * args.samples * sequence
-    server = RolloutServer(
-        args.model,
-        ServerConfig(memory_fraction=0.3, max_total_tokens=tokens),
-        dtype=args.precision,
-        context_length=sequence + 16,
-        pruning=True,
-        pythonpath=[SERVER_PYTHONPATH],
-        log_path=args.log,
-    )
+
+    def make_server(*, identical: bool) -> RolloutServer:
+        return RolloutServer(
+            Path(args.model),
+            ServerConfig(memory_fraction=0.3, max_total_tokens=tokens),
+            dtype=args.precision,
+            context_length=sequence + 16,
+            processor="pruned" in args.variants,
+            identical=identical,
+            pythonpath=[SERVER_PYTHONPATH],
+            log_path=Path(f"{args.log}.identical" if identical else args.log),
+        )
+
     vocab = read_hf_config(args.model).vocab_size
     prompts = np.random.default_rng(0).integers(4, vocab, (args.prompts, args.prompt_tokens)).tolist()
 
-    async def seconds(support: SamplingSupport) -> float:
+    async def seconds(server: RolloutServer, support: SamplingSupport) -> float:
         sampling = support.request() | {"max_new_tokens": args.new_tokens, "ignore_eos": True}
         async with SGLangClient([server.address], lost=lambda: not server.alive()) as client:
             start = time.perf_counter()
@@ -57,15 +65,23 @@ def main() -> None:
             await client.call(every, sampling, prefixes=prompts, options=support.options())
             return time.perf_counter() - start
 
+    names = ["free", *args.variants]
     rounds = []
-    with server:
+    with ExitStack() as stack:
+        plain = stack.enter_context(make_server(identical=False))
+        servers = dict.fromkeys(names, plain)
+        if "identical" in servers:
+            servers["identical"] = stack.enter_context(make_server(identical=True))
         for _ in range(WARM_UP + args.rounds):
-            order = random.sample(list(SUPPORTS), len(SUPPORTS))
-            rounds.append({name: asyncio.run(seconds(SUPPORTS[name])) for name in order})
+            order = random.sample(names, len(names))
+            rounds.append({name: asyncio.run(seconds(servers[name], SUPPORTS.get(name, FREE))) for name in order})
     rounds = rounds[WARM_UP:]
-    low, added, high = statistics.quantiles([one["pruned"] - one["free"] for one in rounds], n=4)
-    result = {name: statistics.median(one[name] for one in rounds) for name in SUPPORTS}
-    print(json.dumps(result | {"added_s": added, "added_quartiles_s": [low, high]}))
+    result: dict[str, dict] = {"free": {"seconds": statistics.median(one["free"] for one in rounds)}}
+    for name in args.variants:
+        low, added, high = statistics.quantiles([one[name] - one["free"] for one in rounds], n=4)
+        middle = statistics.median(one[name] for one in rounds)
+        result[name] = {"seconds": middle, "added_s": added, "added_quartiles_s": [low, high]}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ Ours is the real command: `megatron-rl train` in a process of its own, timed by 
 the same model on the same prompts, with as many new tokens, in the same call. The figures are medians over the steps after
 the first two. --compare adds what variants of the update cost beside the first of them: their scoring and updates take turns
 on one batch, and the difference is given as a share of our step. Variants are the sources of routes, pruned, corrected and
-those of VP2O, critic (PPO beside GRPO), and lora (adapters in the place of all weights); for pruned, so do rollouts at one
-server.
+those of VP2O, critic (PPO beside GRPO), lora (adapters in the place of all weights) and identical (precision.identical); for
+pruned and identical, so do rollouts.
 """
 
 from __future__ import annotations
@@ -185,13 +185,14 @@ def run_variants(args: argparse.Namespace, folder: Path, ours: dict) -> dict:
         *("--variants", *args.compare),
     )  # fmt: skip
     added = list(result["variants"].values())
-    if "pruned" in args.compare:
+    if rollouts := [variant for variant in args.compare if variant in ("pruned", "identical")]:
         result["rollout"] = _run_json(
             args, "rollout_overhead.py", *shape,
             *("--prompts", str(args.prompts), "--samples", str(args.samples)),
             *("--precision", args.rollout_precision or args.precision, "--log", str(folder / "sglang.log")),
+            *("--variants", *rollouts),
         )  # fmt: skip
-        added.append(result["rollout"])
+        added += [figures for figures in result["rollout"].values() if "added_s" in figures]
     for figures in added:
         figures["added_share_of_step"] = figures["added_s"] / ours["step_s"]
     return result
@@ -231,7 +232,10 @@ def main() -> None:
         "--peer-micro-batch", type=int, default=0, help="sequences of the peer's forward-backward; 0: all"
     )
     parser.add_argument(
-        "--compare", nargs="+", metavar="VARIANT", help="routing.source values, pruned, corrected, vp2o_*, critic, lora"
+        "--compare",
+        nargs="+",
+        metavar="VARIANT",
+        help="routing.source values, pruned, corrected, vp2o_*, critic, lora, identical",
     )
     parser.add_argument("--compare-rounds", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=3600.0)

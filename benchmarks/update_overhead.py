@@ -3,13 +3,13 @@
 Started by `benchmarks/step.py --compare`. A variant is a source of routes (none, r2, ...), or, with free routes, pruned (the
 vocabulary, with the default rho), corrected (masked importance sampling with the veto), vp2o_transform (attraction and
 repulsion alone), vp2o (and the orthogonality loss), vp2o_region (and a trust region that every step fits into), critic
-(PPO's: values of all states, and its own updates) or lora (adapters of rank 16 on attention and experts, in the place of all
-weights: a trainer of its own). Variants take turns in one process, because a machine's speed wanders by
-more than what is looked for; the figures are medians over rounds of each variant's own seconds, and of the difference to the
-first variant in the same round, with its quartiles. peak_bytes is the most that one update holds beyond what it began with. A
-variant of VP2O also tells what its prototypes and anchors keep between two updates, and the size of the fp32 gradients of one
-layer's experts; those of the critic and of adapters what model, gradients and optimizer keep, and with adapters the first
-variant too.
+(PPO's: values of all states, and its own updates), lora (adapters of rank 16 on attention and experts, in the place of all
+weights: a trainer of its own) or identical (precision.identical, likewise). Variants take turns in one process, because a
+machine's speed wanders by more than what is looked for; the figures are medians over rounds of each variant's own seconds,
+and of the difference to the first variant in the same round, with its quartiles. peak_bytes is the most that one update holds
+beyond what it began with. A variant of VP2O also tells what its prototypes and anchors keep between two updates, and the size
+of the fp32 gradients of one layer's experts; those of the critic and of adapters what model, gradients and optimizer keep,
+and with adapters the first variant too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ VP2O = {
     "vp2o": VP2OConfig(enabled=True),
     "vp2o_region": VP2OConfig(enabled=True, trust_region=2.0),
 }
-VARIANTS = (*get_args(RouteSource), "pruned", "corrected", *VP2O, "critic", "lora")
+VARIANTS = (*get_args(RouteSource), "pruned", "corrected", *VP2O, "critic", "lora", "identical")
 ADAPTERS = LoRAConfig(rank=16, alpha=16.0)
 
 
@@ -217,9 +217,13 @@ def main() -> None:
     hooks = make_hooks(trainer, args.variants)
     critic = Critic(make_critic(config, ranks), 0.2) if "critic" in args.variants else None
     trainers = dict.fromkeys(args.variants, trainer)
-    if "lora" in trainers:
+    others = {
+        "lora": replace(config, lora=ADAPTERS),
+        "identical": replace(config, precision=replace(config.precision, identical=True)),
+    }
+    for variant in others.keys() & trainers.keys():
         own = {"total_updates": config.steps, "support": SamplingSupport()}
-        trainers["lora"] = build_trainer(replace(config, lora=ADAPTERS), ranks, **own)
+        trainers[variant] = build_trainer(others[variant], ranks, **own)
     vocab = trainer.model.hf_config.vocab_size
     samples = make_samples(args.sequences, args.prompt_tokens, args.new_tokens, vocab)
     rounds = []

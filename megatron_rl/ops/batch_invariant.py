@@ -2,7 +2,8 @@
 
 A product's sum has one order for each output, and so have norm, softmax, router and the sum over experts: of a token alone,
 among others, in a prefill, in a decode. What is the same function of the same numbers in both processes is then the same
-number. Kernels: csrc/batch_invariant/; attention: csrc/sink_attention/, whose sums are cut at the same keys for every query.
+number. Kernels: csrc/batch_invariant/, and batch_invariant_triton.py for CUDA; attention: csrc/sink_attention/, whose sums are
+cut at the same keys for every query.
 
 An engine's process loads this file by its path, without the package: it imports nothing of ours but the kernels beside it.
 Everything is forward alone; models/batch_invariant.py has the gradients.
@@ -14,9 +15,11 @@ over the vocabulary adds up integers, for which every order is the same.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +41,23 @@ def _extension(name: str) -> Any:
 Reduce = Callable[[Tensor, str], None]
 _kernels = _extension("_batch_invariant")
 _attention = _extension("_sink_attention")
+
+
+@functools.cache
+def _triton() -> Any:
+    """batch_invariant_triton.py, which a process without a GPU does not load."""
+    name = "megatron_rl_triton_operators"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("batch_invariant_triton.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _kernels_of(x: Tensor) -> Any:
+    """The module of the kernels for x's device."""
+    return _triton() if x.is_cuda else _kernels
 
 
 def parts(width: int) -> int:
@@ -72,12 +92,12 @@ def grouped_linear(
 ) -> Tensor:
     """X [R, K] by group, counts rows of each, weights [N, K] of each: [R, N]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return _kernels.product(x, counts, weights, of_parts or parts(x.shape[1]), dtype or x.dtype)
+    return _kernels_of(x).product(x, counts, weights, of_parts or parts(x.shape[1]), dtype or x.dtype)
 
 
 def square_sums(x: Tensor, *, of_parts: int | None = None) -> Tensor:
     """Sums of squares of the rows of x [R, d]: fp32 [R]. of_parts: as in `linear`."""
-    return _kernels.square_sums(x, of_parts or parts(x.shape[1]))
+    return _kernels_of(x).square_sums(x, of_parts or parts(x.shape[1]))
 
 
 def norm_factors(sums: Tensor, width: int, eps: float) -> Tensor:
@@ -93,22 +113,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def scale_rows(x: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
     """X [R, d] times factors [R] times weight [d]."""
-    return _kernels.scale_rows(x, factors, weight.to(x.dtype).contiguous())
+    return _kernels_of(x).scale_rows(x, factors, weight.to(x.dtype).contiguous())
 
 
 def swish(x: Tensor, slope: float = 1.0) -> Tensor:
     """X sigmoid(slope x): SiLU, and with slope 1.702 quick GELU. Same shape and type."""
-    return _kernels.swish(_rows(x), slope, False).view(x.shape)
+    return _kernels_of(x).swish(_rows(x), slope, False).view(x.shape)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)) of fp32 x."""
-    return _kernels.swish(_rows(x), 1.0, True).view(x.shape)
+    return _kernels_of(x).swish(_rows(x), 1.0, True).view(x.shape)
 
 
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension of fp32 x."""
-    return _kernels.softmax(_rows(x)).view(x.shape)
+    return _kernels_of(x).softmax(_rows(x)).view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -117,7 +137,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def topk(x: Tensor, k: int) -> Tensor:
     """Places [T, k] of the largest of fp32 x [T, n], largest first; of equal ones the first."""
-    return _kernels.topk(x, k)
+    return _kernels_of(x).topk(x, k)
 
 
 @dataclass(frozen=True)
@@ -232,7 +252,7 @@ def add_biases(x: Tensor, counts: Sequence[int], biases: Tensor, weights: Tensor
 
 def combine(x: Tensor, places: Tensor) -> Tensor:
     """Sum of the rows places [T, k] of x [R, d], in the order of `places`, in fp32: [T, d]."""
-    return _kernels.combine(x, places)
+    return _kernels_of(x).combine(x, places)
 
 
 def attention(
@@ -262,10 +282,10 @@ def log_sum(logits: Tensor, most: Tensor, reduce: Reduce | None = None) -> Tenso
 
     The terms are rounded to 2^-42 and added up as integers. reduce: as in `log_probs`.
     """
-    sums = _kernels.exponential_sums(logits, most)
+    sums = _kernels_of(logits).exponential_sums(logits, most)
     if reduce is not None:
         reduce(sums, "sum")
-    return _kernels.log_of_sums(sums).float()
+    return _kernels_of(sums).log_of_sums(sums).float()
 
 
 def log_probs(
@@ -319,7 +339,8 @@ class Rotary:
 
     def table(self, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [positions, n] in `dtype`, times the factor."""
-        cosines, sines = _kernels.rotary(positions, torch.tensor(self.frequencies, dtype=torch.float32))
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float32)
+        cosines, sines = _kernels_of(frequencies).rotary(positions, frequencies)
         return (cosines * self.factor).to(dtype), (sines * self.factor).to(dtype)
 
 

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # The tests that need a GPU, in stages of at most ten minutes each; one JSON file a stage with commit, versions and device.
 #
-#   tests/gpu/run.sh STAGE [FOLDER]      STAGE: start | kernels | models | training | slices | invariance | all
+#   tests/gpu/run.sh STAGE [FOLDER]      STAGE: start | kernels | models | training | slices | invariance | batch_invariant | all
 #
 # FOLDER gets STAGE.json (default: gpu-results). The environment is .venv where tools/setup.sh has made one. On a machine
 # without a network it is made from gpu-bundle/, which tests/gpu/bundle.py packed elsewhere, around the python3 that has torch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-stages=(start kernels models training slices invariance)
+stages=(start kernels models training slices invariance batch_invariant)
 declare -A files=([start]=test_1_start.py [kernels]=test_2_kernels.py [models]=test_3_models.py
-    [training]=test_4_training.py [slices]=test_5_slices.py [invariance]=test_7_invariance.py)
+    [training]=test_4_training.py [slices]=test_5_slices.py [invariance]=test_7_invariance.py
+    [batch_invariant]=test_8_batch_invariant.py)
 LIMIT_S=600
 
 say() { printf 'gpu: %s\n' "$*" >&2; }

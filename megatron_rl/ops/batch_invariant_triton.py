@@ -46,6 +46,8 @@ class _Tile:
     k: int
     warps: int
     stages: int
+    registers: int | None = None
+    """A thread at most, so that two programs fit on a multiprocessor; sums that wait for their neighbors go to memory."""
 
 
 _TILES = {torch.bfloat16: _Tile(128, 128, 64, warps=8, stages=3), torch.float32: _Tile(64, 64, 32, warps=4, stages=2)}
@@ -76,7 +78,7 @@ def _product_kernel(
     out_stride,
     row_blocks,
     PARTS: tl.constexpr,
-    SPLIT: tl.constexpr,  # a program has one part, and out is fp32 [PARTS, rows, outputs]
+    SPLIT: tl.constexpr,  # a program has one part, and out is fp32 [parts, rows, outputs]
     GROUPED: tl.constexpr,
     ALIGNED: tl.constexpr,  # VECTOR elements are 16 bytes, at which all addresses are aligned
     FP32: tl.constexpr,
@@ -229,11 +231,11 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
             first.stride(0) // vector,
             outputs,
             row_blocks,
-            PARTS=parts,
+            PARTS=1 if split else parts,
             SPLIT=split,
             GROUPED=table is not None,
             ALIGNED=vector * size == 16,
-            FP32=fp32 or not x.is_cuda,  # Triton's interpreter, on the CPU, would multiply the bits of bf16 as integers
+            FP32=fp32,
             EVEN=width % tile.k == 0,
             VECTOR=vector,
             COLUMN=_COLUMN,
@@ -242,6 +244,7 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
             BLOCK_K=tile.k,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            maxnreg=tile.registers,
         )
         if split:
             _tree_kernel[(triton.cdiv(out.numel(), _BLOCK.value),)](sums, out, out.numel(), PARTS=parts)

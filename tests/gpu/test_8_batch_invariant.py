@@ -19,8 +19,10 @@ HEADS = {  # query heads, key heads, width, window, sinks
 }
 SHAPES = [(2048, 5120), (768, 2048), (2048, 128), (2880, 5120), (4096, 2048)]
 ROWS = (1, 2, 7, 16, 64, 129, 512, 1024)
-ERROR = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 """Of the rounding to the type, over the norm of the result; fp32's is that of a sum of 4,096."""
+SUMS = {torch.float32: 2e-6, torch.bfloat16: 1e-5}
+"""Of sums in fp32, before that rounding: tensor cores cut where others round."""
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -75,7 +77,7 @@ def test_product(inputs, outputs, dtype, device, record_property):
     assert all(same.values()), same
     assert torch.equal(in_fp32.to(dtype), whole)
     assert torch.equal(ops.linear(x, weight), whole)
-    assert errors["own type"] < ERROR[dtype] and errors["fp32 result"] < 1e-6
+    assert errors["own type"] < ERROR[dtype] and errors["fp32 result"] < SUMS[dtype]
 
 
 @DTYPES
@@ -255,6 +257,30 @@ def test_speed_of_products(inputs, outputs, cuda, record_property):
             "tflops": round(2e-6 * rows * inputs * outputs / ours, 1),
         }
     record_property("microseconds", found)
+
+
+def test_other_tiles(cuda, record_property, monkeypatch):
+    """Microseconds of tiles that the product could have, and whether these give the same bits."""
+    kernels = ops._triton()
+    inputs, outputs = 2048, 5120
+    weight = matrix(outputs, inputs, torch.bfloat16, cuda, inputs**-0.5)
+    batches = {rows: matrix(rows, inputs, torch.bfloat16, cuda) for rows in (16, 4096)}
+    chosen = {rows: ops.linear(x, weight) for rows, x in batches.items()}
+    found = {"torch": {rows: microseconds(torch.mm, x, weight.t()) for rows, x in batches.items()}}
+    tiles = [
+        kernels._TILES[torch.bfloat16],
+        kernels._Tile(128, 128, 64, warps=8, stages=4),
+        kernels._Tile(128, 128, 64, warps=8, stages=3, registers=128),
+        kernels._Tile(128, 256, 64, warps=8, stages=3),
+        kernels._Tile(128, 256, 64, warps=16, stages=3),
+        kernels._Tile(64, 256, 64, warps=8, stages=3),
+    ]
+    for tile in tiles:
+        monkeypatch.setitem(kernels._TILES, torch.bfloat16, tile)
+        times = {rows: microseconds(ops.linear, x, weight) for rows, x in batches.items()}
+        same = {rows: torch.equal(ops.linear(x, weight), chosen[rows]) for rows, x in batches.items()}
+        found[str(tile)] = times | {"same bits": same}
+        record_property("microseconds", found)
 
 
 @pytest.mark.parametrize("tokens", [4, 512, 4096])

@@ -54,6 +54,7 @@ def _interpreter_as_a_gpu(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     command = [
         sys.executable,
@@ -87,7 +88,7 @@ assert not [name for name in sys.modules if name.startswith("megatron")]
 
 
 @DTYPES
-@pytest.mark.parametrize(("inputs", "parts"), [(40, 1), (48, 2), (360, 4), (512, 8)])
+@pytest.mark.parametrize(("inputs", "parts"), [(40, 1), (256, 2), (360, 4), (64, 8)])
 def interpreted_product(inputs, parts, dtype, kernels, monkeypatch):
     """Groups with edges in all directions: against fp64, rows alone, the parts' own programs, ranks' shares."""
     counts, outputs, result = [0, 131, 1, 0, 20], 75, dtype
@@ -100,7 +101,7 @@ def interpreted_product(inputs, parts, dtype, kernels, monkeypatch):
     assert torch.equal(kernels.product(x, counts, weights, parts, torch.float32).to(result), whole)
     exact = torch.cat([a.double() @ w.double().t() for a, w in zip(x.split(counts), weights, strict=True)])
     assert (whole - exact).norm() / exact.norm() < (1e-6 if result == torch.float32 else 3e-3)
-    for row, group in ((0, 1), (77, 1), (130, 1), (131, 2), (151, 4)):
+    for row, group in ((77, 1), (131, 2), (151, 4)):
         alone = kernels.product(x[row : row + 1], [1], weights[group : group + 1], parts, result)
         assert torch.equal(alone[0], whole[row]), row
     for ranks in (ranks for ranks in (2, 4, 8) if ranks <= parts):
@@ -199,6 +200,8 @@ def interpreted_exponential_sums(columns, kernels):
         kernels.exponential_sums(share, most) for share in (x[:, :1], x[:, 1 : columns // 2], x[:, columns // 2 :])
     ]
     assert torch.equal(sum(shares), sums)
+    small = torch.tensor([[0.0, -29.4, -29.9]])  # 1, and 0.75 and 0.45 units
+    assert kernels.exponential_sums(small, torch.zeros(1)).tolist() == [2**kernels.FRACTION + 1]
 
 
 def interpreted_rotary(kernels):

@@ -80,7 +80,7 @@ def _product_kernel(
     PARTS: tl.constexpr,
     SPLIT: tl.constexpr,  # a program has one part, and out is fp32 [parts, rows, outputs]
     GROUPED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # VECTOR elements are 16 bytes, at which all addresses are aligned
+    ALIGNED: tl.constexpr,  # so are the table's addresses, at 16 bytes
     FP32: tl.constexpr,
     EVEN: tl.constexpr,  # parts are multiples of BLOCK_K
     VECTOR: tl.constexpr,
@@ -188,14 +188,14 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
     _matrix(x, "x")
     _require(dtype in _TILES, f"the result must be fp32 or bf16, not {dtype}")
     first, inputs = weights[0], x.shape[1]
-    for i, weight in enumerate(weights):
-        _matrix(weight, "weight")
-        _require(
-            weight.shape == (first.shape[0], inputs)
-            and weight.dtype == first.dtype
-            and weight.stride() == first.stride(),
-            f"weight {i} is {list(weight.shape)}, not as the first one, [outputs, {inputs}]",
-        )
+    _matrix(first, "weight")
+    like = first.shape, first.stride(), first.dtype, x.device  # Triton does not look behind an address
+    for i, weight in enumerate(weights):  # of which there are hundreds
+        if (weight.shape, weight.stride(), weight.dtype, weight.device) != like:
+            raise ValueError(
+                f"weight {i} is {list(weight.shape)} on {weight.device}, not as the first one, {list(first.shape)} on {x.device}"
+            )
+    _require(first.shape[1] == inputs, f"weights have {first.shape[1]} inputs, x has {inputs}")
     _require(min(counts) >= 0 and sum(counts) == len(x), f"counts are of {sum(counts)} rows, x has {len(x)}")
     _check_parts(parts, inputs)
 
@@ -205,7 +205,7 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
         return out.zero_()
     fp32 = not x.dtype == first.dtype == torch.bfloat16
     tile = _TILES[torch.float32 if fp32 else torch.bfloat16]
-    groups = [(weight, count) for weight, count in zip(weights, counts, strict=True) if count]
+    groups = [(weight, weight.data_ptr(), count) for weight, count in zip(weights, counts, strict=True) if count]
     table, row_blocks = None, triton.cdiv(rows, tile.m)
     if len(groups) > 1:
         table = _blocks_of_rows(groups, tile.m, x.device)
@@ -213,11 +213,9 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
     tiles = row_blocks * triton.cdiv(outputs, tile.n)
     split = parts > _MOST_PARTS or (parts > 1 and tiles < _FEW_TILES)
     sums = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device) if split else out
-    # Loads are of 16 bytes where all that is added to an address is a multiple of that.
+    # Loads are of 16 bytes where all that is added to an aligned address is a multiple of that.
     width = inputs // parts
-    addresses = [x.data_ptr(), *(weight.data_ptr() for weight, _ in groups)]
-    size = max(x.element_size(), first.element_size())
-    vector = math.gcd(16 // size, width, x.stride(0), first.stride(0), *(address // size for address in addresses))
+    vector = math.gcd(8, width, x.stride(0), first.stride(0))
     with _on(x):
         _product_kernel[(tiles, parts if split else 1)](
             x,
@@ -234,7 +232,7 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
             PARTS=1 if split else parts,
             SPLIT=split,
             GROUPED=table is not None,
-            ALIGNED=vector * size == 16,
+            ALIGNED=all(address % 16 == 0 for _, address, _ in groups),
             FP32=fp32,
             EVEN=width % tile.k == 0,
             VECTOR=vector,
@@ -251,11 +249,11 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
     return out
 
 
-def _blocks_of_rows(groups: Sequence[tuple[Tensor, int]], size: int, device: torch.device) -> Tensor:
+def _blocks_of_rows(groups: Sequence[tuple[Tensor, int, int]], size: int, device: torch.device) -> Tensor:
     """Address of the weight, first row and end of the group's rows of each block of `size` rows: int64 [blocks, 3]."""
     blocks, start = [], 0
-    for weight, count in groups:
-        blocks += [(weight.data_ptr(), row, start + count) for row in range(start, start + count, size)]
+    for _, address, count in groups:
+        blocks += [(address, row, start + count) for row in range(start, start + count, size)]
         start += count
     table = torch.tensor(blocks, dtype=torch.int64, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -215,7 +215,8 @@ def interpreted_errors(kernels):
     bad = [
         (lambda: kernels.product(x, [2], [weight], 1, torch.float32), "counts are of 2 rows, x has 3"),
         (lambda: kernels.product(x, [3], [weight, weight], 1, torch.float32), "one weight for each count"),
-        (lambda: kernels.product(x, [3], [weight[:, :4]], 1, torch.float32), "weight 0 is"),
+        (lambda: kernels.product(x, [3], [weight[:, :4]], 1, torch.float32), "weights have 4 inputs, x has 8"),
+        (lambda: kernels.product(x, [3, 0], [weight, weight[:, :4]], 1, torch.float32), "weight 1 is"),
         (lambda: kernels.product(x, [3], [weight], 3, torch.float32), "power of two that divides 8"),
         (lambda: kernels.product(x, [3], [weight], 1, torch.float64), "result must be fp32 or bf16"),
         (lambda: kernels.product(x.t(), [8], [weight[:, :3]], 1, torch.float32), "contiguous rows"),

@@ -189,11 +189,11 @@ def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor], parts: 
     _require(dtype in _TILES, f"the result must be fp32 or bf16, not {dtype}")
     first, inputs = weights[0], x.shape[1]
     _matrix(first, "weight")
-    like = first.shape, first.stride(), first.dtype, x.device  # Triton does not look behind an address
+    like = first.shape, first.stride(), first.dtype, x.get_device()  # Triton does not look behind an address
     for i, weight in enumerate(weights):  # of which there are hundreds
-        if (weight.shape, weight.stride(), weight.dtype, weight.device) != like:
+        if (weight.shape, weight.stride(), weight.dtype, weight.get_device()) != like:
             raise ValueError(
-                f"weight {i} is {list(weight.shape)} on {weight.device}, not as the first one, {list(first.shape)} on {x.device}"
+                f"weight {i} is {list(weight.shape)} on {weight.device}, not {list(first.shape)} on {x.device} as the first one"
             )
     _require(first.shape[1] == inputs, f"weights have {first.shape[1]} inputs, x has {inputs}")
     _require(min(counts) >= 0 and sum(counts) == len(x), f"counts are of {sum(counts)} rows, x has {len(x)}")

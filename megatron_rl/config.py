@@ -445,6 +445,11 @@ class RoutingConfig:
     further than multiplier / decay updates of a router; (updates_per_step - 1) / 2 is what they have to."""
     cached_tokens: Positive = 1024
     """Tokens of each response, evenly spaced, whose router inputs and logits are kept for predictors and metrics."""
+    replay_gates: bool = False
+    """With r3: the experts' weights are the engine's too, as values; their gradient is that of the trainer's own weights."""
+    give_up_below: Fraction = 0.0
+    """With r3: an expert that the engine chose is not replayed where the trainer's router gives it less than this times what it
+    gives the weakest of its own choice; the trainer's next own choice takes its place. 0: all are replayed."""
     features: Literal["trainer", "engine"] = "trainer"
     """Data that Pr3's predictors learn from: the trainer's log-prob pass over the replayed routes, or what the engine saw."""
 
@@ -658,6 +663,8 @@ class RolloutConfig:
     was ended in the step asks for none of them again. With routes they are large."""
     routes: bool = False
     """Ask the engine for the experts of every token, also where routing.source does not need them: for the metrics."""
+    gates: bool = False
+    """Ask for the weights of these experts too, also without routing.replay_gates: for the attribution of a mismatch."""
     agreement_floor: Annotated[float, Field(gt=0, lt=1)] | None = 0.5
     """Least share, before each update, of the sampled tokens whose probabilities the two sides have within a factor of two, and
     in each layer of the engine's experts that the trainer chooses too. Below it the run stops; null: never."""

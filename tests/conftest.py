@@ -27,6 +27,8 @@ FAST = (
     "test_later_rewards.py",
     "test_slots.py",
     "test_finished.py",
+    "test_gates.py",
+    "test_gate_wire.py",
 )
 """Files of these folders that take seconds."""
 LONG = (
@@ -49,6 +51,9 @@ LONG = (
     "rollout/test_prediction.py::test_a_prediction_below_the_resolution_of_bf16_routes",
     "rollout/test_prediction.py::test_what_a_family_samples_is_what_transformers_says[gpt_oss]",
     "rollout/test_prediction.py::test_what_a_family_samples_is_what_transformers_says[olmoe]",
+    "rollout/test_replayed_gates.py::test_the_engines_gates_are_the_trainers[gpt_oss]",
+    "rollout/test_replayed_gates.py::test_the_engines_gates_are_the_trainers[mixtral]",
+    "rollout/test_replayed_gates.py::test_the_engines_gates_are_the_trainers[olmoe]",
     "rollout/test_quantized_server.py::test_sglang_serves_the_calibrated_model[mixtral-int4-keep_layers1]",
     "rollout/test_quantized_server.py::test_sglang_serves_the_calibrated_model[qwen3-int4-keep_layers2]",
     "routing/test_replay.py::test_families",

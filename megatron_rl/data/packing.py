@@ -271,6 +271,17 @@ def _engine_routes(samples: list[Sequence], indices: list[int], borders: np.ndar
     return routes
 
 
+def _engine_gates(samples: list[Sequence], borders: np.ndarray, shape: RouteShape) -> np.ndarray | None:
+    """[total, moe_layers, topk] float32, 0 for padding and for sequences without; None where all are."""
+    if all(sample.gates is None for sample in samples):
+        return None
+    gates = np.zeros((int(borders[-1]), len(shape.moe_layers), shape.topk), np.float32)
+    for sample, start in zip(samples, borders, strict=False):
+        if sample.gates is not None:
+            gates[start : start + sample.inputs] = sample.gates
+    return gates
+
+
 def _missing(routes: np.ndarray) -> np.ndarray:
     """Whether a token has no route, [tokens] bool."""
     return ~has_route(torch.from_numpy(routes[:, 0])).numpy()
@@ -310,12 +321,14 @@ def _route_table(
             layer: Features(None if hidden is None else hidden[:, column], logits[:, column], None)
             for column, layer in enumerate(shape.moe_layers)
         }
+    gates = _engine_gates(samples, borders, shape)
     return RouteTable(
         shape,
         counted=torch.from_numpy(mask[own]),
         cached=torch.from_numpy(rows),
         counted_rows=torch.from_numpy(np.flatnonzero(mask[own])),
         engine=None if _missing(routes).all() else torch.from_numpy(routes[own]),
+        gates=None if gates is None else torch.from_numpy(gates[own]),
         features=features,
     )
 

@@ -50,6 +50,8 @@ def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: 
         arrays |= {f"{index}.{name}": values for name, values in t.fields.items()}
         if t.routes is not None:
             arrays[f"{index}.routes"] = t.routes
+        if t.gates is not None:
+            arrays[f"{index}.gates"] = t.gates
         if t.features is not None:
             bf16 = t.features.hidden.dtype == torch.bfloat16  # which numpy does not have
             arrays[f"{index}.positions"] = t.features.positions.numpy()
@@ -86,7 +88,6 @@ def _trajectory(arrays: Mapping[str, np.ndarray], index: int, row: dict) -> Traj
     fields = {name: arrays[f"{index}.{name}"] for name in FIELDS if f"{index}.{name}" in arrays}
     if f"{index}.log_probs" in arrays:  # what an older record calls them
         fields["rollout_log_probs"] = arrays[f"{index}.log_probs"]
-    routes = arrays.get(f"{index}.routes")
     features = None
     if f"{index}.positions" in arrays:
         features = RouterFeatures(
@@ -99,7 +100,8 @@ def _trajectory(arrays: Mapping[str, np.ndarray], index: int, row: dict) -> Traj
         tokens=arrays[f"{index}.tokens"],
         fields=fields,
         kept=kept,
-        routes=routes,
+        routes=arrays.get(f"{index}.routes"),
+        gates=arrays.get(f"{index}.gates"),
         features=features,
         weight_spans=[WeightSpan(*span) for span in row["weight_spans"]],
         turns=[Turn(**turn) for turn in row.get("turns", [])],

@@ -90,6 +90,9 @@ class Sequence:
     """Per label the ids that a truncating sampler kept, int32; None: the whole vocabulary."""
     routes: np.ndarray | None = None
     """[n - 1, moe_layers, topk]: the engine's experts of each input token, sentinels where they are not known."""
+    gates: np.ndarray | None = None
+    """[n - 1, moe_layers, topk] float32: the weights, 0 to 1, that the engine gave these experts before
+    routed_scaling_factor; 0 in all slots of a token without."""
     features: RouterFeatures | None = None
     """Features of the engine's routers, where it exports them."""
     top: TopLogProbs | None = None

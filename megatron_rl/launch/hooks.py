@@ -21,7 +21,8 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
 
     Errors: UserError for a name in config.hooks that makes none.
     """
-    hooks: list[UpdateHook] = [Routes(config.routing.source)]
+    routing = config.routing
+    hooks: list[UpdateHook] = [Routes(routing.source, gates=routing.replay_gates, give_up_below=routing.give_up_below)]
     if config.routing.source in PREDICTING:
         hooks.append(Predictors(config.routing, config.optimizer, config.batch.updates_per_step))
     if scores_alone:

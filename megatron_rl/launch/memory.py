@@ -276,13 +276,15 @@ def _batch_bytes(config: Config, shape: Shape, moe_layers: list[int], tokens: _S
     width = route_dtype(shape.experts).itemsize
     of_step = tokens.of_step // share
 
-    def table(layers: int) -> int:
+    def table(layers: int, width: int = width) -> int:
         return cache_cost(
             layers, shape.hidden, shape.experts, shape.topk, max(of_step, 1), 1, index_bytes=width
         ).index_bytes
 
     if source in FROM_ENGINE or config.rollout.routes:
         found["routes"] += table(len(shape.moe_layers))
+        if config.rollout.gates or config.routing.replay_gates:
+            found["routes"] += table(len(shape.moe_layers), width=4)
     if scores:
         found["routes"] += table(len(moe_layers)) * ((source not in FROM_ENGINE) + (source == "pr2"))
         cached = min(config.routing.cached_tokens, config.rollout.max_new_tokens) * tokens.responses

@@ -743,6 +743,18 @@ _REMEDIES = {
 def _check_routing(config: Config, hf_config: PreTrainedConfig) -> None:
     """Refuse a source of routes that cannot work with the rest of the config. Errors: UserError."""
     source = config.routing.source
+    if config.routing.replay_gates and source != "r3":
+        raise UserError(
+            "config: routing.replay_gates replays the weights of experts that the engine chose, and routing.source ="
+            f" {source} replays none of these: set routing.source: r3, or replay_gates: false"
+        )
+    if config.routing.give_up_below and source != "r3":
+        raise UserError(
+            "config: routing.give_up_below is for experts that the engine chose, and routing.source ="
+            f" {source} takes none of these as they are: set routing.source: r3, or give_up_below: 0"
+        )
+    if config.rollout.gates and not asks_routes(config):
+        raise UserError("config: rollout.gates = true asks for the weights of no experts: set rollout.routes: true")
     if source == "none":
         return
     if not expert_count(hf_config):

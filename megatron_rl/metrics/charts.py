@@ -123,6 +123,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
               {"routing/staleness": "staleness"}),
         Chart("Engine agreement", "experts in common: rollout engine and trainer",
               {"routing/engine_agreement": "share"}, reach=(0.98, 1)),
+        Chart("Experts given up", "of the engine's, for the trainer's own", {"routing/given_up": "share"}),
         Chart("Tokens without a route", "routed freely instead", {"routing/fallback_tokens": "tokens"}),
     ),
     "Experts": (

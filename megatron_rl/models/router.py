@@ -52,6 +52,13 @@ class ReplayRouter(TopKRouter):
         """[s, b, d] -> [s, b, E]: the logits of Megatron's router."""
         return super().gating(input)
 
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[s, b, E] logits -> weights [T, E] of the experts of this pass, 0 for the others, and which they are [T, E] bool."""
+        weights, chosen = super().routing(logits, padding_mask=padding_mask)
+        return self.router_replay.weigh(weights, self.config.moe_router_topk_scaling_factor or 1.0), chosen
+
     @torch.no_grad()
     def choice(self, logits: torch.Tensor) -> torch.Tensor:
         """[T, E] logits -> [T, k] int64: the experts that it would choose by itself."""

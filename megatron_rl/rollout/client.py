@@ -71,6 +71,8 @@ class Reply:
     """Per token the ids that top-p and top-k kept, int32, where the request asks for them."""
     routes: np.ndarray | None = None
     """[p + m - 1 - start, moe_layers, topk]: start rows were known already."""
+    gates: np.ndarray | None = None
+    """The same of the experts' weights, float32, where the engine sends them."""
     features: RouterFeatures | None = None
     top: TopLogProbs | None = None
     """The likeliest tokens in the place of each, where the request asks for them."""
@@ -91,6 +93,7 @@ class Reply:
             weight_spans=spans,
             kept=self.kept and self.kept[:count],
             routes=None if self.routes is None else self.routes[: len(self.routes) - dropped],
+            gates=None if self.gates is None else self.gates[: len(self.gates) - dropped],
             features=self.features and self.features.before(count),
             top=self.top and TopLogProbs(self.top.token_ids[:count], self.top.log_probs[:count]),
             text="",
@@ -141,7 +144,11 @@ def parse_reply(
     if routes is not None:
         if meta.get("routed_experts") is None:
             raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
-        parsed.routes = routes.decode(meta["routed_experts"], prompt_length + len(tokens) - 1 - routes_start)
+        encoded, rows = meta["routed_experts"], prompt_length + len(tokens) - 1 - routes_start
+        if routes.gates:
+            parsed.routes, parsed.gates = routes.decode_with_gates(encoded, rows)
+        else:
+            parsed.routes = routes.decode(encoded, rows)
     if features is not None:
         entries = meta.get("router_features")
         if entries is None or len(entries) != len(tokens):

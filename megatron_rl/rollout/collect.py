@@ -208,6 +208,7 @@ class Collection:
                 support=self.support.sampled(),
                 kept=reply.kept,
                 routes=reply.routes,
+                gates=reply.gates,
                 features=reply.features,
                 top=reply.top,
                 weight_spans=reply.weight_spans,

@@ -13,7 +13,7 @@ from megatron_rl.data.sequence import FIELDS, RouterFeatures, TopLogProbs
 from megatron_rl.data.trajectory import Trajectory, Turn, WeightSpan
 from megatron_rl.rollout.client import Reply
 from megatron_rl.rollout.dialects.base import encodable
-from megatron_rl.rollout.routes import EngineRoutes, join_routes
+from megatron_rl.rollout.routes import EngineRoutes, join_gates, join_routes
 
 Messages = Sequence[Mapping[str, Any]]
 """In OpenAI's form: role, content, and calls in tool_calls."""
@@ -81,6 +81,7 @@ class Conversation:
             finish_reason=self.finish_reason,
             kept=self._kept(pairs),
             routes=self._routes(routes),
+            gates=self._gates(),
             features=_features(pairs),
             top=self._top(pairs),
             weight_spans=_spans(pairs),
@@ -119,6 +120,10 @@ class Conversation:
         if shape is None or not tables:
             return None
         return join_routes(tables, tables[-1][1], shape.shape)
+
+    def _gates(self) -> np.ndarray | None:
+        gates = [(reply.gates, reply.weight_spans[-1].version) for reply in self.replies if reply.gates is not None]
+        return join_gates(gates, gates[-1][1]) if gates else None
 
 
 def _features(pairs: list[tuple[Turn, Reply]]) -> RouterFeatures | None:

@@ -73,8 +73,8 @@ def best_of(samples: Sequence[Sample], settings: DemonstrationsConfig) -> tuple[
 
 
 def light(sample: Sample) -> Sample:
-    """What a row is made of: without routes, router features and kept sets."""
-    return [replace(t, routes=None, features=None, kept=None) for t in sample]
+    """What a row is made of: without routes, gates, router features and kept sets."""
+    return [replace(t, routes=None, gates=None, features=None, kept=None) for t in sample]
 
 
 def row_of(

@@ -36,7 +36,7 @@ from megatron_rl.rollout.recover import CANCEL_S, Recovery, begin, generate
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import asks_routes, feature_stride, serves_adapters
+from megatron_rl.rollout.server import asks_gates, asks_routes, feature_stride, serves_adapters
 from megatron_rl.rollout.turns import Turns
 from megatron_rl.rollout.versions import others, staleness
 from megatron_rl.sync.adapters import SERVED, AdapterSync
@@ -76,7 +76,9 @@ class Engine:
         rollout, model = self.config.rollout, run.hf_config.to_dict()
         self._shares = rollout.colocate and self.trains and not rollout.load
         self._dtype = ROLLOUT_DTYPES[self.config.precision.rollout]
-        self._routes = EngineRoutes.from_config(model) if asks_routes(self.config) else None
+        self._routes = (
+            EngineRoutes.from_config(model, gates=asks_gates(self.config)) if asks_routes(self.config) else None
+        )
         self._features = EngineFeatures.from_config(model, self._dtype) if feature_stride(self.config) else None
         self._retries = 0
         self._stale: list[bool] = []

@@ -19,7 +19,8 @@ from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, has_experts
 from megatron_rl.rollout.client import with_scheme
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import IDENTICAL, asks_routes, feature_stride, serves_adapters
+from megatron_rl.rollout.server import IDENTICAL, asks_gates, asks_routes, feature_stride, serves_adapters
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
 
 ANSWER_S = 60.0
 PHASES = ("prefill", "decode")
@@ -130,6 +131,12 @@ def problems(
     stride, needed = overrides.get("router_feature_stride", 0), feature_stride(config)
     refuse(
         stride != needed, f"exports router features with a stride of {stride}, and this config wants {needed} (0: none)"
+    )
+    gates = asks_gates(config)
+    refuse(
+        routes and bool(overrides.get(GATES)) != gates,
+        f"sends {'no gates' if gates else 'gates'} with its routes, and this config wants {'them' if gates else 'none'}"
+        " (routing.replay_gates, rollout.gates)",
     )
     lora = serves_adapters(config) and pushes
     refuse(lora and not info.get("enable_lora"), "runs without --enable-lora, which sync.adapters = unmerged needs")

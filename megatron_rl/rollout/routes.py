@@ -22,7 +22,8 @@ import torch
 from megatron_rl.data.sequence import RouterFeatures
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.routing.table import RouteShape, names_one_twice
+from megatron_rl.routing.table import RouteShape, has_route, names_one_twice
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import ID_BITS, MOST_EXPERTS, STEPS
 
 WIRE_DTYPES = (np.dtype("<i4"), np.dtype(np.uint8), np.dtype("<i2"))
 """The last one where there are more than 256 experts. Four-byte integers of another shape that are as long as smaller ones of
@@ -39,10 +40,15 @@ class EngineRoutes:
     """Indices of the layers that have experts: the ones that a trajectory keeps."""
     experts: int
     topk: int
+    gates: bool = False
+    """Whether replies have the experts' weights too."""
 
     @classmethod
-    def from_config(cls, config: dict) -> EngineRoutes:
-        """config: the content of config.json. The fields, not the model's name, say which layers are dense."""
+    def from_config(cls, config: dict, *, gates: bool = False) -> EngineRoutes:
+        """config: the content of config.json. The fields, not the model's name, say which layers are dense.
+
+        Errors: UserError for a dense model, or gates of more experts than fit beside them.
+        """
 
         def first(*names: str, default: int | None = None) -> int:
             value = next((config[name] for name in names if config.get(name) is not None), default)
@@ -57,7 +63,12 @@ class EngineRoutes:
         offset = 1 if "decoder_sparse_step" in config else 0
         moe = tuple(i for i in range(layers) if i not in dense and (i + offset) % every == 0)
         experts = first("n_routed_experts", "num_local_experts", "num_experts")
-        return cls(layers, moe, experts, first("num_experts_per_tok", "experts_per_token"))
+        if gates and experts > MOST_EXPERTS:
+            raise UserError(
+                f"config: routing.replay_gates and rollout.gates are for {MOST_EXPERTS} experts at most, and the model has"
+                f" {experts}; set both to false"
+            )
+        return cls(layers, moe, experts, first("num_experts_per_tok", "experts_per_token"), gates)
 
     @property
     def shape(self) -> RouteShape:
@@ -72,14 +83,33 @@ class EngineRoutes:
     def decode(self, encoded: str, tokens: int) -> np.ndarray:
         """Base64 of raw [tokens, layers, topk] -> [tokens, moe_layers, topk] uint8 (int16 above 255 experts).
 
-        SGLang's own integers have 4 bytes; our plugin, where a server has it, makes them 1 or 2 (its routes.py).
+        SGLang's own integers have 4 bytes; our plugin, where a server has it, makes them 1 or 2 (its routes.py). Errors:
+        UserError for what are not routes of this model, or have gates beside them.
         """
+        return self._ids(self._raw(encoded, tokens, WIRE_DTYPES if self.experts > 256 else WIRE_DTYPES[:2]))
+
+    def decode_with_gates(self, encoded: str, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same from a server that sends gates along (the plugin's gates.py): ids, and their weights as float32.
+
+        Errors: UserError as of `decode`, and for routes without gates.
+        """
+        raw = self._raw(encoded, tokens, WIRE_DTYPES)
+        words = raw.view("<u4") if raw.dtype.itemsize == 4 else raw.astype("<u4")
+        gates = (words >> ID_BITS).astype(np.float32) / np.float32(STEPS)
+        if not gates.any(-1).all():  # those of a token's experts are never all 0
+            raise UserError(
+                "routed_experts from SGLang have no gates: start the server through tools/serve.py with this config, or set"
+                " routing.replay_gates and rollout.gates to false"
+            )
+        return self._ids((words & MOST_EXPERTS - 1).view("<i4")), gates
+
+    def _raw(self, encoded: str, tokens: int, known: Sequence[np.dtype]) -> np.ndarray:
+        """[tokens, moe_layers, topk] of one of these types."""
         try:
             raw = base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
             raise UserError(f"routed_experts from SGLang is not base64 ({error}): was the reply cut off?") from None
         ids = tokens * self.layers * self.topk
-        known = WIRE_DTYPES if self.experts > 256 else WIRE_DTYPES[:2]
         dtype = next((dtype for dtype in known if len(raw) == ids * dtype.itemsize), None)
         if dtype is None:
             raise UserError(
@@ -88,8 +118,9 @@ class EngineRoutes:
                 " reply that was cut off?"
             )
         table = np.frombuffer(raw, dtype).reshape(tokens, self.layers, self.topk)
-        if len(self.moe_layers) < self.layers:
-            table = table[:, self.moe_layers]
+        return table[:, self.moe_layers] if len(self.moe_layers) < self.layers else table
+
+    def _ids(self, table: np.ndarray) -> np.ndarray:
         if table.size and (table.min() < 0 or table.max() >= self.experts):
             raise UserError(
                 f"routed_experts from SGLang names expert {table.min() if table.min() < 0 else table.max()},"
@@ -174,6 +205,20 @@ def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     return torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
 
 
+def check_gates(gates: np.ndarray | None, routes: np.ndarray) -> None:
+    """Whether recorded gates belong to these routes. Errors: ValueError saying why not."""
+    if gates is None:
+        raise ValueError(
+            "it has routes without gates: record it with rollout.gates: true, or set routing.replay_gates: false"
+        )
+    if gates.shape != routes.shape or gates.dtype != np.float32:
+        raise ValueError(f"gates are {gates.dtype} {list(gates.shape)}, its routes want float32 {list(routes.shape)}")
+    if not ((gates >= 0) & (gates <= 1)).all():
+        raise ValueError("gates are not between 0 and 1")
+    if (gates.any(-1) & ~has_route(torch.from_numpy(routes)).numpy()).any():
+        raise ValueError("a token without a route has gates")
+
+
 def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: RouteShape) -> np.ndarray:
     """The table of a conversation from those of its turns, each with the new rows alone: [sum of rows, moe_layers, topk].
 
@@ -183,6 +228,11 @@ def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: Ro
     sentinels. (Asked with routes_start = 0 instead, the turn after a push brings all rows anew.)
     """
     return np.concatenate([table if found == version else shape.empty(len(table)) for table, found in turns])
+
+
+def join_gates(turns: Sequence[tuple[np.ndarray, str]], version: str) -> np.ndarray:
+    """The same of the experts' weights, where 0 says that they are not known."""
+    return np.concatenate([gates if found == version else np.zeros_like(gates) for gates, found in turns])
 
 
 def sampled_by(trajectory: Trajectory, version: str) -> bool:
@@ -195,13 +245,13 @@ def sampled_by(trajectory: Trajectory, version: str) -> bool:
 
 
 def drop_stale_routes(trajectory: Trajectory, *, fresh: bool) -> None:
-    """Forget the routes of a trajectory, and its features, unless they are of the trainer's weights (`fresh`).
+    """Forget the routes of a trajectory, with gates and features, unless they are of the trainer's weights (`fresh`).
 
     Of a fresh one, forgets the features that earlier weights have seen.
     """
     if trajectory.routes is None:
         return
     if not fresh:
-        trajectory.routes = trajectory.features = None
+        trajectory.routes = trajectory.gates = trajectory.features = None
     elif trajectory.features is not None:
         trajectory.features = trajectory.features.since(trajectory.weight_spans[-1].start)

@@ -27,6 +27,7 @@ from megatron_rl.rollout.sampling import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 from megatron_rl.sync.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 MODELS_PYTHONPATH = Path(__file__).parent / "pythonpath"
@@ -120,6 +121,11 @@ def asks_routes(config: Config) -> bool:
     return config.rollout.routes or config.routing.source in FROM_ENGINE
 
 
+def asks_gates(config: Config) -> bool:
+    """Whether replies have the weights of these experts too."""
+    return asks_routes(config) and (config.rollout.gates or config.routing.replay_gates)
+
+
 def serves_adapters(config: Config) -> bool:
     """Whether servers have the base model, and adapters beside it."""
     return config.lora.rank > 0 and config.sync.adapters == "unmerged"
@@ -151,6 +157,8 @@ class RolloutServer:
     context_length: int = 4096
     routes: bool = False
     """Capture the experts of every token."""
+    gates: bool = False
+    """Capture their weights with them, for which pythonpath must hold the plugin."""
     log_path: Path = Path("sglang.log")
     seed: int = 0
     pythonpath: Sequence[str | Path] = ()
@@ -217,6 +225,7 @@ class RolloutServer:
             dtype=config.precision.rollout,
             context_length=config.rollout.context_length,
             routes=asks_routes(config),
+            gates=asks_gates(config),
             predictor=config.routing.source == "pr3",
             feature_stride=feature_stride(config),
             processor=support.has_processor,
@@ -304,6 +313,8 @@ class RolloutServer:
             overrides["router_feature_stride"] = self.feature_stride
             # A graph's replay runs none of the code that picks the features.
             command += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+        if self.gates:
+            overrides[GATES] = True
         if overrides:
             command += ["--json-model-override-args", json.dumps(overrides)]
         if machine.gpu is None:

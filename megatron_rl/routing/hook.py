@@ -10,7 +10,16 @@ from megatron_rl.metrics.reduce import Metrics, total
 from megatron_rl.routing.compare import EngineAgreement, RouteAgreement, RouteDistance
 from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
-from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING, RecordLogits, RecordRoutes, ReplayRoutes, RouteSource
+from megatron_rl.routing.replay import (
+    FROM_ENGINE,
+    PREDICTING,
+    RecordLogits,
+    RecordRoutes,
+    ReplayGates,
+    ReplayLikely,
+    ReplayRoutes,
+    RouteSource,
+)
 from megatron_rl.routing.utilization import ExpertLoad, RouterEntropy
 from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
 
@@ -21,8 +30,10 @@ if TYPE_CHECKING:
 class Routes(UpdateHook):
     """Whose choice of experts holds, and what is measured of it."""
 
-    def __init__(self, source: RouteSource) -> None:
+    def __init__(self, source: RouteSource, *, gates: bool = False, give_up_below: float = 0.0) -> None:
+        """gates, give_up_below: with r3, `routing.replay_gates` and `routing.give_up_below`."""
         self.source: RouteSource = source
+        self.gates, self.give_up_below = gates, give_up_below
         self._counts = False
         """Whether this process's tokens count: they are once in each copy of the model."""
         self._without_route = 0
@@ -47,7 +58,7 @@ class Routes(UpdateHook):
         update, from_engine = place.update + 1, self.source in FROM_ENGINE
         found: list[RouteObserver] = [EngineAgreement(table, update), ExpertLoad(table, update)]
         if from_engine or (stage == "update" and self.source != "none"):
-            found.append(ReplayRoutes(table, self.source))
+            found.append(self._replay(table, update))
         if stage == "update":
             measures = [RouteAgreement(table, self.source, update), RouteDistance(table, update)]
             return [*found, *measures, RouterEntropy(table, update)]
@@ -56,3 +67,7 @@ class Routes(UpdateHook):
         if self.source not in PREDICTING:  # predictors keep more
             found.append(RecordLogits(table))
         return found
+
+    def _replay(self, table: RouteTable, update: int) -> RouteObserver:
+        replayed = (ReplayGates if self.gates else ReplayRoutes)(table, self.source)
+        return ReplayLikely(replayed, self.give_up_below, update) if self.give_up_below else replayed

@@ -47,6 +47,8 @@ class RouteTable:
     """[C] int64: rows whose features are stored."""
     engine: Tensor | None = None
     """[T, moe_layers, k] expert ids of the rollout engine, sentinels where it has none."""
+    gates: Tensor | None = None
+    """[T, moe_layers, k] fp32: the weights that the engine gave them, 0 in all slots where they are not known."""
     recorded: dict[int, Tensor] = field(default_factory=dict)
     """[T, k] ids by model layer, from the trainer's own recording pass."""
     features: dict[int, Features] = field(default_factory=dict)
@@ -76,6 +78,10 @@ class RouteTable:
     def engine_route(self, layer: int) -> Tensor | None:
         """[T, k] ids of the engine for a model layer."""
         return None if self.engine is None else self.engine[:, self.shape.moe_layers.index(layer)]
+
+    def engine_gates(self, layer: int) -> Tensor | None:
+        """[T, k] fp32 weights of the engine's experts in a model layer."""
+        return None if self.gates is None else self.gates[:, self.shape.moe_layers.index(layer)]
 
     def counted_with_route(self, routes: Tensor) -> Tensor:
         """[T] bool: counted tokens for which routes [T, k] have any."""

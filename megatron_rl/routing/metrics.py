@@ -34,8 +34,9 @@ def layer_name(layer: int, name: str) -> str:
 
 def per_token(total: Value, tokens: int) -> Metric:
     """A mean over tokens, of which there may be none."""
-    return derived(_per_token, total, tokens)
+    return derived(share, total, tokens)
 
 
-def _per_token(total: float, tokens: float) -> float | None:
-    return total / tokens if tokens else None
+def share(part: float, whole: float) -> float | None:
+    """A sum as a share of another, which may be 0."""
+    return part / whole if whole else None

@@ -46,6 +46,13 @@ class RouteObserver:
         """[T, k] ids that stand in for the router's own, sentinels where it chooses; None: it does for all tokens."""
         return None
 
+    def gates(self, layer: int) -> Tensor | None:
+        """[T, k] fp32 weights of the experts that `replay` names, before the model's scaling factor.
+
+        0 in all slots of a token: its weights are the router's own. None: they are for all tokens.
+        """
+        return None
+
     def see_choice(self, layer: int, own: Tensor, chosen: Tensor) -> None:
         """Expert ids [T, k] int64 that the router chose by itself, and those that the tokens go to."""
 
@@ -83,6 +90,18 @@ class RoutePass:
             observer.see_choice(layer, own, chosen)
         return chosen
 
+    def weigh(self, layer: int, chosen: Tensor, weights: Tensor, scaling_factor: float) -> Tensor:
+        """Weights [T, E] of the chosen experts [T, k] in this pass. weights: [T, E], the router's own for them.
+
+        A replayed weight has exactly the value that is replayed, times the scaling factor, and the gradient of the router's.
+        """
+        gates = next((found for o in self.observers if (found := o.gates(layer)) is not None), None)
+        if gates is None:
+            return weights
+        values = torch.zeros_like(weights).scatter(1, chosen, gates.to(weights.dtype) * scaling_factor)
+        values = torch.where(gates.any(-1, keepdim=True), values, weights.detach())
+        return values + (weights - weights.detach())  # the bracket is 0: adding it to the values rounds nothing
+
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Show the outputs to all observers (`RouteObserver.see_outputs`)."""
         for observer in self.observers:
@@ -100,6 +119,8 @@ class RouteSelector:
         self.own: Tensor | None = None
         """[T, k] ids that are the router's own choice, where Megatron's top-k is not to find it."""
         self._asked = False
+        self._chosen: Tensor | None = None
+        """[T, k] of the pass that it is told of, once the router has asked."""
 
     @property
     def layer(self) -> int:
@@ -114,7 +135,7 @@ class RouteSelector:
         try:
             yield
         finally:
-            self.route_pass = None
+            self.route_pass = self._chosen = None
         if route_pass is not None and not self._asked:
             raise RuntimeError(
                 f"router of layer {self.layer}: chose its experts without looking at the routes to replay"
@@ -135,5 +156,11 @@ class RouteSelector:
         ids = own(scores.detach(), topk, num_groups, group_topk)[1] if self.own is None else self.own
         if self.route_pass is None:
             return scores.gather(1, ids), ids
-        chosen = self.route_pass.choose(self.layer, ids)
-        return scores.gather(1, chosen), chosen
+        self._chosen = self.route_pass.choose(self.layer, ids)
+        return scores.gather(1, self._chosen), self._chosen
+
+    def weigh(self, weights: Tensor, scaling_factor: float) -> Tensor:
+        """Weights [T, E] of this pass's experts. weights: [T, E], which the router gives them, scaling factor included."""
+        if self.route_pass is None or self._chosen is None:
+            return weights
+        return self.route_pass.weigh(self.layer, self._chosen, weights, scaling_factor)

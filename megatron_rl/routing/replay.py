@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from megatron_rl.metrics.reduce import Metrics, derived
+from megatron_rl.routing.agreement import routing_log_probs
 from megatron_rl.routing.memory import Features, RouteTable
+from megatron_rl.routing.metrics import of_layers, share
 from megatron_rl.routing.passes import RouteObserver, Router
-from megatron_rl.routing.table import route_dtype
+from megatron_rl.routing.table import has_route, route_dtype
 
 RouteSource = Literal["none", "r2", "r3", "pr2", "pr3"]
 PREDICTING: tuple[RouteSource, ...] = ("pr2", "pr3")
@@ -30,6 +35,76 @@ class ReplayRoutes(RouteObserver):
     def replay(self, layer: int) -> Tensor | None:
         """Return the source's routes of a layer."""
         return reference_routes(self.table, self.source, layer)
+
+
+class ReplayGates(ReplayRoutes):
+    """Replays the engine's experts with the weights that the engine gave them."""
+
+    def gates(self, layer: int) -> Tensor | None:
+        """Return the engine's weights of a layer."""
+        return self.table.engine_gates(layer)
+
+
+def give_up(routes: Tensor, own: Tensor, log_probs: Tensor, below: float) -> tuple[Tensor, Tensor]:
+    """Replayed experts [T, k] without those that the router hardly gives anything, and which of them these are [T, k] bool.
+
+    An expert is given up where its probability is less than `below` times that of the least likely of the router's own
+    choice `own` [T, k]. The likeliest own experts that the token does not have yet take the places, so that it keeps k
+    different ones. log_probs: [T, E] of the router. As in prime-rl (pull request 2703), whose ratio is of the same scores.
+    """
+    replayed, of_own = log_probs.gather(1, routes), log_probs.gather(1, own)
+    lost = replayed < of_own.amin(1, keepdim=True) + math.log(below)
+    kept = torch.where(lost, -1, routes)
+    own = own.gather(1, of_own.sort(dim=1, descending=True, stable=True).indices)
+    had = (own[:, :, None] == kept[:, None, :]).any(-1)
+    free = own.gather(1, had.int().sort(dim=1, stable=True).indices)  # those that it lacks first, the likeliest before
+    places = (lost.cumsum(1) - 1).clamp(min=0)
+    return torch.where(lost, free.gather(1, places), routes), lost
+
+
+class ReplayLikely(RouteObserver):
+    """Replays through another observer, and gives up the engine's experts that the router hardly gives anything.
+
+    A token of which an expert is given up in a layer has the router's own weights there: the engine's are of another set.
+    """
+
+    def __init__(self, replayed: ReplayRoutes, below: float, update: int) -> None:
+        """below: share of the least likely own choice's probability, above 0 (`give_up`). update: from 1, for the metric."""
+        self.replayed, self.below, self.update = replayed, below, update
+        self._routes: dict[int, Tensor] = {}
+        """[T, k] by layer, as it was decided at first: recomputation must not decide again."""
+        self._whole: dict[int, Tensor] = {}
+        """[T] bool by layer: no expert was given up."""
+        self._counts: dict[int, tuple[Tensor, Tensor]] = {}
+        """By layer: experts of counted tokens that were given up, and all that the engine chose for them."""
+
+    def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
+        """Decide which experts are given up."""
+        routes = self.replayed.replay(layer)
+        if routes is None or layer in self._routes:
+            return logits
+        known = has_route(routes)
+        own = router.choice(logits)
+        log_probs = routing_log_probs(logits.detach(), router.score_function)
+        found, lost = give_up(torch.where(known[:, None], routes.long(), own), own, log_probs, self.below)
+        self._routes[layer] = torch.where(known[:, None], found.to(routes.dtype), routes)
+        self._whole[layer] = ~lost.any(1)
+        counted = self.replayed.table.counted_with_route(routes)
+        self._counts[layer] = (lost & counted[:, None]).sum(), counted.sum() * routes.shape[1]
+        return logits
+
+    def replay(self, layer: int) -> Tensor | None:
+        """Return the routes with what stands in for the experts that were given up."""
+        return self._routes.get(layer)
+
+    def gates(self, layer: int) -> Tensor | None:
+        """Return the replayed weights of the tokens that keep all their experts."""
+        gates = self.replayed.gates(layer)
+        return None if gates is None else torch.where(self._whole[layer][:, None], gates, 0.0)
+
+    def metrics(self) -> Metrics:
+        """Return the share of experts given up by layer."""
+        return of_layers("given_up", {n: derived(share, *c) for n, c in self._counts.items()}, self.update)
 
 
 class RecordRoutes(RouteObserver):

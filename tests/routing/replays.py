@@ -51,11 +51,13 @@ def random_routes(rng: np.random.Generator, shape: RouteShape, tokens: int, miss
 
 
 def make_samples(seed: int, count: int, vocab: int, shape: RouteShape) -> list[Sequence]:
-    """The parity tests' random sequences, with random routes."""
+    """The parity tests' random sequences, with random routes and gates."""
     samples = layouts.make_samples(seed, count, vocab)
     rng = np.random.default_rng(seed)
     for sample in samples:
         sample.routes = random_routes(rng, shape, sample.inputs)
+        known = sample.routes[..., :1] != 255
+        sample.gates = np.where(known, 1 - rng.random(sample.routes.shape, np.float32), np.float32(0))
     return samples
 
 
@@ -151,7 +153,7 @@ def log_probs(trainer: Trainer, batches, mine: list[int]) -> dict[tuple[int, int
 
 def replay(trainer: Trainer, samples: list[Sequence], source: str, hooks: list[UpdateHook]) -> dict:
     """Score and two updates. `identical`: whether the first update started from exactly the scored log-probs."""
-    routes = Routes(source)
+    routes = Routes("r3", gates=True, give_up_below=0.75) if source == "gated r3" else Routes(source)
     routes.attach(trainer)
     trainer.hooks = [routes, *(h for h in hooks if isinstance(h, Predictors) and source == "pr2")]
     ranks = trainer.ranks

@@ -28,6 +28,18 @@ REFUSED = {
         {"routing": {"source": "r3", "features": "engine"}},
         "features = engine goes with routing.source = pr3",
     ),
+    "gates of no engine": (
+        "qwen3_moe",
+        {"routing": {"replay_gates": True, "source": "r2"}, "batch": {"updates_per_step": 2}},
+        "routing.replay_gates replays .* routing.source = r2 replays none of these: set routing.source: r3",
+    ),
+    "gates in free routing": ("qwen3_moe", {"routing": {"replay_gates": True}}, "source = none replays none of these"),
+    "nothing to give up": (
+        "qwen3_moe",
+        {"routing": {"give_up_below": 0.5, "source": "pr3"}, "batch": {"updates_per_step": 2}},
+        "routing.give_up_below is .* routing.source = pr3 takes none of these as they are: set routing.source: r3",
+    ),
+    "gates without routes": ("qwen3_moe", {"rollout": {"gates": True}}, "no experts: set rollout.routes: true"),
 }
 
 
@@ -56,6 +68,8 @@ def test_a_near_miss_names_the_choice():
         build_config({"routing": {"source": "ppr3"}})
     with pytest.raises(UserError, match="did you mean 'routing.predictor_decay'"):
         build_config({"routing": {"predictor_deacy": 0.1}})
+    with pytest.raises(UserError, match="routing.give_up_below"):
+        build_config({"routing": {"give_up_below": 1.5}})
 
 
 def test_a_router_that_does_not_ask_is_an_error():

@@ -11,19 +11,20 @@ def register() -> None:
     """Checksums become fingerprints that add up over fused tensors; a weight update may lie in the trainer's memory.
 
     They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
-    replies get small integers. Requests may have seeds. Sinks are in fp32 where the model is. A model that is asked to be
-    identical to the trainer's has its operators.
+    replies get small integers, or gates beside them where a server is told to. Requests may have seeds. Sinks are in fp32
+    where the model is. A model that is asked to be identical to the trainer's has its operators.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler
 
-    from megatron_rl_plugin import fingerprint, identical, memory, routes, seeds, sinks
+    from megatron_rl_plugin import fingerprint, gates, identical, memory, routes, seeds, sinks
 
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", fingerprint.describe, HookType.REPLACE)
     HookRegistry.register("sglang.srt.utils.weight_checker._build_quantized_set", lambda model: {}, HookType.REPLACE)
-    HookRegistry.register(
-        "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.get_topk", routes.compact, HookType.AFTER
-    )
+    capturer = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer"
+    HookRegistry.register(f"{capturer}.get_topk", routes.compact, HookType.AFTER)
+    HookRegistry.register(f"{capturer}.create", gates.of_capturer, HookType.AFTER)
+    HookRegistry.register("sglang.srt.layers.moe.topk._post_process_topk_ids", gates.capture, HookType.AROUND)
     info = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     HookRegistry.register(f"{info}.from_schedule_batch", seeds.of_requests, HookType.AFTER)
     HookRegistry.register(f"{info}.merge_batch", seeds.before_merge, HookType.BEFORE)

@@ -1,8 +1,9 @@
 """`megatron-rl report RUN --attribute`: how much of the mismatch KL each source carries.
 
 A recorded batch (rollout.record) is scored again with the weights that it was sampled from, as the run scored it and with
-one source of the mismatch removed at a time, on the trainer's side: the experts those of the engine, the tokens outside
-the safe set left out, attention in fp64, all products in fp32. What no removal takes away is the engine's own.
+one source of the mismatch removed at a time, on the trainer's side: the experts those of the engine, then their weights too,
+the tokens outside the safe set left out, attention in fp64, all products in fp32. What no removal takes away is the engine's
+own.
 """
 
 from __future__ import annotations
@@ -111,16 +112,26 @@ def attribute(
     except ValueError as error:
         raise UserError(f"report: the responses of step {step} were {error}") from None
     samples: list[Sequence] = [*usable[ranks.data_rank :: ranks.data_size]]
-    replayed = config.routing.source in FROM_ENGINE
+    routing = config.routing
+    routes, gates = (Routes("r3", gates=also, give_up_below=routing.give_up_below) for also in (False, True))
+    replayed = (gates if routing.replay_gates else routes) if routing.source in FROM_ENGINE else None
     config = _scoring_alone(config)
     own = _Scorer(config, ranks, samples, weights, step)
     dense = own.trainer.layout.routes is None
+    without_routes = (
+        (dense and config.model.moe_router_fusion, "the fused router knows no replay"),
+        (dense, "a dense model has none"),
+    )
     reasons = {
         "routes": (
-            (dense and config.model.moe_router_fusion, "the fused router knows no replay"),
-            (dense, "a dense model has none"),
+            *without_routes,
             (replayed, "the run replays the engine's already"),
             (all(t.routes is None for t in usable), "not recorded: set rollout.routes: true"),
+        ),
+        "gates": (
+            *without_routes,
+            (replayed is gates, "the run replays the engine's already"),
+            (all(t.gates is None for t in usable), "not recorded: set rollout.gates: true"),
         ),
         "tail": (
             (config.pruning.enabled, "the run prunes it already"),
@@ -140,7 +151,8 @@ def attribute(
 
     base = own.score(replay=replayed)
     rho = config.pruning.rho
-    remove("routes", "experts of the engine replayed", own, replay=True)
+    remove("routes", "experts of the engine replayed", own, replay=routes)
+    remove("gates", "experts of the engine and their weights replayed", own, replay=gates)
     remove("tail", f"tokens below {rho:.2g} of the likeliest left out", own, rho=rho)
     remove("attention", "attention in fp64", own, exact=True)
     whole = _everywhere(ranks, own.compare(base, base))
@@ -150,8 +162,9 @@ def attribute(
     best = _Scorer(exact, ranks, samples, weights, step)
     best.round_weights(dtypes)
     remove("precision", f"fp32 in place of {config.precision.train}", best)
-    everything = {"replay": replayed or "routes" not in stays, "rho": None if "tail" in stays else rho, "exact": True}
-    remove("all", "all of the above together", best, **everything)
+    most = next((one for name, one in (("gates", gates), ("routes", routes)) if name not in stays), replayed)
+    rho = None if "tail" in stays else rho
+    remove("all", "all of the above together", best, replay=most, rho=rho, exact=True)
 
     sources = [
         Source(name, how, None) if sums is None else attribution.source(name, how, *_everywhere(ranks, sums).unbind(1))
@@ -195,14 +208,14 @@ class _Scorer:
         for parameter, dtype in zip(parameters, dtypes, strict=True):
             parameter.copy_(parameter.to(dtype))
 
-    def score(self, *, replay: bool, rho: float | None = None, exact: bool = False) -> list[Tensor]:
+    def score(self, *, replay: Routes | None, rho: float | None = None, exact: bool = False) -> list[Tensor]:
         """k3 of each token of the loss [n], by micro-batch; none on ranks without the head.
 
-        It is NaN outside the run's own safe set, where no KL is measured. rho: tokens outside that one count 0. exact:
-        attention in fp64.
+        It is NaN outside the run's own safe set, where no KL is measured. replay: of the engine's routes, in the place of the
+        run's hooks. rho: tokens outside that one count 0. exact: attention in fp64.
         """
         trainer = self.trainer
-        hooks = [Routes("r3")] if replay else trainer.hooks
+        hooks = [replay] if replay else trainer.hooks
         self.batches = trainer.pack(self.samples)  # anew: routers remember in it what they saw in a pass
         with exact_attention(trainer.chunks) if exact else nullcontext():
             found = trainer.compute_log_probs(self.batches, hooks=hooks)

@@ -21,7 +21,7 @@ class Source:
     """One thing in which trainer and engine differ, and what is left of the mismatch without it."""
 
     name: str
-    """routes | tail | attention | precision | all"""
+    """routes | gates | tail | attention | precision | all"""
     removed_by: str
     """What was done in its place; or why it could not be removed."""
     kl: float | None

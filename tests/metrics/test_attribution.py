@@ -19,15 +19,15 @@ from tests.metrics.page import Page
 
 RHO = 0.5
 STEP = 3
-PLANTED = ("routes", "precision", "tail", "attention")
+PLANTED = ("routes", "gates", "precision", "tail", "attention")
 
 
 def planted(model: str, seed: int) -> dict[str, Attribution]:
     """Source -> what is found where the engine differs from the trainer in that alone. Runs in a process of its own.
 
-    The engine is the trainer itself, in fp32 with its own routes, but for what is planted: other experts, a trainer in
-    bf16, wrong log-probs below the threshold of the safe set, or a trainer's attention that is a little wrong unless it is
-    the reference. "predicted" is "routes" for a run with route predictors, which are zero.
+    The engine is the trainer itself, in fp32 with its own routes, but for what is planted: other experts, other weights of the
+    same experts, a trainer in bf16, wrong log-probs below the threshold of the safe set, or a trainer's attention that is a
+    little wrong unless it is the reference. "predicted" is "routes" for a run with route predictors, which are zero.
     """
 
     from megatron_rl.config_file import build_config
@@ -58,14 +58,15 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
     shape = trainer.layout.routes
     tokens = [rng.integers(4, 512, int(rng.integers(8, 33))).astype(np.int32) for _ in range(40)]
 
-    def score(routes=None, min_p=0.0):
+    def score(routes=None, min_p=0.0, gates=None):
         """(log-probs, own routes) of each sequence, one micro-batch each."""
         trainer.support = SamplingSupport(min_p=min_p)
-        hooks = [Routes("none" if routes is None else "r3")]
+        hooks = [Routes("none" if routes is None else "r3", gates=gates is not None)]
         found = []
         for i, sequence in enumerate(tokens):
             sample = Sequence.demonstration(sequence[:2].tolist(), sequence[2:].tolist())
             sample.routes = None if routes is None else routes[i]
+            sample.gates = None if gates is None else gates[i]
             [batch] = trainer.pack([sample])
             [own] = trainer.compute_log_probs([batch], hooks=hooks)
             table = [batch.routes.recorded[layer] for layer in shape.moe_layers] if routes is None else []
@@ -88,9 +89,12 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
         for place in zip(*change.nonzero(), strict=True):
             moved[place] = rng.permutation(shape.experts)[: shape.topk]
         other_routes.append(moved)
+    gates = [rng.random(routes.shape, np.float32) for routes in own_routes]
+    gates = [g / g.sum(-1, keepdims=True) for g in gates]
     noise = [np.where(inside, 0.0, rng.choice([-0.3, 0.3], len(inside))) for inside in in_set]
     engines = {
         "routes": ("fp32", [x for x, _ in score(other_routes)], other_routes),
+        "gates": ("fp32", [x for x, _ in score(own_routes, gates=gates)], own_routes),
         "precision": ("bf16", [x for x, _ in rounded], [routes for _, routes in rounded]),
         "tail": ("fp32", [x + e for (x, _), e in zip(exact, noise, strict=True)], own_routes),
         "attention": ("fp32", [x for x, _ in exact], own_routes),
@@ -113,6 +117,7 @@ def planted(model: str, seed: int) -> dict[str, Attribution]:
                     "rollout_log_probs": log_probs[i].astype(np.float32),
                 },
                 routes=routes[i],
+                gates=gates[i] if name == "gates" else None,
                 weight_spans=[WeightSpan(str(STEP), 0, len(sequence) - 2)],
             )
             for i, sequence in enumerate(tokens)
@@ -141,6 +146,8 @@ def test_the_planted_source_is_the_largest(name, found):
     assert result.kl > 1e-8 and result.left_out == 0 and result.step == STEP
     assert sources[name].share == pytest.approx(1.0, abs=0.02), "removing it leaves (next to) nothing"
     assert sources["all"].share == pytest.approx(1.0, abs=0.02)
+    if name == "gates":
+        assert sources["routes"].share == pytest.approx(0.0, abs=0.02), "the experts are the same"
     for other in PLANTED:
         if other != name and sources[other].share is not None:
             assert sources[other].share < sources[name].share - 0.1
@@ -150,6 +157,8 @@ def test_the_planted_source_is_the_largest(name, found):
 def test_what_is_not_there_is_not_removed(found):
     routes, precision = (next(s for s in found["routes"].sources if s.name == n) for n in ("routes", "precision"))
     assert routes.kl is not None
+    [gates] = [s for s in found["routes"].sources if s.name == "gates"]
+    assert gates.kl is None and gates.removed_by == "not recorded: set rollout.gates: true"
     assert precision.kl is None and precision.removed_by == "the run trains in fp32 already"
 
 

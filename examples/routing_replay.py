@@ -1,4 +1,4 @@
-"""Routing replay where routers move: GRPO, R2, Pr2 and R3, Pr3 at 16 updates a rollout batch, three seeds.
+"""Routing replay where routers move: GRPO, R2, Pr2 and R3, Pr3 at 16 updates a rollout batch, three seeds; R3 with gates too.
 
 The setting is that of route_shadow.py: 64 experts of which 8 are chosen, 64 responses an update, a learning rate that is not
 divided by the number of updates. In the first update of a rollout batch nothing has moved, and a recorded route is the
@@ -20,16 +20,24 @@ PUBLISHED: Settings = {
     "routing.predictor_horizon": "constant",
     "routing.predictor_decay": 0.0,
 }
+GATES: Settings = {"routing.source": "r3", "routing.replay_gates": "true"}
 ARMS: dict[str, Settings] = {
     "GRPO": {"routing.source": "none"},
     "R2": {"routing.source": "r2"},
     **{f"Pr2 as published, x{m:g}": PUBLISHED | {"routing.predictor_lr_multiplier": m} for m in (0.02, 0.1, 0.5)},
     "Pr2, horizon-scaled": {"routing.source": "pr2"},
     "R3": {"routing.source": "r3"},
+    "R3 with gates": GATES,
+    "R3 with gates, given up below 0.5": GATES | {"routing.give_up_below": 0.5},
     "Pr3": {"routing.source": "pr3"},
     "Pr3, the engine's features": {"routing.source": "pr3", "routing.features": "engine"},
 }
-OF_ONE_SEED = ("Pr2 as published, x0.02", "Pr2 as published, x0.5", "Pr3, the engine's features")
+OF_ONE_SEED = (
+    "Pr2 as published, x0.02",
+    "Pr2 as published, x0.5",
+    "Pr3, the engine's features",
+    "R3 with gates, given up below 0.5",
+)
 COMMON: Settings = RUN | {
     "hooks": "[]",
     "rollout.routes": "true",
@@ -45,6 +53,7 @@ COLUMNS = {
     "routing/later/kl": ("route KL x 1e3, updates 2 on", ".3f"),
     "routing/later/kl_unpredicted": ("KL without prediction", ".3f"),
     "first/kl": ("KL of update 1", ".3f"),
+    "routing/given_up": ("experts given up", ".4f"),
     "routing/deviation_0": ("tokens whose experts all agree", ".3f"),
     "loss/clip_fraction": ("clipped", ".4f"),
     "loss/ratio_tail": ("ratio outside [1/2, 2]", ".5f"),
@@ -101,6 +110,7 @@ ABLATION = RoutingReplay(
         ("R2", "GRPO"),
         *((arm, "R2") for arm in ARMS if arm.startswith("Pr2")),
         ("R3", "GRPO"),
+        ("R3 with gates", "R3"),
         ("Pr3", "R3"),
     ],
     pictured=[arm for arm in ARMS if arm not in OF_ONE_SEED],

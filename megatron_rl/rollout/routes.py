@@ -209,7 +209,8 @@ def check_gates(gates: np.ndarray | None, routes: np.ndarray) -> None:
     """Whether recorded gates belong to these routes. Errors: ValueError saying why not."""
     if gates is None:
         raise ValueError(
-            "it has routes without gates: record it with rollout.gates: true, or set routing.replay_gates: false"
+            "it has routes without gates: record it with rollout.gates: true, or set routing.replay_gates and rollout.gates to"
+            " false"
         )
     if gates.shape != routes.shape or gates.dtype != np.float32:
         raise ValueError(f"gates are {gates.dtype} {list(gates.shape)}, its routes want float32 {list(routes.shape)}")

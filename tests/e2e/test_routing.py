@@ -61,7 +61,9 @@ def finished(tmp_path_factory, tiny_model):
     """A Pr3 run whose predictors learn from the engine's features; its folder, model and lines."""
     folder = tmp_path_factory.mktemp("routing")
     model = tiny_model("qwen3_moe", "--layers", "2", "--tokenizer", "numbers")
-    changes = PR3 | {"rollout": {"max_new_tokens": 24, "context_length": 64, "record": True}}
+    changes = PR3 | {
+        "rollout": {"max_new_tokens": 24, "context_length": 64, "record": True, "routes": True, "gates": True}
+    }
     return folder, model, train(folder, "pr3", model, changes, STEPS)
 
 
@@ -123,6 +125,20 @@ def test_replayed_routes_bring_the_trainer_to_the_engine(finished):
     trajectories = load_trajectories(file_of(folder / "pr3" / "rollouts", 1, 0))
     assert line["routing/fallback_tokens"] == sum(len(t.tokens) - 1 for t in trajectories) > 0
     assert line["routing/agreement"] is None and "routing/engine_agreement" not in line, "nothing was replayed"
+
+
+def test_a_run_replays_gates_and_gives_experts_up_as_its_config_says(finished):
+    folder, model, _ = finished
+    for t in load_trajectories(file_of(folder / "pr3" / "rollouts", 0, 0)):
+        assert t.gates.shape == t.routes.shape and np.abs(t.gates.sum(-1) - 1).max() < 1e-5
+    lines = {}
+    for name, keys in {"ids": {}, "gates": {"replay_gates": True}, "some": {"give_up_below": 0.98}}.items():
+        changes = offline(folder / "pr3" / "rollouts", "r3")
+        changes["routing"] |= keys
+        [lines[name]] = train(folder, name, model, changes, 1)
+    assert lines["gates"]["mismatch/abs_mean"] != lines["ids"]["mismatch/abs_mean"]
+    assert 0 < lines["some"]["routing/given_up"] < 1 and "routing/given_up" not in lines["gates"]
+    assert all(line["routing/fallback_tokens"] == 0 for line in lines.values())
 
 
 def test_routes_of_another_model_are_refused_by_name(finished, tiny_model):

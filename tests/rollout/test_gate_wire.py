@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,14 @@ from megatron_rl.rollout.routes import EngineRoutes, check_gates, drop_stale_rou
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, asks_gates
 from megatron_rl.routing.table import has_route
-from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import MOST_EXPERTS, OVERRIDE, STEPS, of_capturer, pack
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import (
+    MOST_EXPERTS,
+    OVERRIDE,
+    STEPS,
+    capture,
+    of_capturer,
+    pack,
+)
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.routes import compact
 
 SHAPE = EngineRoutes(layers=3, moe_layers=(1, 2), experts=40, topk=2, gates=True)
@@ -178,6 +186,35 @@ def test_a_server_that_captures_no_routes_cannot_be_asked_for_gates():
     with pytest.raises(NotImplementedError, match="start with --enable-return-routed-experts"):
         of_capturer(None, model=model, model_config=asked)
     assert of_capturer(None, model=model, model_config=SimpleNamespace(hf_config=SimpleNamespace())) is None
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_gates_are_captured_as_they_are_before_the_factor(folded, monkeypatch):
+    """With stand-ins for SGLang's own functions, which may change ids and weights in place."""
+    captured, capturer = [], SimpleNamespace(with_gates=True)
+    topk, routed = ModuleType("sglang.srt.layers.moe.topk"), ModuleType("sglang.srt.state_capturer.routed_experts")
+    topk.is_routed_scaling_factor_fused_in_topk = lambda config: folded
+    topk.capture_routed_experts_if_allowed = lambda config, layer, ids: captured.append((layer, ids))
+    routed.get_global_experts_capturer = lambda: capturer
+    moe = ModuleType("sglang.srt.layers.moe")
+    moe.topk = topk
+    for module in (topk, routed, moe):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    ids, gates = (part[:, 0].contiguous() for part in draw(np.random.default_rng(), 5))
+    weights, config = gates * 2.5 if folded else gates.clone(), SimpleNamespace(routed_scaling_factor=2.5)
+
+    def original(topk_ids, topk_weights, *_, **__):
+        topk_ids += 1
+        topk_weights *= 3
+        return "found"
+
+    arguments = (original, ids.clone(), weights, config, None)
+    assert capture(*arguments, layer_id=7, padded_rows_masked=True) == "found"
+    [(layer, packed)] = captured
+    assert layer == 7 and torch.equal(packed & MOST_EXPERTS - 1, ids)
+    torch.testing.assert_close((packed.long() >> 12 & STEPS) / STEPS, gates, rtol=0, atol=1e-6)
+    capturer.with_gates = False
+    assert capture(*arguments, 7) == "found" and len(captured) == 1, "who does not ask for gates is left alone"
 
 
 def test_a_reply_has_no_gates_by_default():

@@ -52,6 +52,10 @@ def check_identical(config: Config, hf_config: PreTrainedConfig, machine: Machin
             ),
         ),
         (
+            config.routing.replay_gates or config.rollout.gates,
+            "routing.replay_gates and rollout.gates: the trainer's gates are the engine's already; leave them out",
+        ),
+        (
             model.attention_sinks == "ignored",
             "model.attention_sinks = ignored: the engine does not ignore them; set it to exact",
         ),

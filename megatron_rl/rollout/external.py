@@ -19,8 +19,9 @@ from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, has_experts
 from megatron_rl.rollout.client import with_scheme
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import IDENTICAL, asks_gates, asks_routes, feature_stride, serves_adapters
+from megatron_rl.rollout.server import asks_gates, asks_routes, feature_stride, serves_adapters
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.identical import FLAG as IDENTICAL
 
 ANSWER_S = 60.0
 PHASES = ("prefill", "decode")

@@ -28,6 +28,7 @@ from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 from megatron_rl.sync.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.identical import FLAG as IDENTICAL
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 MODELS_PYTHONPATH = Path(__file__).parent / "pythonpath"
@@ -37,8 +38,6 @@ MODELS_PACKAGE = "megatron_rl_models"
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
-IDENTICAL = "megatron_rl_identical"
-"""Key of a served model's config that gives it the trainer's operators: FLAG of megatron_rl_plugin/identical.py."""
 MEMORY = ("kv_cache", "weights")
 """Tags of what a server that sleeps gives up. CUDA graphs keep their own buffers: no address changes, so they stay valid."""
 DEATH_S = 3.0

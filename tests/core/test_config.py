@@ -76,7 +76,7 @@ def test_the_tree_is_frozen_and_has_few_knobs():
     config = build_config({})
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
-    # 280, one for operators that engine and trainer share, and three for gates: recorded, replayed, and the threshold below which
+    # 280, one for operators that engine and trainer share, three for gates: recorded, replayed, and the threshold below which
     # a replayed expert is given up.
     assert len(key_paths()) <= 284
 

@@ -39,6 +39,7 @@ def test_what_can_be():
         ({"model": {"moe_router_fusion": True}}, "model.moe_router_fusion"),
         ({"lora": {"rank": 4}}, "lora.rank"),
         ({"routing": {"source": "pr2"}, "batch": {"updates_per_step": 2}}, "routing.source = pr2"),
+        ({"routing": {"source": "r3", "replay_gates": True}}, "routing.replay_gates"),
         ({"model": {"attention_sinks": "ignored"}}, "model.attention_sinks"),
         ({"rollout": {"sampling": {"top_k": 10}}}, "rollout.sampling.top_k"),
         ({"pruning": {"enabled": True, "engine_rho": 1e-3}}, "pruning.engine_rho"),

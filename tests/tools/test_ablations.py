@@ -24,6 +24,7 @@ SCRIPTS = (
     "vp2o_diversity",
     "smollm2_ablation",
     "all_cures",
+    "zero_mismatch",
     "reward_hacking",
 )
 

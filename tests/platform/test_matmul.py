@@ -34,11 +34,25 @@ def test_equals_fp64(rows, shape, transposed):
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-7 * shape[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_are_torchs_own(dtype):
-    a, b = (x.to(dtype) for x in operands(64, WEIGHTS[0], transposed=True))
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float64, 64), (torch.bfloat16, matmul.MANY_ROWS - 1)])
+def test_other_dtypes_are_torchs_own(dtype, rows):
+    a, b = (x.to(dtype) for x in operands(rows, WEIGHTS[0], transposed=True))
     own = torch.mm(a, b, out=a.new_empty(0))  # the kernel that nobody replaces
     assert torch.equal(matmul.mm(a, b), own)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_many_rows_in_bf16_go_through_fp32_where_the_processor_is_slow(slow, monkeypatch):
+    monkeypatch.setattr(matmul, "slow_bf16", lambda: slow)
+    a, b = (x.bfloat16() for x in operands(matmul.MANY_ROWS, WEIGHTS[0], transposed=False))
+    out = matmul.mm(a, b)
+    assert out.dtype == torch.bfloat16 and out.is_contiguous()
+    if slow:
+        expected = a.double() @ b.double()
+        # One rounding to bf16 of a sum in fp32.
+        torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=3e-7 * WEIGHTS[0][0])
+    else:
+        assert torch.equal(out, torch.mm(a, b, out=a.new_empty(0)))
 
 
 @pytest.mark.parametrize(

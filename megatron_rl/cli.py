@@ -50,6 +50,19 @@ def make_parser() -> argparse.ArgumentParser:
             "--nproc", type=int, default=1, metavar="N",
             help="trainer processes on this machine (starts torchrun; leave it out under srun or torchrun)",
         )  # fmt: skip
+    certify = commands.add_parser(
+        "certify",
+        help="whether trainer and engine compute the same to the last bit, and which operator of which layer is the first that"
+        " does not",
+        allow_abbrev=False,
+        epilog="Every key of the config can be given as --section.key VALUE. docs/mismatch.md says what is compared.",
+    )
+    certify.add_argument("config", metavar="CONFIG", help="YAML file")
+    certify.add_argument(
+        "--prompts", type=int, default=8, metavar="N", help="of the task, on which both are compared (8)"
+    )
+    certify.add_argument("--tokens", type=int, default=32, metavar="N", help="of the longest response (32)")
+    certify.add_argument("--nproc", type=int, default=1, metavar="N", help="trainer processes on this machine")
     plan = commands.add_parser(
         "plan",
         help="whether a config fits into the memory of so many GPUs, by arithmetic; needs no GPU and no weights",
@@ -160,7 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0, or 2 after a one-line error for the user."""
+    """Run a command. Returns the exit status: 0, 1 of a certificate that fails, or 2 after a one-line error for the user."""
     arguments = sys.argv[1:] if arguments is None else arguments
     args, rest = make_parser().parse_known_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="megatron-rl: %(message)s")
@@ -216,7 +229,7 @@ def _say_once(problem: str) -> None:
 
 def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
     attributes = args.command == "report" and args.attribute
-    if rest and args.command not in (*CONFIG_COMMANDS, "plan", "launch") and not attributes:
+    if rest and args.command not in (*CONFIG_COMMANDS, "certify", "plan", "launch") and not attributes:
         raise UserError(f"unknown argument '{rest[0]}'; see megatron-rl {args.command} --help")
     if args.command == "doctor":
         from megatron_rl.launch.doctor import doctor
@@ -303,7 +316,11 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
         os.environ.update(allocator_settings(config, os.environ))
     if _needs_torchrun(args.nproc):
-        return _torchrun(args.nproc, arguments)
+        return _torchrun(args.nproc, arguments, failing=1 if args.command == "certify" else None)
+    if args.command == "certify":
+        from megatron_rl.certify.command import certify_command
+
+        return certify_command(config, args.prompts, args.tokens)
     if args.command == "train":
         from megatron_rl.train import train as command
     elif args.command == "sft":
@@ -341,8 +358,12 @@ def _pass_on(number: int, _: FrameType | None) -> None:
             process.send_signal(number)
 
 
-def _torchrun(nproc: int, arguments: list[str]) -> int:
-    """Start this command again on `nproc` processes; each gets its share of the cores. It ends when they have."""
+def _torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> int:
+    """Start this command again on `nproc` processes; each gets its share of the cores. It ends when they have.
+
+    failing: an exit status that is passed on; every other one but 0 is 2.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     at = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--nproc")
@@ -369,7 +390,8 @@ def _torchrun(nproc: int, arguments: list[str]) -> int:
             raise KeyboardInterrupt from None
         if type(error).__name__ not in ("ChildFailedError", "SystemExit"):
             raise
-        return 2
+        passed_on = isinstance(error, ChildFailedError) and error.get_first_failure()[1].exitcode == failing
+        return failing if failing is not None and passed_on else 2
     return 0
 
 

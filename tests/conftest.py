@@ -37,6 +37,8 @@ LONG = (
     "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
     "e2e/test_ahead.py::test_two_processes_give_up_an_update_and_learn_the_same_to_the_bit",
     "e2e/test_ask.py::test_eval_of_a_run_whose_server_dies",
+    "e2e/test_certify.py::test_layouts_are_equal_to_one_process",
+    "e2e/test_certify.py::test_trainer_and_engine_are_equal_in_bf16",
     "e2e/test_fleet.py::test_servers_behind_a_router",
     "e2e/test_groups_with_spread.py::test_groups_that_lie_on_two_leaders",
     "e2e/test_preference_commands.py::test_ppo_by_adapters_leaves_all_else",

@@ -77,7 +77,8 @@ class Reply:
     top: TopLogProbs | None = None
     """The likeliest tokens in the place of each, where the request asks for them."""
     prompt_log_probs: np.ndarray | None = None
-    """[p - 1] float32: log-probs of prompt tokens 1..p-1 at temperature 1, from the prefill."""
+    """[p - 1] float32: log-probs of prompt tokens 1..p-1 at temperature 1, from the prefill; with the request's own
+    logprob_start_len s those of s+1..p-1."""
     text: str = ""
     """Decoded by the server, empty where it has no tokenizer."""
 
@@ -275,7 +276,7 @@ class SGLangClient:
             **(options or {}),
         }
         if prompt_log_probs:
-            body["logprob_start_len"] = 0
+            body.setdefault("logprob_start_len", 0)
         if top_log_probs:
             # After the temperature, before top-p, top-k and min-p (sglang/srt/layers/sampler.py, release 0.5.23).
             body |= {

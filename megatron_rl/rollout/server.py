@@ -29,6 +29,7 @@ from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 from megatron_rl.sync.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.identical import FLAG as IDENTICAL
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import FLAG as TRACE
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 MODELS_PYTHONPATH = Path(__file__).parent / "pythonpath"
@@ -38,6 +39,8 @@ MODELS_PACKAGE = "megatron_rl_models"
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 CPU_CACHE_TOKENS = 65_536
+FLUSH_S = 60
+"""Seconds for which SGLang may wait until nothing runs, before it empties its cache."""
 MEMORY = ("kv_cache", "weights")
 """Tags of what a server that sleeps gives up. CUDA graphs keep their own buffers: no address changes, so they stay valid."""
 DEATH_S = 3.0
@@ -175,6 +178,8 @@ class RolloutServer:
     fp32_lm_head: bool = False
     identical: bool = False
     """Its operators are the trainer's (precision.identical), which pythonpath must hold."""
+    trace: Path | None = None
+    """Folder into which it writes what its operators put out (megatron_rl_plugin/trace.py, which pythonpath must hold)."""
     devices: Sequence[str] = ()
     """GPUs as CUDA_VISIBLE_DEVICES names them, by default all that this process sees."""
     sleeps: bool = False
@@ -210,6 +215,7 @@ class RolloutServer:
         log_path: Path = Path("sglang.log"),
         devices: Sequence[str] = (),
         sleeps: bool = False,
+        trace: Path | None = None,
     ) -> RolloutServer:
         """The server that a training run with this config wants."""
         support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
@@ -232,6 +238,7 @@ class RolloutServer:
             seeded_sets=support.keeps_sets and config.rollout.seed_requests,
             fp32_lm_head=config.precision.fp32_lm_head,
             identical=config.precision.identical,
+            trace=trace,
             log_path=log_path,
             seed=config.seed,
             pythonpath=pythonpath,
@@ -308,9 +315,12 @@ class RolloutServer:
             command += ["--load-format", "dummy"]
         if self.identical:
             overrides[IDENTICAL] = True
+        if self.trace:
+            overrides[TRACE] = str(self.trace.resolve())
         if self.feature_stride:
             overrides["router_feature_stride"] = self.feature_stride
-            # A graph's replay runs none of the code that picks the features.
+        if self.feature_stride or self.trace:
+            # A graph's replay runs none of the code that picks the features, and no hooks.
             command += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
         if self.gates:
             overrides[GATES] = True
@@ -431,6 +441,15 @@ class RolloutServer:
             calls.append(("/continue_generation", {}))
         self._control(*calls, must_live=True)
         self.asleep -= taken
+
+    def flush(self) -> None:
+        """Empty the prefix cache; nothing may run. Errors: as of `wake`."""
+        self._control((f"/flush_cache?timeout={FLUSH_S}", {}), must_live=True)
+
+    def retract(self) -> None:
+        """Stop what is being sampled and take its cache away: all its tokens are computed again. Errors: as of `wake`."""
+        calls = ("/pause_generation", {"mode": "retract"}), ("/flush_cache", {}), ("/continue_generation", {})
+        self._control(*calls, must_live=True)
 
     def _control(self, *calls: tuple[str, dict], must_live: bool = False) -> None:
         """POSTs in turn. Errors: UserError for a refusal; for one that is dead only where it must live."""

@@ -12,12 +12,13 @@ def register() -> None:
 
     They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
     replies get small integers, or gates beside them where a server is told to. Requests may have seeds. Sinks are in fp32
-    where the model is. A model that is asked to be identical to the trainer's has its operators.
+    where the model is. A model that is asked to be identical to the trainer's has its operators; one that is asked to shows
+    what its operators put out.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler
 
-    from megatron_rl_plugin import fingerprint, gates, identical, memory, routes, seeds, sinks
+    from megatron_rl_plugin import fingerprint, gates, identical, memory, routes, seeds, sinks, trace
 
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", fingerprint.describe, HookType.REPLACE)
     HookRegistry.register("sglang.srt.utils.weight_checker._build_quantized_set", lambda model: {}, HookType.REPLACE)
@@ -31,4 +32,5 @@ def register() -> None:
     HookRegistry.register("sglang.srt.models.gpt_oss.GptOssAttention.__init__", sinks.in_fp32, HookType.AFTER)
     load = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
     HookRegistry.register(load, identical.after_load, HookType.AFTER)
+    HookRegistry.register(load, trace.after_load, HookType.AFTER)
     SafeUnpickler.ALLOWED_GLOBALS |= memory.GLOBALS

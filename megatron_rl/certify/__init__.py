@@ -1,0 +1,1 @@
+"""`megatron-rl certify`: whether trainer and engine compute the same, and with which operator of which layer they part."""

@@ -1,0 +1,164 @@
+"""What a served model's operators put out, row by row, for `megatron-rl certify`: one file for each forward pass.
+
+A server whose model has the key FLAG in its config (--json-model-override-args) writes into that folder. A pass is a file
+`NUMBER-MODE.pt` (torch.save), which is there complete or not at all:
+
+    rids         ids of its requests
+    rows         [R] int64: the request of each row, an index of rids
+    positions    [R] int64: the row's position in its sequence, from 0
+    values       {(layer, operator): [R, n]}; layers are counted from 0, None is outside of them
+
+Of a server on several GPUs its first process writes, and only what it has whole: no heads, no sums that are still to be added
+up. CUDA graphs run no hooks: the server has to be started without them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FLAG = "megatron_rl_trace"
+"""Key of a served model's config: the folder."""
+
+EMBEDDING, FINAL_NORM = "embedding", "final norm"
+OF_LAYER = (
+    "input norm",
+    "qkv projection",
+    "query projection",
+    "latent projection",
+    "latent norm",
+    "query",
+    "key",
+    "attention",
+    "output projection",
+    "MLP norm",
+    "router",
+    "MLP",
+)
+"""Operators of a layer in the order in which they are computed. The three behind `qkv projection` are multi-latent attention's;
+`query` and `key` are those that meet, rotated; the router's are the weights of all experts [R, E], 0 for those not chosen."""
+SHARED_OUT = ("qkv projection", "query projection", "query", "key", "attention", "output projection", "MLP")
+"""Of a server on several GPUs each has some heads of these, or a part of the sum."""
+_OUTPUTS = {
+    "input_layernorm": "input norm",
+    "self_attn.qkv_proj": "qkv projection",
+    "self_attn.q_proj": "query projection",
+    "self_attn.kv_a_proj_with_mqa": "latent projection",
+    "self_attn.kv_a_layernorm": "latent norm",
+    "self_attn.o_proj": "output projection",
+    "post_attention_layernorm": "MLP norm",
+    "mlp": "MLP",
+    "block_sparse_moe": "MLP",
+}
+"""Module of a layer -> what it puts out."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+
+
+def after_load(_result: None, runner: Any, *_, **__) -> None:
+    """Called after `ModelRunner.load_model`."""
+    folder = getattr(runner.model_config.hf_config, FLAG, None)
+    if folder is None or runner.is_draft_worker:
+        return
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.tp_rank == 0:
+        Trace(Path(folder), alone=parallel.tp_size == 1).watch(runner.model)
+
+
+class Trace:
+    """The pass at hand, and the files of those before it."""
+
+    def __init__(self, folder: Path, *, alone: bool) -> None:
+        """alone: this process has the whole model."""
+        self.folder, self.alone = folder, alone
+        self.number = 0
+        self._batch: Any = None
+        self._values: dict[tuple[int | None, str], Tensor] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        """Register the hooks."""
+        from sglang.srt.layers.moe.topk import TopK
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        decoder: nn.Module = model.model
+        decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+        decoder.register_forward_hook(self._end)
+        self._output(decoder.embed_tokens, None, EMBEDDING)
+        self._output(decoder.norm, None, FINAL_NORM)
+        for name, module in decoder.named_modules():
+            if (match := _LAYER.search(name)) is None:
+                continue
+            layer, place = int(match[1]), match[2]
+            if isinstance(module, RadixAttention):
+                module.register_forward_pre_hook(partial(self._see_attention, layer), with_kwargs=True)
+            elif isinstance(module, TopK):
+                block = decoder.get_submodule(name.rpartition(".")[0])
+                module.register_forward_hook(partial(self._see_choice, layer, block))
+            elif place in _OUTPUTS:
+                self._output(module, layer, _OUTPUTS[place])
+            if place == "self_attn.o_proj":
+                module.register_forward_pre_hook(lambda _, args, layer=layer: self.see(layer, "attention", args[0]))
+
+    def _output(self, module: nn.Module, layer: int | None, operator: str) -> None:
+        def see(_module: nn.Module, _args: tuple, output: Any) -> None:
+            # A norm that adds the residual gives that too; a linear layer its bias.
+            self.see(layer, operator, output[0] if isinstance(output, tuple) else output)
+
+        module.register_forward_hook(see)
+
+    def _see_attention(self, layer: int, _module: nn.Module, args: tuple, named: dict[str, Any]) -> None:
+        query, key = (args[i] if len(args) > i else named.get(name) for i, name in enumerate("qk"))
+        for operator, value in (("query", query), ("key", key)):
+            if value is not None:
+                self.see(layer, operator, value)
+
+    def _see_choice(self, layer: int, block: nn.Module, _module: nn.Module, _args: tuple, output: Any) -> None:
+        ids, weights = output.topk_ids.long(), output.topk_weights.float()
+        if not getattr(
+            block, "routed_scaling_factor_fused_in_topk", False
+        ):  # the block scales what its experts put out
+            weights = weights * getattr(block, "routed_scaling_factor", 1.0)
+        experts = weights.new_zeros(len(ids), output.router_logits.shape[-1])
+        self.see(layer, "router", experts.scatter_(1, ids, weights))
+
+    def see(self, layer: int | None, operator: str, value: Tensor) -> None:
+        """Keep an operator's output [R, ...] of the pass at hand: what comes later may change it in place."""
+        if self._batch is not None and (self.alone or operator not in SHARED_OUT):
+            self._values[layer, operator] = value.detach().reshape(len(value), -1).cpu().clone()
+
+    def _begin(self, _module: nn.Module, args: tuple, named: dict[str, Any]) -> None:
+        batch = next((one for one in (*args, *named.values()) if hasattr(one, "forward_mode")), None)
+        plain = batch is not None and batch.rids and batch.spec_info is None
+        self._batch = batch if plain and (batch.forward_mode.is_decode() or batch.forward_mode.is_extend()) else None
+        self._values = {}
+
+    def _end(self, _module: nn.Module, _args: tuple, _output: Any) -> None:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        decode = batch.forward_mode.is_decode()
+        counts = torch.tensor([1] * len(batch.rids) if decode else list(batch.extend_seq_lens_cpu))
+        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        self.number += 1
+        self._write(
+            f"{self.number:08d}-{'decode' if decode else 'extend'}.pt",
+            {
+                "rids": list(batch.rids),
+                "rows": rows,
+                "positions": batch.positions[: len(rows)].long().cpu(),
+                "values": {place: value[: len(rows)] for place, value in self._values.items()},
+            },
+        )
+        self._values = {}
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        incomplete = self.folder / f"{name}.partial"
+        torch.save(content, incomplete)
+        os.replace(incomplete, self.folder / name)

@@ -1,0 +1,235 @@
+"""`megatron-rl certify`: a real server and the real trainer, equal to the last bit, and broken on purpose in one operator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.certify import command
+from megatron_rl.certify.engine import Sides
+from megatron_rl.certify.page import DATA, PAGE
+from megatron_rl.cli import main
+from megatron_rl.models.moe import rows_of_tokens
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import OF_LAYER
+from megatron_rl.trainer import parallel
+from tests.program import forked
+
+LAYERS, PROMPTS = 2, 5
+MLA = ("query projection", "latent projection", "latent norm")
+OPERATORS = [name for name in OF_LAYER if name not in MLA]
+PLUGIN = '''
+"""Layer 1's output projection sums the rows of a batch in another order than that of one row."""
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", after_load, HookType.AFTER
+    )
+
+
+def after_load(result, runner, *args, **kwargs):
+    projection = runner.model.model.layers[1].self_attn.o_proj
+    apply = projection.quant_method.apply
+
+    class Backwards:
+        def apply(self, layer, x, bias=None):
+            if len(x) == 1:
+                return apply(layer, x, bias)
+            return (x.flip(-1) @ layer.weight.flip(-1).t()).to(x.dtype)
+
+    projection.quant_method = Backwards()
+'''
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_model) -> Path:
+    folder = tmp_path_factory.mktemp("certify")
+    model = tiny_model("qwen3_moe", "--layers", str(LAYERS), "--topk", "3", "--tokenizer", "numbers")
+    tree = {
+        "name": "certified",
+        "seed": int(np.random.default_rng().integers(2**31)),
+        "runs_dir": str(folder / "runs"),
+        "model": {"path": str(model)},
+        "data": {"task": "number_sorting"},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_micro_batch": 128},
+        "precision": {"train": "fp32", "rollout": "fp32", "identical": True},
+        "rollout": {"max_new_tokens": 12, "context_length": 64, "server": {"threads": 1, "max_total_tokens": 4096}},
+    }
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def certify(config: Path, *arguments: str, status: int) -> tuple[dict, str]:
+    """The certificate as JSON, and the page."""
+    try:
+        assert main(["certify", str(config), "--prompts", str(PROMPTS), "--tokens", "24", *arguments]) == status
+    finally:
+        parallel.shutdown()
+    run = config.parent / "runs" / "certified"
+    assert not [path for path in run.iterdir() if path.is_dir()], "the folder of traces stays"
+    return json.loads((run / DATA).read_text()), (run / PAGE).read_text()
+
+
+@pytest.fixture(scope="module")
+def certified(config) -> tuple[dict, str, Sides]:
+    """The certificate of the config as it is, and what the engine computed."""
+    kept = []
+    ask = command._ask
+
+    def asking(*args):
+        kept.append(ask(*args))
+        return kept[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_ask", asking)
+        return *certify(config, status=0), kept[0]
+
+
+def check_equal(found: dict) -> None:
+    assert found["equal"] and [step["first"] for step in found["steps"]] == [None] * 8
+    for step in found["steps"]:
+        assert {one["operator"] for one in step["places"] if one["layer"] is not None} == set(OPERATORS)
+        assert len(step["places"]) == LAYERS * len(OPERATORS) + 2
+        assert step["sequences"] == PROMPTS and step["log_probs"]["rows"] > 50
+        assert all(one["rows"] >= step["tokens"] > 80 for one in step["places"])
+    remarks = {step["name"]: int(step["remark"].split()[0]) for step in found["steps"] if step["remark"]}
+    assert remarks["engine: retracted requests"] > 0 and remarks["engine: prefix cache"] > PROMPTS
+
+
+def test_trainer_and_engine_are_equal_to_the_last_bit(certified):
+    found, page, sides = certified
+    check_equal(found)
+    assert "Trainer and engine are equal to the last bit." in page and "| router | equal | equal |" in page
+    lengths = {t.response_length for t in sides.trajectories}
+    assert len(lengths) > 2 and max(lengths) == 24
+
+
+def test_trainer_and_engine_are_equal_in_bf16(config):
+    found, _ = certify(config, "--precision.train", "bf16", "--precision.rollout", "bf16", status=0)
+    check_equal(found)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 2, "expert": 2, "expert_tensor": 1}, {"pipeline": 2}, {"context": 2}], ids=str
+)
+def test_layouts_are_equal_to_one_process(sizes, config):
+    layout = [word for name, size in sizes.items() for word in (f"--parallel.{name}", str(size))]
+    forked("certify", str(config), *layout, "--prompts", str(PROMPTS), "--tokens", "24", ranks=2)
+    found = json.loads((config.parent / "runs" / "certified" / DATA).read_text())
+    check_equal(found)
+    assert f"{next(iter(sizes))} 2" in found["layout"]
+
+
+def backwards(linear):
+    """Sum over the inputs of a linear layer from the last one to the first."""
+    linear._forward_impl = lambda *, input, weight, **_: input.flip(-1) @ weight.flip(-1).t()
+
+
+def break_norm(layer):
+    norm = layer.pre_mlp_layernorm
+    norm.forward = lambda x: x * (norm.weight * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt())
+
+
+def break_router(layer):
+    router = layer.mlp.router
+    router.compute_logits = lambda x: x.flip(-1) @ router.weight.flip(-1).t()
+
+
+def break_combine(layer):
+    """The experts of a token from the last one to the first."""
+    postprocess = layer.mlp.postprocess
+
+    def backwards(output, shared):
+        dispatcher = layer.mlp.token_dispatcher
+        rows = rows_of_tokens(dispatcher, layer.mlp.config.moe_router_topk)
+        postprocess(output, shared)
+        total = output[rows[:, -1]]
+        for i in reversed(range(rows.shape[1] - 1)):
+            total = total + output[rows[:, i]]
+        return total.view(dispatcher.hidden_shape)
+
+    layer.mlp.postprocess = backwards
+
+
+BREAKS = {
+    "output projection": lambda layer: backwards(layer.self_attention.linear_proj),
+    "qkv projection": lambda layer: backwards(layer.self_attention.linear_qkv),
+    "MLP norm": break_norm,
+    "router": break_router,
+    "MLP": break_combine,
+}
+
+
+@pytest.mark.parametrize("operator", [*BREAKS])
+def test_the_certificate_names_the_broken_operator_and_its_layer(operator, config, certified, monkeypatch):
+    """The trainer sums in another order in one place; the engine's numbers are those of the unbroken run."""
+    layer = int(np.random.default_rng().integers(LAYERS))
+    build = command.build_trainer
+
+    def building(*args, **options):
+        trainer = build(*args, **options)
+        BREAKS[operator](trainer.chunks[0].decoder.layers[layer])
+        return trainer
+
+    monkeypatch.setattr(command, "build_trainer", building)
+    monkeypatch.setattr(command, "_ask", lambda *_: certified[2])
+    found, page = certify(config, status=1)
+    assert not found["equal"]
+    by_name = {step["name"]: step for step in found["steps"]}
+    for name in ("trainer = prefill", "trainer = decode"):
+        assert by_name[name]["first"] == {"layer": layer, "operator": operator}, by_name[name]["first"]
+        assert by_name[name]["log_probs"]["rows"] > 50
+    assert all(step["equal"] for name, step in by_name.items() if name.startswith("engine"))
+    assert f"unequal, first '{operator}' of layer {layer}" in page
+
+
+def test_an_engine_that_is_not_batch_invariant_is_found(config, tmp_path, monkeypatch, capsys):
+    """A plugin of the server sums in another order when it computes several rows."""
+    (tmp_path / "breaks.py").write_text(PLUGIN)
+    info = tmp_path / "breaks-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbreaks = breaks:register\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    found, _ = certify(config, status=1)
+    by_name = {step["name"]: step for step in found["steps"]}
+    broken = {"layer": 1, "operator": "output projection"}
+    for name in (
+        "engine: decode alone = among others",
+        "engine: decode = prefill",
+        "trainer = prefill",
+        "trainer = decode",
+    ):
+        assert by_name[name]["first"] == broken, (name, by_name[name]["first"])
+    assert by_name["trainer: alone = among others"]["equal"]
+    said = capsys.readouterr().out
+    assert "Not equal: engine: " in said and "Trainer and engine part at 'output projection' of layer 1." in said
+
+
+def test_without_identical_it_is_a_report(config, capsys):
+    found, page = certify(
+        config, "--precision.identical", "false", "--precision.train", "bf16", "--precision.rollout", "bf16", status=0
+    )
+    last = found["steps"][-1]
+    assert not found["equal"] and last["first"]["operator"] in OPERATORS and last["log_probs"]["rows"] > 50
+    assert "`precision.identical` is off, so that this is a report" in page
+    assert f"first '{last['first']['operator']}' of layer {last['first']['layer']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--rollout.addresses", "[127.0.0.1:1]"), "rollout.addresses lists servers"),
+        (("--tokens", "1"), "at least 1 and 2"),
+        (("--precision.rollout", "fp8"), "precision.rollout"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused(arguments, problem, config, capsys):
+    assert main(["certify", str(config), *arguments]) == 2
+    assert problem in capsys.readouterr().err

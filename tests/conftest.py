@@ -37,6 +37,7 @@ LONG = (
     "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
     "e2e/test_ahead.py::test_two_processes_give_up_an_update_and_learn_the_same_to_the_bit",
     "e2e/test_ask.py::test_eval_of_a_run_whose_server_dies",
+    "e2e/test_certify.py::test_families_on_one_process_and_on_two_tensor_parallel_ranks",
     "e2e/test_certify.py::test_layouts_are_equal_to_one_process",
     "e2e/test_certify.py::test_trainer_and_engine_are_equal_in_bf16",
     "e2e/test_fleet.py::test_servers_behind_a_router",
@@ -103,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.removeprefix("tests/")
         file = name.partition("::")[0]
         files.add(file)
-        if found := {name, file}.intersection(LONG):
+        if found := {name, name.partition("[")[0], file}.intersection(LONG):
             item.add_marker("long")
             unknown -= found
     if not any("::" in argument for argument in config.args):  # files are whole

@@ -45,7 +45,7 @@ def test_spills_are_read_from_a_report():
 @pytest.mark.skipif(
     not extensions.masked_log_softmax.cuda, reason="the CUDA part is not built: no nvcc of torch's version"
 )
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in REPOSITORY.glob("csrc/*/binding.cpp")))
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in REPOSITORY.glob("csrc/*/cuda.cu")))
 def test_no_kernel_spills(name):
     source = (REPOSITORY / f"csrc/{name}/kernels.cuh").read_text()
     kernels = re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", source)

@@ -126,6 +126,19 @@ def test_layouts_are_equal_to_one_process(sizes, config):
     assert f"{next(iter(sizes))} 2" in found["layout"]
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "olmoe", "deepseek_v3", "mixtral", "qwen3", "llama"])
+def test_families_on_one_process_and_on_two_tensor_parallel_ranks(family, config, tiny_model):
+    """Sinks and windows, norms over all heads, multi-latent attention with shared experts, dense layers."""
+    model = tiny_model(family, "--layers", str(LAYERS), "--topk", "3", "--tokenizer", "numbers")
+    found, _ = certify(config, "--model.path", str(model), status=0)
+    words = ("--model.path", str(model), "--parallel.tensor", "2", "--parallel.expert_tensor", "1")
+    forked("certify", str(config), *words, "--prompts", str(PROMPTS), "--tokens", "24", ranks=2)
+    two = json.loads((config.parent / "runs" / "certified" / DATA).read_text())
+    for one in (found, two):
+        assert one["equal"] and [step["first"] for step in one["steps"]] == [None] * 8
+        assert all(step["log_probs"]["rows"] > 50 and len(step["places"]) > LAYERS * 5 for step in one["steps"])
+
+
 def backwards(linear):
     """Sum over the inputs of a linear layer from the last one to the first."""
     linear._forward_impl = lambda *, input, weight, **_: input.flip(-1) @ weight.flip(-1).t()

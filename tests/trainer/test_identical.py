@@ -10,8 +10,12 @@ from ranks import run_ranks, without_ties
 pytestmark = pytest.mark.timeout(900)
 
 SAMPLES = 8
-ALONE = {"batch": {"tokens_per_micro_batch": 39}}
-"""One sequence in a micro-batch."""
+ON_ONE = {
+    "together": {},
+    "alone": {"batch": {"tokens_per_micro_batch": 39}},  # one sequence in a micro-batch
+    "full_recompute": {"model": {"recompute": "full"}},
+    "selective_recompute": {"model": {"recompute": "selective"}},
+}
 FAMILIES = {
     "qwen3_moe": ("qwen3_moe",),
     "gpt_oss": ("gpt_oss", "--max-position", "131072"),
@@ -55,8 +59,11 @@ def different(one: dict, other: dict) -> list[float]:
 def test_alone_among_others_and_on_two_ranks(family, precision, tiny_model):
     model = str(tiny_model(*FAMILIES[family]))
     samples = make_samples(int(np.random.SeedSequence().entropy % 2**31), SAMPLES, 512)
-    one = run(model, samples, 1, configs(precision, {"together": {}, "alone": ALONE}))
-    assert not different(one["alone"], one["together"])
+    one = run(model, samples, 1, configs(precision, ON_ONE))
+    assert {name: different(result, one["together"]) for name, result in one.items()} == {name: [] for name in ON_ONE}
+    for name in ("full_recompute", "selective_recompute"):  # what is computed again is the same again
+        for tensor, grad in one["together"]["grads"].items():
+            assert np.array_equal(one[name]["grads"][tensor], grad), (name, tensor)
     layouts = {n: c for n, c in ON_TWO.items() if n != "ep2" or family not in DENSE}
     if family == "deepseek_v3":  # one latent for all heads: what is gathered is that, and not the heads' keys
         layouts.pop("cp2_all_gather")

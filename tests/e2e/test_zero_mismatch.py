@@ -70,7 +70,8 @@ def test_pruning_keeps_it(model, tmp_path):
 
 
 def test_what_is_sampled_ahead_differs_by_the_updates_alone(model, tmp_path):
-    first, *later = train(tmp_path, model, rollout={"max_staleness": 1})
+    corrected = {"mode": "truncate", "high": 2.0}
+    first, *later = train(tmp_path, model, rollout={"max_staleness": 1}, correction=corrected)
     assert first["mismatch/kl"] == 0.0 and first["mismatch/ratio_max"] == 1.0
     for step in later:
         assert step["rollout/staleness"] > 0

@@ -19,7 +19,7 @@ def check_identical(config: Config, hf_config: PreTrainedConfig, machine: Machin
     problems = (
         (
             machine.gpu is not None,
-            "there are operators for the CPU alone, and this machine has a GPU; set precision.identical: false",
+            "trainer and engine share operators on the CPU alone, and this machine has a GPU; set precision.identical: false",
         ),
         (
             precision.train != precision.rollout or precision.train not in ("fp32", "bf16"),

@@ -205,6 +205,16 @@ def test_experts(kind, dtype):
     assert (out.double() - exact).abs().amax() <= 30 * EPSILON[dtype] * scale * math.sqrt(width)
 
 
+def test_sums_over_experts_are_in_the_order_of_places():
+    x, places = torch.randn(40, number(1, 50)), torch.randint(0, 40, (number(1, 20), 5))
+    total = x[places[:, 0]]
+    for j in range(1, 5):
+        total = total + x[places[:, j]]
+    assert torch.equal(ops.combine(x, places), total)
+    with pytest.raises(ValueError, match="rows of x"):
+        ops.combine(x, places + 40)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("log_rho", [None, -3.0])
 def test_log_probs(temperature, log_rho):

@@ -32,20 +32,18 @@ from megatron_rl.models.norm import HeadsRMSNorm, RMSNorm
 from megatron_rl.models.packed import token_places
 from megatron_rl.models.router import ReplayRouter
 from megatron_rl.ops import batch_invariant as ops
+from megatron_rl.routing.passes import straight_through
 
 
-class WithValue(torch.autograd.Function):
-    """`value`, with the gradient of `x`: the same formula, computed otherwise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
-        """Both of one shape."""
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor):
-        """The gradient goes to x."""
-        return grad, None
+def parts_of_rank(width: int, ranks: int) -> int:
+    """How many of a sum's parts each tensor-parallel rank has. Errors: UserError for more ranks than parts."""
+    parts = ops.parts(width)
+    if parts % ranks:
+        raise UserError(
+            f"config: parallel.tensor = {ranks} with precision.identical: a sum over {width} inputs is made of {parts} parts,"
+            f" which so many ranks cannot share; {parts} can"
+        )
+    return parts // ranks
 
 
 class _Linear(torch.autograd.Function):
@@ -94,13 +92,7 @@ class BatchInvariantRowParallelLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.parts = ops.parts(self.input_size)
-        ranks = self.input_size // self.input_size_per_partition
-        if self.parts % ranks:
-            raise UserError(
-                f"config: parallel.tensor = {ranks} with precision.identical: a product over {self.input_size} inputs is summed"
-                f" in {self.parts} parts, which so many ranks cannot share; {self.parts} can"
-            )
+        self.parts = parts_of_rank(self.input_size, self.input_size // self.input_size_per_partition)
 
     def forward(self, input_: Tensor) -> Any:
         """[s, b, h] -> (output, bias), as Megatron's."""
@@ -108,7 +100,7 @@ class BatchInvariantRowParallelLinear(RowParallelLinear):
         if group.size() == 1 or self.explicit_expert_comm:
             return super().forward(input_)
         weight = self.get_parameter("weight")
-        share = linear(input_, weight, dtype=torch.float32, of_parts=self.parts // group.size())
+        share = linear(input_, weight, dtype=torch.float32, of_parts=self.parts)
         out: Any = _TreeReduce.apply(share, group, self.sequence_parallel)
         out = out.to(input_.dtype)
         bias = self.bias
@@ -189,7 +181,7 @@ class BatchInvariantHeadsRMSNorm(HeadsRMSNorm):
             self.weight.numel(),
             self.tp_group.size(),
         )
-        sums = ops.square_sums(rows.detach(), of_parts=max(1, ops.parts(width) // ranks))
+        sums = ops.square_sums(rows.detach(), of_parts=parts_of_rank(width, ranks))
         add_up = None
         if ranks > 1:
             shares = [torch.empty_like(sums) for _ in range(ranks)]
@@ -265,8 +257,7 @@ class BatchInvariantRouter(ReplayRouter):
         with torch.no_grad():
             ids = chosen.byte().argsort(dim=1, descending=True, stable=True)[:, : self.topk]
             value = torch.zeros_like(probs).scatter_(1, ids, self.rule.weights(flat, ids).to(probs.dtype))
-        weights: Any = WithValue.apply(probs, value)
-        return weights, chosen
+        return straight_through(value, probs), chosen
 
 
 class BatchInvariantExperts(GroupedExperts):

@@ -18,6 +18,11 @@ from megatron_rl.routing.predictor import RoutePredictor
 from megatron_rl.routing.table import has_route
 
 
+def straight_through(values: Tensor, x: Tensor) -> Tensor:
+    """Exactly the values, with the gradient of x; of one shape, finite."""
+    return values + (x - x.detach())  # the bracket is 0: adding it rounds nothing
+
+
 class Router(Protocol):
     """What observers ask of a layer's router."""
 
@@ -100,7 +105,7 @@ class RoutePass:
             return weights
         values = torch.zeros_like(weights).scatter(1, chosen, gates.to(weights.dtype) * scaling_factor)
         values = torch.where(gates.any(-1, keepdim=True), values, weights.detach())
-        return values + (weights - weights.detach())  # the bracket is 0: adding it to the values rounds nothing
+        return straight_through(values, weights)
 
     def see_outputs(self, layer: int, outputs: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         """Show the outputs to all observers (`RouteObserver.see_outputs`)."""

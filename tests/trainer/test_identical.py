@@ -7,6 +7,8 @@ import pytest
 from layouts import make_samples
 from ranks import run_ranks, without_ties
 
+from megatron_rl.errors import UserError
+
 pytestmark = pytest.mark.timeout(900)
 
 SAMPLES = 8
@@ -87,3 +89,11 @@ def test_gradients_are_those_of_plain_layers(family, tiny_model):
     for name, grad in plain["grads"].items():
         # Both are sums in fp32 over a hundred tokens and four layers, whose terms are at most as large as the largest.
         assert np.abs(identical["grads"][name] - grad).max() <= 1e-5 * max(1.0, np.abs(grad).max()), name
+
+
+def test_more_ranks_than_parts_are_refused():
+    from megatron_rl.models.batch_invariant import parts_of_rank  # Megatron, which takes seconds
+
+    assert [parts_of_rank(width, 2) for width in (64, 512, 1024)] == [1, 2, 4]
+    with pytest.raises(UserError, match=r"parallel\.tensor = 4 .* 64 inputs is made of 2 parts"):
+        parts_of_rank(64, 4)

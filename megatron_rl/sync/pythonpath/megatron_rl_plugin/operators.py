@@ -47,7 +47,7 @@ def replace_softmax() -> Any:
     library = torch.library.Library("aten", "IMPL")
 
     def rows(function, original, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-        if x.dtype == torch.float32 and x.dim() == 2 and dim % 2 == 1:
+        if x.dtype == torch.float32 and x.dim() == 2 and dim in (-1, 1):
             return function(x)
         return original(x, dim, half_to_float, out=torch.empty(0, dtype=torch.float32 if half_to_float else x.dtype))
 

@@ -35,6 +35,7 @@ ABLATION = Ablation(
     panels=PANELS,
     title="What a cure leaves, and no mismatch at all",
     seeds=3,
+    of_one_seed=("no floor", "R3 with gates, no floor"),
     differences=[
         ("R3 with gates", "R3"),
         ("zero, fp32", "GRPO"),

@@ -55,6 +55,8 @@ class Sizes:
     """With yarn (gpt_oss) 32 times the length that was trained first: 131072 gives the released models' factors."""
     window: int = 8
     """Of the layers with a sliding window; the released models' is 128."""
+    q_lora_rank: int = 0
+    """Of queries in multi-latent attention: 0, none, as Moonlight; DeepSeek-V3 has 1536."""
 
 
 def qwen3_moe(s: Sizes) -> PreTrainedConfig:
@@ -84,7 +86,7 @@ def mixtral(s: Sizes) -> PreTrainedConfig:
 
 
 def deepseek_v3(s: Sizes) -> PreTrainedConfig:
-    """Moonlight's shape (MLA without a query LoRA, two shared experts, first layer dense), with two expert groups."""
+    """Moonlight's shape (MLA, two shared experts, first layer dense), with two expert groups."""
     return transformers.DeepseekV3Config(
         **_decoder(s) | {"num_key_value_heads": s.heads},
         **_routed(s),
@@ -98,7 +100,7 @@ def deepseek_v3(s: Sizes) -> PreTrainedConfig:
         moe_layer_freq=1,
         routed_scaling_factor=2.446,
         first_k_dense_replace=1,
-        q_lora_rank=None,
+        q_lora_rank=s.q_lora_rank or None,
         kv_lora_rank=2 * s.head_dim,
         qk_nope_head_dim=s.head_dim,
         qk_rope_head_dim=s.head_dim // 2,

@@ -24,7 +24,9 @@ _OUTPUTS = {
     "input_layernorm": "input norm",
     "self_attention.linear_qkv": "qkv projection",
     "self_attention.linear_q_proj": "query projection",
+    "self_attention.linear_q_up_proj": "query projection",
     "self_attention.linear_kv_down_proj": "latent projection",
+    "self_attention.latent_projection": "latent projection",
     "self_attention.kv_layernorm": "latent norm",
     "self_attention.linear_proj": "output projection",
     "pre_mlp_layernorm": "MLP norm",
@@ -34,7 +36,11 @@ _OUTPUTS = {
 """Module of a layer -> what it puts out."""
 SUMS_OF_BIAS = ("output projection", "MLP")
 """What Megatron returns with its bias beside it, which it adds with the residual."""
-_INPUTS = {"self_attention.core_attention": ("query", "key"), "self_attention.linear_proj": ("attention",)}
+_INPUTS = {
+    "self_attention.linear_q_up_proj": ("query latents",),
+    "self_attention.core_attention": ("query", "key"),
+    "self_attention.linear_proj": ("attention",),
+}
 """Module of a layer -> what its first inputs are."""
 Note = Callable[[Place, Tensor], None]
 
@@ -84,6 +90,13 @@ class TrainerRecorder:
         config = trainer.model.config
         self._heads: int = config.num_attention_heads
         self._groups: int = config.num_query_groups or config.num_attention_heads
+        self._replicated: dict[str, int | None] = {}
+        """Operators of which every tensor-parallel rank has all columns, and how many."""
+        if config.multi_latent_attention:
+            latent, whole = config.kv_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim
+            self._replicated = {"query latents": config.q_lora_rank, "latent projection": whole, "latent norm": latent}
+            if trainer.config.precision.identical:
+                self._replicated["key"] = whole
 
     def together(
         self, samples: Sequence[Trajectory], support: SamplingSupport, *, operators: bool = True
@@ -136,7 +149,8 @@ class TrainerRecorder:
         """[T, n] on the CPU, of what this rank has: a share of the rows, or of the columns. tokens: T."""
         value = value.reshape(len(value), -1)
         group = process_group(parallel_state.get_tensor_model_parallel_group())
-        if group.size() > 1:
+        whole = len(value) == tokens and value.shape[1] == self._replicated.get(operator)
+        if group.size() > 1 and not whole:
             parts = [torch.empty_like(value) for _ in range(group.size())]
             dist.all_gather(parts, value.contiguous(), group=group)
             value = torch.cat(parts, dim=0 if len(value) < tokens else 1)

@@ -335,6 +335,13 @@ class _ByHead(torch.autograd.Function):
         return torch.bmm(rows, weights).transpose(0, 1), of_weights
 
 
+class _Product(torch.nn.Module):
+    """`linear` as a module without weights, whose output can be watched."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight)
+
+
 class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
     """MLA over the latents themselves, as an engine that caches them computes it (absorbed, arXiv 2405.04434).
 
@@ -345,6 +352,10 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
 
     config: Any
     """Megatron's MLATransformerConfig."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.latent_projection = _Product()
 
     def get_query_key_value_tensors(
         self,
@@ -391,7 +402,7 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
             gathered = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
         elif tp.size() > 1:
             gathered = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
-        combined = linear(gathered, self.linear_kv_down_proj.get_parameter("weight"))
+        combined = self.latent_projection(gathered, self.linear_kv_down_proj.get_parameter("weight"))
         if config.q_lora_rank is None:
             return hidden_states, combined
         compressed = linear(gathered, self.linear_q_down_proj.get_parameter("weight"))

@@ -13,13 +13,24 @@ from megatron_rl.certify.engine import Sides
 from megatron_rl.certify.page import DATA, PAGE
 from megatron_rl.cli import main
 from megatron_rl.models.moe import rows_of_tokens
+from megatron_rl.models.norm import HeadsRMSNorm, RMSNorm
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import OF_LAYER
 from megatron_rl.trainer import parallel
 from tests.program import forked
 
 LAYERS, PROMPTS = 2, 5
-MLA = ("query projection", "latent projection", "latent norm")
+MLA = ("query latents", "query projection", "latent projection", "latent norm")
 OPERATORS = [name for name in OF_LAYER if name not in MLA]
+FAMILIES = {
+    "gpt_oss": (),
+    "olmoe": (),
+    "deepseek_v3": (),
+    "deepseek_v3 with query latents": ("--q-lora-rank", "24"),
+    "mixtral": (),
+    "qwen3": (),
+    "llama": (),
+}
+"""Sinks and windows, norms over all heads, multi-latent attention with shared experts, dense layers."""
 PLUGIN = '''
 """Layer 1's output projection sums the rows of a batch in another order than that of one row."""
 
@@ -76,9 +87,8 @@ def certify(config: Path, *arguments: str, status: int) -> tuple[dict, str]:
     return json.loads((run / DATA).read_text()), (run / PAGE).read_text()
 
 
-@pytest.fixture(scope="module")
-def certified(config) -> tuple[dict, str, Sides]:
-    """The certificate of the config as it is, and what the engine computed."""
+def certify_and_keep(config: Path, *arguments: str) -> tuple[dict, str, Sides]:
+    """The certificate of a config as it is, and what the engine computed."""
     kept = []
     ask = command._ask
 
@@ -88,7 +98,13 @@ def certified(config) -> tuple[dict, str, Sides]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "_ask", asking)
-        return *certify(config, status=0), kept[0]
+        return *certify(config, *arguments, status=0), kept[0]
+
+
+@pytest.fixture(scope="module")
+def certified(config) -> tuple[dict, str, Sides]:
+    """The certificate of the config as it is, and what the engine computed."""
+    return certify_and_keep(config)
 
 
 def check_equal(found: dict) -> None:
@@ -126,73 +142,130 @@ def test_layouts_are_equal_to_one_process(sizes, config):
     assert f"{next(iter(sizes))} 2" in found["layout"]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "olmoe", "deepseek_v3", "mixtral", "qwen3", "llama"])
-def test_families_on_one_process_and_on_two_tensor_parallel_ranks(family, config, tiny_model):
-    """Sinks and windows, norms over all heads, multi-latent attention with shared experts, dense layers."""
-    model = tiny_model(family, "--layers", str(LAYERS), "--topk", "3", "--tokenizer", "numbers")
-    found, _ = certify(config, "--model.path", str(model), status=0)
-    words = ("--model.path", str(model), "--parallel.tensor", "2", "--parallel.expert_tensor", "1")
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_families_on_one_process_and_on_two_tensor_parallel_ranks(family, config, tiny_model, monkeypatch):
+    """And broken in one operator of one layer, both drawn by lot."""
+    sizes = ("--layers", str(LAYERS), "--topk", "3", "--tokenizer", "numbers", *FAMILIES[family])
+    of_model = ("--model.path", str(tiny_model(family.split()[0], *sizes)))
+    found, _, sides = certify_and_keep(config, *of_model)
+    words = (*of_model, "--parallel.tensor", "2", "--parallel.expert_tensor", "1")
     forked("certify", str(config), *words, "--prompts", str(PROMPTS), "--tokens", "24", ranks=2)
     two = json.loads((config.parent / "runs" / "certified" / DATA).read_text())
     for one in (found, two):
         assert one["equal"] and [step["first"] for step in one["steps"]] == [None] * 8
         assert all(step["log_probs"]["rows"] > 50 and len(step["places"]) > LAYERS * 5 for step in one["steps"])
+        assert not any(step["not_compared"] for step in one["steps"])
+    check_broken(config, sides, monkeypatch, *of_model)
 
 
 def backwards(linear):
     """Sum over the inputs of a linear layer from the last one to the first."""
-    linear._forward_impl = lambda *, input, weight, **_: input.flip(-1) @ weight.flip(-1).t()
+
+    def last_first(*, input, weight, bias=None, **_):
+        return input.flip(-1) @ weight.flip(-1).t() + (0 if bias is None else bias)
+
+    if linear is not None:
+        linear._forward_impl = last_first
+    return linear
 
 
-def break_norm(layer):
-    norm = layer.pre_mlp_layernorm
-    norm.forward = lambda x: x * (norm.weight * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt())
+def break_product(product):
+    """The same of a product whose weight another module holds."""
+    if product is not None:
+        product.forward = lambda x, weight: x.flip(-1) @ weight.flip(-1).t()
+    return product
 
 
-def break_router(layer):
-    router = layer.mlp.router
-    router.compute_logits = lambda x: x.flip(-1) @ router.weight.flip(-1).t()
+def break_norm(norm):
+    """Its mean by torch, and its factors multiplied in another order."""
+    if isinstance(norm, HeadsRMSNorm):
+        norm.forward = lambda x: (
+            x * (norm.weight.view(x.shape[-2:]) * (x.square().mean((-1, -2), keepdim=True) + norm.eps).rsqrt())
+        )
+    elif isinstance(norm, RMSNorm):
+        norm.forward = lambda x: x * (norm.weight * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt())
+    else:
+        return None  # there is none
+    return norm
 
 
-def break_combine(layer):
-    """The experts of a token from the last one to the first."""
-    postprocess = layer.mlp.postprocess
+def break_attention(core):
+    """Scores are sums over the width of a head: from the last feature to the first."""
+    attend = core._sink_attention
+    core._sink_attention = lambda q, k, *rest, **borders: attend(q.flip(-1), k.flip(-1), *rest, **borders)
+    return core
 
-    def backwards(output, shared):
-        dispatcher = layer.mlp.token_dispatcher
-        rows = rows_of_tokens(dispatcher, layer.mlp.config.moe_router_topk)
+
+def break_router(mlp):
+    router = getattr(mlp, "router", None)
+    if router is not None:
+        bias = 0 if router.bias is None else router.bias
+        router.compute_logits = lambda x: x.flip(-1) @ router.weight.flip(-1).t() + bias
+    return router
+
+
+def break_mlp(mlp):
+    """The experts of a token from the last one to the first; of a dense layer, its second product's inputs."""
+    if not hasattr(mlp, "router"):
+        return backwards(mlp.linear_fc2)
+    postprocess = mlp.postprocess
+
+    def last_first(output, shared):
+        dispatcher = mlp.token_dispatcher
+        rows = rows_of_tokens(dispatcher, mlp.config.moe_router_topk)
         postprocess(output, shared)
         total = output[rows[:, -1]]
         for i in reversed(range(rows.shape[1] - 1)):
             total = total + output[rows[:, i]]
-        return total.view(dispatcher.hidden_shape)
+        total = total.view(dispatcher.hidden_shape)
+        return total if shared is None else total + shared
 
-    layer.mlp.postprocess = backwards
+    mlp.postprocess = last_first
+    return mlp
+
+
+def part(layer, name: str):
+    return getattr(layer.self_attention, name, None)
 
 
 BREAKS = {
+    "input norm": lambda layer: break_norm(layer.input_layernorm),
+    "qkv projection": lambda layer: backwards(part(layer, "linear_qkv")),
+    "query latents": lambda layer: part(layer, "linear_q_up_proj") and break_norm(part(layer, "q_layernorm")),
+    "query projection": lambda layer: backwards(part(layer, "linear_q_proj") or part(layer, "linear_q_up_proj")),
+    "latent projection": lambda layer: break_product(part(layer, "latent_projection")),
+    "latent norm": lambda layer: break_norm(part(layer, "kv_layernorm")),
+    "query": lambda layer: part(layer, "linear_qkv") and break_norm(part(layer, "q_layernorm")),
+    "key": lambda layer: break_norm(part(layer, "k_layernorm")),
+    "attention": lambda layer: break_attention(layer.self_attention.core_attention),
     "output projection": lambda layer: backwards(layer.self_attention.linear_proj),
-    "qkv projection": lambda layer: backwards(layer.self_attention.linear_qkv),
-    "MLP norm": break_norm,
-    "router": break_router,
-    "MLP": break_combine,
+    "MLP norm": lambda layer: break_norm(layer.pre_mlp_layernorm),
+    "router": lambda layer: break_router(layer.mlp),
+    "MLP": lambda layer: break_mlp(layer.mlp),
 }
+"""Operator -> gives that of a layer another order of its sum; returns None where the layer has none, or none of that kind."""
 
 
-@pytest.mark.parametrize("operator", [*BREAKS])
-def test_the_certificate_names_the_broken_operator_and_its_layer(operator, config, certified, monkeypatch):
+def break_one(layer, operator: str | None) -> str:
+    """Break this operator of a layer, or one drawn by lot; its name."""
+    names = [*np.random.default_rng().permutation([*BREAKS])] if operator is None else [operator]
+    return next(str(name) for name in names if BREAKS[name](layer) is not None)
+
+
+def check_broken(config, sides: Sides, monkeypatch, *arguments: str, operator: str | None = None) -> None:
     """The trainer sums in another order in one place; the engine's numbers are those of the unbroken run."""
     layer = int(np.random.default_rng().integers(LAYERS))
-    build = command.build_trainer
+    build, broken = command.build_trainer, []
 
     def building(*args, **options):
         trainer = build(*args, **options)
-        BREAKS[operator](trainer.chunks[0].decoder.layers[layer])
+        broken.append(break_one(trainer.chunks[0].decoder.layers[layer], operator))
         return trainer
 
     monkeypatch.setattr(command, "build_trainer", building)
-    monkeypatch.setattr(command, "_ask", lambda *_: certified[2])
-    found, page = certify(config, status=1)
+    monkeypatch.setattr(command, "_ask", lambda *_: sides)
+    found, page = certify(config, *arguments, status=1)
+    [operator] = broken
     assert not found["equal"]
     by_name = {step["name"]: step for step in found["steps"]}
     for name in ("trainer = prefill", "trainer = decode"):
@@ -200,6 +273,11 @@ def test_the_certificate_names_the_broken_operator_and_its_layer(operator, confi
         assert by_name[name]["log_probs"]["rows"] > 50
     assert all(step["equal"] for name, step in by_name.items() if name.startswith("engine"))
     assert f"unequal, first '{operator}' of layer {layer}" in page
+
+
+@pytest.mark.parametrize("operator", [name for name in BREAKS if name not in MLA])
+def test_the_certificate_names_the_broken_operator_and_its_layer(operator, config, certified, monkeypatch):
+    check_broken(config, certified[2], monkeypatch, operator=operator)
 
 
 def test_an_engine_that_is_not_batch_invariant_is_found(config, tmp_path, monkeypatch, capsys):

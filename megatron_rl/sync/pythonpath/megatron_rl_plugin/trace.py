@@ -30,6 +30,7 @@ EMBEDDING, FINAL_NORM = "embedding", "final norm"
 OF_LAYER = (
     "input norm",
     "qkv projection",
+    "query latents",
     "query projection",
     "latent projection",
     "latent norm",
@@ -41,14 +42,16 @@ OF_LAYER = (
     "router",
     "MLP",
 )
-"""Operators of a layer in the order in which they are computed. The three behind `qkv projection` are multi-latent attention's;
-`query` and `key` are those that meet, rotated; the router's are the weights of all experts [R, E], 0 for those not chosen."""
+"""Operators of a layer in the order in which they are computed. The four behind `qkv projection` are multi-latent attention's:
+queries' latents (behind their norm, where there are any), queries, latents and the latents' norm. `query` and `key` are
+those that meet, rotated; the router's are the weights of all experts [R, E], 0 for those not chosen."""
 SHARED_OUT = ("qkv projection", "query projection", "query", "key", "attention", "output projection", "MLP")
 """Of a server on several GPUs each has some heads of these, or a part of the sum."""
 _OUTPUTS = {
     "input_layernorm": "input norm",
     "self_attn.qkv_proj": "qkv projection",
     "self_attn.q_proj": "query projection",
+    "self_attn.q_b_proj": "query projection",
     "self_attn.kv_a_proj_with_mqa": "latent projection",
     "self_attn.kv_a_layernorm": "latent norm",
     "self_attn.o_proj": "output projection",
@@ -57,6 +60,8 @@ _OUTPUTS = {
     "block_sparse_moe": "MLP",
 }
 """Module of a layer -> what it puts out."""
+_INPUTS = {"self_attn.o_proj": "attention", "self_attn.q_b_proj": "query latents"}
+"""Module of a layer -> what its input is."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
@@ -103,8 +108,11 @@ class Trace:
                 module.register_forward_hook(partial(self._see_choice, layer, block))
             elif place in _OUTPUTS:
                 self._output(module, layer, _OUTPUTS[place])
-            if place == "self_attn.o_proj":
-                module.register_forward_pre_hook(lambda _, args, layer=layer: self.see(layer, "attention", args[0]))
+            if place in _INPUTS:
+                module.register_forward_pre_hook(partial(self._see_input, layer, _INPUTS[place]))
+            if place == "self_attn.fused_qkv_a_proj_with_mqa":  # latents of queries, and behind them those of keys
+                attention = decoder.get_submodule(name.rpartition(".")[0])
+                module.register_forward_hook(partial(self._see_latents, layer, attention.q_lora_rank))
 
     def _output(self, module: nn.Module, layer: int | None, operator: str) -> None:
         def see(_module: nn.Module, _args: tuple, output: Any) -> None:
@@ -112,6 +120,12 @@ class Trace:
             self.see(layer, operator, output[0] if isinstance(output, tuple) else output)
 
         module.register_forward_hook(see)
+
+    def _see_input(self, layer: int, operator: str, _module: nn.Module, args: tuple) -> None:
+        self.see(layer, operator, args[0])
+
+    def _see_latents(self, layer: int, start: int, _module: nn.Module, _args: tuple, output: Any) -> None:
+        self.see(layer, "latent projection", output[0][..., start:])
 
     def _see_attention(self, layer: int, _module: nn.Module, args: tuple, named: dict[str, Any]) -> None:
         query, key = (args[i] if len(args) > i else named.get(name) for i, name in enumerate("qk"))

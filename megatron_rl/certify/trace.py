@@ -87,7 +87,7 @@ class TrainerRecorder:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        config = trainer.model.config
+        config: Any = trainer.model.config
         self._heads: int = config.num_attention_heads
         self._groups: int = config.num_query_groups or config.num_attention_heads
         self._replicated: dict[str, int | None] = {}

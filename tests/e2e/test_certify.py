@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from breaks import BREAKS, certify_again
 
 from megatron_rl.certify import command
 from megatron_rl.certify.engine import Sides
 from megatron_rl.certify.page import DATA, PAGE
 from megatron_rl.cli import main
-from megatron_rl.models.moe import rows_of_tokens
-from megatron_rl.models.norm import HeadsRMSNorm, RMSNorm
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import OF_LAYER
 from megatron_rl.trainer import parallel
 from tests.program import forked
+from tests.ranks import run_ranks
 
 LAYERS, PROMPTS = 2, 5
 MLA = ("query latents", "query projection", "latent projection", "latent norm")
@@ -51,7 +53,8 @@ def after_load(result, runner, *args, **kwargs):
         def apply(self, layer, x, bias=None):
             if len(x) == 1:
                 return apply(layer, x, bias)
-            return (x.flip(-1) @ layer.weight.flip(-1).t()).to(x.dtype)
+            out = x.flip(-1) @ layer.weight.flip(-1).t()
+            return out if bias is None else out + bias
 
     projection.quant_method = Backwards()
 '''
@@ -142,130 +145,40 @@ def test_layouts_are_equal_to_one_process(sizes, config):
     assert f"{next(iter(sizes))} 2" in found["layout"]
 
 
+def model_of(family: str, tiny_model) -> tuple[str, str]:
+    """A tiny model, as words of a command."""
+    sizes = ("--layers", str(LAYERS), "--topk", "3", "--tokenizer", "numbers", *FAMILIES.get(family, ()))
+    return "--model.path", str(tiny_model(family.split()[0], *sizes))
+
+
 @pytest.mark.parametrize("family", [*FAMILIES])
-def test_families_on_one_process_and_on_two_tensor_parallel_ranks(family, config, tiny_model, monkeypatch):
-    """And broken in one operator of one layer, both drawn by lot."""
-    sizes = ("--layers", str(LAYERS), "--topk", "3", "--tokenizer", "numbers", *FAMILIES[family])
-    of_model = ("--model.path", str(tiny_model(family.split()[0], *sizes)))
+def test_families_on_one_process_and_on_two_tensor_parallel_ranks(family, config, tiny_model):
+    """And broken in one operator of one layer, both drawn by lot; of two ranks, on one of them."""
+    of_model = model_of(family, tiny_model)
     found, _, sides = certify_and_keep(config, *of_model)
-    words = (*of_model, "--parallel.tensor", "2", "--parallel.expert_tensor", "1")
-    forked("certify", str(config), *words, "--prompts", str(PROMPTS), "--tokens", "24", ranks=2)
-    two = json.loads((config.parent / "runs" / "certified" / DATA).read_text())
-    for one in (found, two):
+    of_layout = (*of_model, "--parallel.tensor", "2", "--parallel.expert_tensor", "1")
+    again = (config, pickle.dumps(sides), of_layout)
+    _, (status, _, on_two_ranks, _) = run_ranks(2, "breaks:certify_again", again)
+    assert status == 0 and "tensor 2" in on_two_ranks["layout"]
+    for one in (found, on_two_ranks):
         assert one["equal"] and [step["first"] for step in one["steps"]] == [None] * 8
         assert all(step["log_probs"]["rows"] > 50 and len(step["places"]) > LAYERS * 5 for step in one["steps"])
         assert not any(step["not_compared"] for step in one["steps"])
-    check_broken(config, sides, monkeypatch, *of_model)
+    for words, ranks in ((of_model, 1), (of_layout, 2)):
+        check_broken(config, sides, *words, operators=np.random.default_rng().permutation([*BREAKS]), ranks=ranks)
 
 
-def backwards(linear):
-    """Sum over the inputs of a linear layer from the last one to the first."""
+def check_broken(config, sides: Sides, *words: str, operators: Sequence[str], ranks: int = 1) -> None:
+    """The trainer sums in another order in one place, and the engine's numbers are those of the unbroken run.
 
-    def last_first(*, input, weight, bias=None, **_):
-        return input.flip(-1) @ weight.flip(-1).t() + (0 if bias is None else bias)
-
-    if linear is not None:
-        linear._forward_impl = last_first
-    return linear
-
-
-def break_product(product):
-    """The same of a product whose weight another module holds."""
-    if product is not None:
-        product.forward = lambda x, weight: x.flip(-1) @ weight.flip(-1).t()
-    return product
-
-
-def break_norm(norm):
-    """Its mean by torch, and its factors multiplied in another order."""
-    if isinstance(norm, HeadsRMSNorm):
-        norm.forward = lambda x: (
-            x * (norm.weight.view(x.shape[-2:]) * (x.square().mean((-1, -2), keepdim=True) + norm.eps).rsqrt())
-        )
-    elif isinstance(norm, RMSNorm):
-        norm.forward = lambda x: x * (norm.weight * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt())
-    else:
-        return None  # there is none
-    return norm
-
-
-def break_attention(core):
-    """Scores are sums over the width of a head: from the last feature to the first."""
-    attend = core._sink_attention
-    core._sink_attention = lambda q, k, *rest, **borders: attend(q.flip(-1), k.flip(-1), *rest, **borders)
-    return core
-
-
-def break_router(mlp):
-    router = getattr(mlp, "router", None)
-    if router is not None:
-        bias = 0 if router.bias is None else router.bias
-        router.compute_logits = lambda x: x.flip(-1) @ router.weight.flip(-1).t() + bias
-    return router
-
-
-def break_mlp(mlp):
-    """The experts of a token from the last one to the first; of a dense layer, its second product's inputs."""
-    if not hasattr(mlp, "router"):
-        return backwards(mlp.linear_fc2)
-    postprocess = mlp.postprocess
-
-    def last_first(output, shared):
-        dispatcher = mlp.token_dispatcher
-        rows = rows_of_tokens(dispatcher, mlp.config.moe_router_topk)
-        postprocess(output, shared)
-        total = output[rows[:, -1]]
-        for i in reversed(range(rows.shape[1] - 1)):
-            total = total + output[rows[:, i]]
-        total = total.view(dispatcher.hidden_shape)
-        return total if shared is None else total + shared
-
-    mlp.postprocess = last_first
-    return mlp
-
-
-def part(layer, name: str):
-    return getattr(layer.self_attention, name, None)
-
-
-BREAKS = {
-    "input norm": lambda layer: break_norm(layer.input_layernorm),
-    "qkv projection": lambda layer: backwards(part(layer, "linear_qkv")),
-    "query latents": lambda layer: part(layer, "linear_q_up_proj") and break_norm(part(layer, "q_layernorm")),
-    "query projection": lambda layer: backwards(part(layer, "linear_q_proj") or part(layer, "linear_q_up_proj")),
-    "latent projection": lambda layer: break_product(part(layer, "latent_projection")),
-    "latent norm": lambda layer: break_norm(part(layer, "kv_layernorm")),
-    "query": lambda layer: part(layer, "linear_qkv") and break_norm(part(layer, "q_layernorm")),
-    "key": lambda layer: break_norm(part(layer, "k_layernorm")),
-    "attention": lambda layer: break_attention(layer.self_attention.core_attention),
-    "output projection": lambda layer: backwards(layer.self_attention.linear_proj),
-    "MLP norm": lambda layer: break_norm(layer.pre_mlp_layernorm),
-    "router": lambda layer: break_router(layer.mlp),
-    "MLP": lambda layer: break_mlp(layer.mlp),
-}
-"""Operator -> gives that of a layer another order of its sum; returns None where the layer has none, or none of that kind."""
-
-
-def break_one(layer, operator: str | None) -> str:
-    """Break this operator of a layer, or one drawn by lot; its name."""
-    names = [*np.random.default_rng().permutation([*BREAKS])] if operator is None else [operator]
-    return next(str(name) for name in names if BREAKS[name](layer) is not None)
-
-
-def check_broken(config, sides: Sides, monkeypatch, *arguments: str, operator: str | None = None) -> None:
-    """The trainer sums in another order in one place; the engine's numbers are those of the unbroken run."""
+    The layer is drawn by lot; of `operators` it is the first that this layer has.
+    """
     layer = int(np.random.default_rng().integers(LAYERS))
-    build, broken = command.build_trainer, []
-
-    def building(*args, **options):
-        trainer = build(*args, **options)
-        broken.append(break_one(trainer.chunks[0].decoder.layers[layer], operator))
-        return trainer
-
-    monkeypatch.setattr(command, "build_trainer", building)
-    monkeypatch.setattr(command, "_ask", lambda *_: sides)
-    found, page = certify(config, *arguments, status=1)
-    [operator] = broken
+    words = ("--prompts", str(PROMPTS), "--tokens", "24", *words)
+    again = (config, pickle.dumps(sides), words, layer, tuple(operators))
+    found = run_ranks(ranks, "breaks:certify_again", again) if ranks > 1 else [certify_again(*again)]
+    status, operator, found, page = found[-1]
+    assert status == 1
     assert not found["equal"]
     by_name = {step["name"]: step for step in found["steps"]}
     for name in ("trainer = prefill", "trainer = decode"):
@@ -276,19 +189,20 @@ def check_broken(config, sides: Sides, monkeypatch, *arguments: str, operator: s
 
 
 @pytest.mark.parametrize("operator", [name for name in BREAKS if name not in MLA])
-def test_the_certificate_names_the_broken_operator_and_its_layer(operator, config, certified, monkeypatch):
-    check_broken(config, certified[2], monkeypatch, operator=operator)
+def test_the_certificate_names_the_broken_operator_and_its_layer(operator, config, certified):
+    check_broken(config, certified[2], operators=[operator])
 
 
-def test_an_engine_that_is_not_batch_invariant_is_found(config, tmp_path, monkeypatch, capsys):
-    """A plugin of the server sums in another order when it computes several rows."""
+def test_an_engine_that_is_not_batch_invariant_is_found(config, tiny_model, tmp_path, monkeypatch, capsys):
+    """A plugin of the server sums in another order when it computes several rows; of a family drawn by lot."""
+    family = str(np.random.default_rng().choice(["qwen3_moe", *FAMILIES]))
     (tmp_path / "breaks.py").write_text(PLUGIN)
     info = tmp_path / "breaks-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaks\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbreaks = breaks:register\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    found, _ = certify(config, status=1)
+    found, _ = certify(config, *model_of(family, tiny_model), status=1)
     by_name = {step["name"]: step for step in found["steps"]}
     broken = {"layer": 1, "operator": "output projection"}
     for name in (
@@ -297,7 +211,7 @@ def test_an_engine_that_is_not_batch_invariant_is_found(config, tmp_path, monkey
         "trainer = prefill",
         "trainer = decode",
     ):
-        assert by_name[name]["first"] == broken, (name, by_name[name]["first"])
+        assert by_name[name]["first"] == broken, (family, name, by_name[name]["first"])
     assert by_name["trainer: alone = among others"]["equal"]
     said = capsys.readouterr().out
     assert "Not equal: engine: " in said and "Trainer and engine part at 'output projection' of layer 1." in said

@@ -12,6 +12,17 @@ using Half = uint16_t __attribute__((vector_size(LANES * 2)));
 #define INLINE inline __attribute__((always_inline))
 
 INLINE Float splat(float x) { return x - Float{}; }  // not 0 + x, which turns -0 into 0 and so is no plain broadcast
+
+INLINE Float multiply_add(Float a, Float b, Float c) {  // a b + c, rounded once where the processor can
+#if LANES == 16
+    return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (Float)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE Float select(Int mask, Float yes, Float no) { return mask ? yes : no; }
 
 // a > b ? a : b, so b where one is a NaN.

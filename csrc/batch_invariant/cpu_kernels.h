@@ -3,57 +3,20 @@
 // Tokens lie in the vectors' lanes, and each lane does the same work whatever lies in the others: no sum runs across lanes
 // that hold different tokens, and what is beyond the last token is computed and thrown away.
 
+#include "product.h"
+
 constexpr int ROWS = 6;                          // outputs whose sums are in registers,
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;     // by vectors of tokens
 constexpr int64_t PANEL = COLUMNS * LANES;       // tokens of a panel
 constexpr int64_t PANELS = 64 / PANEL;           // that go through a block of weights together
 constexpr float LOG2_E = 1.44269504088896341f;
 
-#define UNROLL _Pragma("GCC unroll 8")  // so that the sums stay in registers
-
-INLINE Float multiply_add(Float a, Float b, Float c) {
-#if LANES == 16
-    return (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif LANES == 8
-    return (Float)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
-
-// sums [M][PANEL] (+)= weights [M][depth] x [depth][width], of which N vectors of tokens are wanted.
-template <int M, int N, bool add>
-void tile(int64_t depth, const float* weights, int64_t stride, const float* x, int64_t width, float* sums) {
-    Float sum[M][N];
-    UNROLL for (int m = 0; m < M; ++m)
-        UNROLL for (int n = 0; n < N; ++n) sum[m][n] = add ? load(sums + m * PANEL + n * LANES) : Float{};
-    for (int64_t i = 0; i < depth; ++i) {
-        Float row[N];
-        UNROLL for (int n = 0; n < N; ++n) row[n] = load(x + i * width + n * LANES);
-        UNROLL for (int m = 0; m < M; ++m) {
-            const Float w = splat(weights[m * stride + i]);
-            UNROLL for (int n = 0; n < N; ++n) sum[m][n] = multiply_add(w, row[n], sum[m][n]);
-        }
-    }
-    UNROLL for (int m = 0; m < M; ++m)
-        UNROLL for (int n = 0; n < N; ++n) store(sums + m * PANEL + n * LANES, sum[m][n]);
-}
-
-#undef UNROLL
-
-template <int M, int N, bool add>
-void tiles(int64_t rows, int64_t depth, const float* weights, int64_t stride, const float* x, int64_t width, float* sums) {
-    for (; rows >= M; rows -= M, weights += M * stride, sums += M * PANEL)
-        tile<M, N, add>(depth, weights, stride, x, width, sums);
-    if constexpr (M > 1)
-        if (rows) tiles<M - 1, N, add>(rows, depth, weights, stride, x, width, sums);
-}
-
+// sums [rows][PANEL] (+)= weights [rows][depth] x [depth][vectors], of vectors of tokens.
 template <bool add, int N = COLUMNS>
 void block(int64_t vectors, int64_t rows, int64_t depth, const float* weights, int64_t stride, const float* x, float* sums) {
     if constexpr (N > 1)
         if (vectors < N) return block<add, N - 1>(vectors, rows, depth, weights, stride, x, sums);
-    tiles<ROWS, N, add>(rows, depth, weights, stride, x, N * LANES, sums);
+    product_rows<ROWS, N, add>(rows, depth, weights, stride, 1, x, N * LANES, sums, PANEL);
 }
 
 inline int64_t vectors_of(int64_t tokens) { return (tokens + LANES - 1) / LANES; }

@@ -4,40 +4,11 @@
 // Scores S^T [keys][lanes] and outputs O^T [D][lanes] then need no sums across lanes, and every product is of one form:
 // C += A B with A read as scalars, in whatever order it lies in memory, and B and C row by row as vectors.
 
+#include "product.h"
+
 constexpr int ROWS = 4;                              // of C in registers
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;         // of C in registers, in vectors
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
-
-#define UNROLL _Pragma("GCC unroll 8")  // so that the sums stay in registers
-
-template <int M, int N, bool add>
-void product_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
-                  int64_t c_row) {
-    Float sum[M][N];
-    UNROLL for (int m = 0; m < M; ++m)
-        UNROLL for (int n = 0; n < N; ++n) sum[m][n] = add ? load(c + m * c_row + n * LANES) : Float{};
-    for (int64_t i = 0; i < depth; ++i) {
-        Float row[N];
-        UNROLL for (int n = 0; n < N; ++n) row[n] = load(b + i * b_row + n * LANES);
-        UNROLL for (int m = 0; m < M; ++m) {
-            const Float x = splat(a[m * a_row + i * a_column]);
-            UNROLL for (int n = 0; n < N; ++n) sum[m][n] += x * row[n];
-        }
-    }
-    UNROLL for (int m = 0; m < M; ++m)
-        UNROLL for (int n = 0; n < N; ++n) store(c + m * c_row + n * LANES, sum[m][n]);
-}
-
-#undef UNROLL
-
-template <int M, int N, bool add>
-void product_rows(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b,
-                  int64_t b_row, float* c, int64_t c_row) {
-    for (; rows >= M; rows -= M, a += M * a_row, c += M * c_row)
-        product_tile<M, N, add>(depth, a, a_row, a_column, b, b_row, c, c_row);
-    if constexpr (M > 1)
-        if (rows) product_rows<M - 1, N, add>(rows, depth, a, a_row, a_column, b, b_row, c, c_row);
-}
 
 // C [rows, columns] = (add ? C : 0) + A [rows, depth] B [depth, columns]; columns is a multiple of LANES.
 template <bool add, int N = COLUMNS>

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -382,10 +382,8 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
         query = query.view(-1, heads, self.q_head_dim)
         content, rotated = query.split([self.config.qk_head_dim, rope], dim=-1)
         latents, key = combined.split([rank, rope], dim=-1)
-        kv_layernorm: Any = self.kv_layernorm
-        latents = kv_layernorm(latents.contiguous())
-        # Each rank's heads give a part of the gradient.
-        latents, key = (copy_to_tensor_model_parallel_region(x, group=self.pg_collection.tp) for x in (latents, key))
+        latents = self._normed(latents.contiguous())
+        key = copy_to_tensor_model_parallel_region(key, group=self.pg_collection.tp)
         positions = token_places(packed_seq_params, len(combined), self.pg_collection.cp).positions
         angles = self.angles(positions, int(positions.max()) + 1, query.dtype)
         rotated, key = (ops.rotate(ops.half_by_half(x), *angles) for x in (rotated, key.unsqueeze(1)))
@@ -411,6 +409,17 @@ class BatchInvariantMLASelfAttention(_TableRotation, MLASelfAttention):
             if config.sequence_parallel:
                 compressed = scatter_to_sequence_parallel_region(compressed)
         return compressed, combined
+
+    def _normed(self, latents: Tensor) -> Tensor:
+        """Latents [T, R], of which each rank's heads give a part of the gradient.
+
+        With sequence parallelism the ranks' gradients of the norm's weight are summed: each has its own rows.
+        """
+        tp, norm = self.pg_collection.tp, cast("Any", self.kv_layernorm)
+        if not self.config.sequence_parallel:
+            return copy_to_tensor_model_parallel_region(norm(latents), group=tp)
+        rows = scatter_to_sequence_parallel_region(latents, group=tp)
+        return gather_from_sequence_parallel_region(norm(rows), tensor_parallel_output_grad=True, group=tp)
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Weights [H, d, R] of keys and [H, v, R] of values of this rank's heads."""

@@ -23,6 +23,7 @@ FAMILIES = {
     "gpt_oss": ("gpt_oss", "--max-position", "131072"),
     "olmoe": ("olmoe",),
     "deepseek_v3": ("deepseek_v3",),
+    "deepseek_v3 with query latents": ("deepseek_v3", "--q-lora-rank", "24"),
     "mixtral": ("mixtral",),
     "qwen3": ("qwen3",),
     "llama": ("llama",),
@@ -56,6 +57,13 @@ def different(one: dict, other: dict) -> list[float]:
     return [value for key, value in one["log_probs"].items() if value != other["log_probs"][key]]
 
 
+def check_gradients(found: dict, expected: dict) -> None:
+    """Both are sums in fp32 over a hundred tokens and four layers, whose terms are at most as large as the largest."""
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert np.abs(found[name] - grad).max() <= 1e-5 * max(1.0, np.abs(grad).max()), name
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_among_others_and_on_two_ranks(family, precision, tiny_model):
@@ -67,10 +75,13 @@ def test_alone_among_others_and_on_two_ranks(family, precision, tiny_model):
         for tensor, grad in one["together"]["grads"].items():
             assert np.array_equal(one[name]["grads"][tensor], grad), (name, tensor)
     layouts = {n: c for n, c in ON_TWO.items() if n != "ep2" or family not in DENSE}
-    if family == "deepseek_v3":  # one latent for all heads: what is gathered is that, and not the heads' keys
+    if family.startswith("deepseek_v3"):  # one latent for all heads: what is gathered is that, and not the heads' keys
         layouts.pop("cp2_all_gather")
     two = run(model, samples, 2, configs(precision, layouts))
     assert {name: different(result, one["together"]) for name, result in two.items()} == {name: [] for name in layouts}
+    if precision == "fp32":
+        for result in two.values():
+            check_gradients(result["grads"], one["together"]["grads"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,10 +96,7 @@ def test_gradients_are_those_of_plain_layers(family, tiny_model):
     plain, identical = without_ties(attempt)
     for key, value in plain["log_probs"].items():
         assert abs(value - identical["log_probs"][key]) < 1e-5
-    assert plain["grads"].keys() == identical["grads"].keys()
-    for name, grad in plain["grads"].items():
-        # Both are sums in fp32 over a hundred tokens and four layers, whose terms are at most as large as the largest.
-        assert np.abs(identical["grads"][name] - grad).max() <= 1e-5 * max(1.0, np.abs(grad).max()), name
+    check_gradients(identical["grads"], plain["grads"])
 
 
 def test_more_ranks_than_parts_are_refused():

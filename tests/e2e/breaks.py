@@ -24,12 +24,11 @@ from megatron_rl.trainer import parallel
 
 def backwards(linear: Any) -> Any:
     """Sum over the inputs of a linear layer from the last one to the first, and over ranks as Megatron does."""
-
-    def last_first(*, input, weight, bias=None, **_):
-        return input.flip(-1) @ weight.flip(-1).t() + (0 if bias is None else bias)
-
     if linear is not None:
-        linear._forward_impl = last_first
+        multiply = linear._forward_impl
+        linear._forward_impl = lambda *, input, weight, **options: multiply(
+            input=input.flip(-1), weight=weight.flip(-1), **options
+        )
     if isinstance(linear, BatchInvariantRowParallelLinear):
         linear.forward = super(BatchInvariantRowParallelLinear, linear).forward
     return linear
@@ -38,7 +37,8 @@ def backwards(linear: Any) -> Any:
 def break_product(product: Any) -> Any:
     """The same of a product whose weight another module holds."""
     if product is not None:
-        product.forward = lambda x, weight: x.flip(-1) @ weight.flip(-1).t()
+        multiply = product.forward
+        product.forward = lambda x, weight: multiply(x.flip(-1), weight.flip(-1))
     return product
 
 

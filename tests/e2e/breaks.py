@@ -119,7 +119,8 @@ def certify_again(
     layer, operators: of this layer the first of these operators that it has is broken, on the last rank alone.
     Returns status, the broken operator, the certificate as JSON, and the page.
     """
-    build, broken = command.build_trainer, [None]
+    build = command.build_trainer
+    broken: list[str | None] = [None]
 
     def building(*args, **options):
         trainer = build(*args, **options)

@@ -153,7 +153,7 @@ def model_of(family: str, tiny_model) -> tuple[str, str]:
 
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_families_on_one_process_and_on_two_tensor_parallel_ranks(family, config, tiny_model):
-    """And broken in one operator of one layer, both drawn by lot; of two ranks, on one of them."""
+    """And broken in one operator of one layer, both drawn by lot."""
     of_model = model_of(family, tiny_model)
     found, _, sides = certify_and_keep(config, *of_model)
     of_layout = (*of_model, "--parallel.tensor", "2", "--parallel.expert_tensor", "1")

@@ -2,7 +2,8 @@
 
 The setting is that of all_cures.py, in which everything goes wrong at once: a noise floor under an engine in bf16, a trainer in
 fp32, 64 experts of which 8 are chosen, eight updates a rollout batch at a learning rate that is not divided by their number.
-Identical operators have no such engine: both sides compute alike, in fp32 or in bf16, and there is no floor to plant.
+Identical operators have no such engine: both sides compute alike, in fp32 or in bf16, and there is no floor to plant. Two arms
+without it, of one seed, tell what the engine's bf16 alone makes.
 """
 
 from __future__ import annotations

@@ -58,10 +58,15 @@ def different(one: dict, other: dict) -> list[float]:
 
 
 def check_gradients(found: dict, expected: dict) -> None:
-    """Both are sums in fp32 over a hundred tokens and four layers, whose terms are at most as large as the largest."""
+    """Both are sums in fp32 over a hundred tokens and four layers, whose terms are at most as large as the largest.
+
+    Some gradients are themselves as small as that bound: a share that is missing, or comes twice, is a third of any or more.
+    """
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
-        assert np.abs(found[name] - grad).max() <= 1e-5 * max(1.0, np.abs(grad).max()), name
+        error = found[name] - grad
+        assert np.abs(error).max() <= 1e-5 * max(1.0, np.abs(grad).max()), name
+        assert np.linalg.norm(error) <= 1e-2 * np.linalg.norm(grad) + 1e-7, name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

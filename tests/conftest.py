@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 gc.disable()  # until all tests are imported: a fifth of that time
 REPOSITORY = Path(__file__).resolve().parent.parent
+TIMES = REPOSITORY / "tests" / "times.json"
+"""Seconds of each file in an earlier run (--keep-times)."""
+NEW_FILE_S = 30.0
+"""For a file that has none there."""
 SLOW = ("e2e", "trainer", "rollout", "routing", "sync", "models", "platform", "csrc")
 """Folders whose files take minutes: servers, several processes, compilers. Their tests, and those marked `slow`, are not among
 those of `tests/run.sh --fast`, but for the files of FAST."""
@@ -82,6 +90,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--times", metavar="FILE", help="append a line for each test to FILE as it ends: seconds, outcome, name"
     )
+    parser.addoption(
+        "--keep-times", action="store_true", help="write the seconds of each file to tests/times.json, for the order of later runs"
+    )
     group = parser.getgroup("gpu")
     group.addoption("--on-cpu", action="store_true", help="run tests/gpu without a GPU where they can")
     group.addoption("--gpu-json", metavar="FILE", help="write outcomes and figures of tests/gpu to FILE")
@@ -96,7 +107,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The long files first: the last worker that is still at one would be alone. Errors: UsageError for a name of LONG that is
     no test's."""
-    items.sort(key=lambda item: item.path.parent.name not in SLOW)
+    seconds = json.loads(TIMES.read_text())
+    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), NEW_FILE_S))
     unknown, files = set(LONG), set()
     for item in items:
         if item.path.parent.name in SLOW and item.path.name not in FAST:
@@ -113,20 +125,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"tests/conftest.py: LONG has {', '.join(sorted(unknown))}, which is no test")
 
 
+def _file(test: str) -> str:
+    """Path below tests/ of a test's file."""
+    return test.partition("::")[0].removeprefix("tests/")
+
+
 class _Ends:
     """Says at once which test has failed, as a suite that is ended by a limit says nothing at its end; keeps times."""
 
-    def __init__(self, times: str | None) -> None:
-        self._times = times
+    def __init__(self, times: str | None, keep: bool) -> None:
+        self._times, self._keep = times, keep
         self._seconds: dict[str, float] = {}
+        self._of_files: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+        self._of_files[_file(report.nodeid)] += report.duration
         if report.failed:
             print(f"\n{report.outcome.upper()} {report.nodeid} ({report.when})", flush=True)
         if report.when == "teardown" and self._times:
             with open(self._times, "a") as file:
                 file.write(f"{self._seconds.pop(report.nodeid):8.2f} {report.outcome} {report.nodeid}\n")
+
+    def pytest_sessionfinish(self) -> None:
+        if self._keep:
+            found = json.loads(TIMES.read_text()) | {file: round(s, 1) for file, s in self._of_files.items()}
+            files = {file: found[file] for file in sorted(found) if (TIMES.parent / file).exists()}
+            TIMES.write_text(json.dumps(files, indent=1) + "\n")
 
 
 def pytest_collection_finish() -> None:
@@ -137,9 +162,15 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Reports come together in the process that the user has started."""
+    """Reports come together in the process that the user has started, which also owns what servers are forked from."""
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Ends(config.getoption("--times")))
+        config.pluginmanager.register(_Ends(config.getoption("--times"), config.getoption("--keep-times")))
+        os.environ["MEGATRON_RL_TESTS_ZYGOTE"] = tempfile.mkdtemp(prefix="megatron-rl-tests-", suffix=f"-{os.getpid()}")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop("MEGATRON_RL_TESTS_ZYGOTE"), ignore_errors=True))
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        from tests import forked_servers  # which imports what a process that only distributes tests does without
+
+        forked_servers.install()
 
 
 @pytest.fixture(scope="session")

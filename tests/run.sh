@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up, checks the scripts and the style, and runs the tests. Arguments go to pytest. As the first one, --all has
-# also the long variants of tests (LONG in tests/conftest.py), and --fast leaves out servers, several processes and compilers:
-# what remains is for while one edits.
+# Sets everything up, runs the tests, and checks the scripts, the style and the types beside their first minutes. Arguments go
+# to pytest. As the first one, --all has also the long variants of tests (LONG in tests/conftest.py), and --fast leaves out
+# servers, several processes and compilers: what remains is for while one edits.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,14 +10,33 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules, which the first one is to compile for all
 bin=$PWD/.venv/bin
 
-mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -path .ci/run)
-"$bin/shellcheck" --external-sources "${scripts[@]}"
-"$bin/ruff" check --quiet .
-"$bin/pyright" --project .
+check() {
+    local scripts status=0
+    mapfile -t scripts < <(find .ci/run ./*/ -name '*.sh' -o -name '*.sbatch' -o -path .ci/run)
+    "$bin/shellcheck" --external-sources "${scripts[@]}" || status=1
+    "$bin/ruff" check --quiet . || status=1
+    "$bin/pyright" --project . || status=1
+    return "$status"
+}
+
+found=$(mktemp)
+set -m # a group of their own, which can be ended whole
+check >"$found" 2>&1 </dev/null &
+checks=$!
+set +m
+trap 'kill -- "-$checks" 2>/dev/null; rm -f "$found"' EXIT
+
 # Two files of tests at a time; more would want more memory than a laptop has.
 case ${1:-} in
     --all) set -- "${@:2}" ;;
     --fast) set -- -m "not slow" "${@:2}" ;;
     *) set -- -m "not long" "$@" ;;
 esac
-exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+status=0
+"$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+if ! wait "$checks"; then
+    status=$((status ? status : 1))
+    echo "Failed: the checks of scripts, style and types"
+fi
+cat "$found"
+exit "$status"

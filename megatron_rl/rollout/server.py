@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from megatron_rl.config import Config, ServerConfig
 from megatron_rl.errors import UserError
@@ -373,14 +374,19 @@ class RolloutServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "a") as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-E", "-S", str(SUPERVISOR), str(STOP_GRACE_S), *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.environment(),
-                start_new_session=True,  # Ctrl-C reaches the trainer alone, which then ends the server in order
-            )
+            self._process = self._spawn(command, self.environment(), log)
+
+    @staticmethod
+    def _spawn(command: list[str], environment: dict[str, str], log: TextIO) -> subprocess.Popen:
+        """Start the supervisor, which starts the server. It ends when its standard input is closed."""
+        return subprocess.Popen(
+            [sys.executable, "-E", "-S", str(SUPERVISOR), str(STOP_GRACE_S), *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the trainer alone, which then ends the server in order
+        )
 
     def wait_ready(self) -> None:
         """Wait until the server answers. Errors: UserError with SGLang's own reason when it dies or takes too long."""

@@ -18,8 +18,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 if __package__:
     from megatron_rl.rollout import leftovers
@@ -66,24 +68,36 @@ def main() -> int:
     alone = sys.argv[1] == "--alone"
     grace, *command = sys.argv[2 if alone else 1 :]
     with leftovers.own_folder() as environment:
-        return run(command, float(grace), os.environ | environment, alone=alone)
+        return run(partial(_start, command, os.environ | environment), float(grace), alone=alone)
 
 
-def run(command: list[str], grace: float, environment: Mapping[str, str], *, alone: bool) -> int:
-    """Run the command until it or its owner ends; alone: until a signal comes. Returns its exit status."""
+def follow_parent() -> None:
+    """Have this process killed when its parent ends, also with -9. SGLang's workers follow the server by themselves."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, preexec_fn=follow_parent)
+
+
+class Server(Protocol):
+    """The server's first process, a child of this one, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Its exit status, minus the signal where one ended it."""
+        ...
+
+
+def run(start: Callable[[], Server], grace: float, *, alone: bool) -> int:
+    """Start the server and keep it until it or its owner ends; alone: until a signal comes. Returns its exit status."""
     owner, held = os.pipe() if alone else (sys.stdin.fileno(), None)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # A scheduler's notice to the owner that its time ends reaches all processes of a job step, and would end a server. What
     # is ignored here stays so below.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        # Should this process itself be killed with -9, the server goes with it (and SGLang's workers with the server).
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-    )
+    server = start()
 
     def close(*_: object) -> None:
         nonlocal held

@@ -6,11 +6,12 @@ import gc
 import json
 import os
 import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.zygote import FOLDER, make_folder
 
 gc.disable()  # until all tests are imported: a fifth of that time
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -91,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--times", metavar="FILE", help="append a line for each test to FILE as it ends: seconds, outcome, name"
     )
     parser.addoption(
-        "--keep-times", action="store_true", help="write the seconds of each file to tests/times.json, for the order of later runs"
+        "--keep-times", action="store_true", help="write the seconds of each file to tests/times.json, for later runs' order"
     )
     group = parser.getgroup("gpu")
     group.addoption("--on-cpu", action="store_true", help="run tests/gpu without a GPU where they can")
@@ -162,11 +163,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Reports come together in the process that the user has started, which also owns what servers are forked from."""
+    """Reports come together in the process that the user has started, with which what others are forked from ends too."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Ends(config.getoption("--times"), config.getoption("--keep-times")))
-        os.environ["MEGATRON_RL_TESTS_ZYGOTE"] = tempfile.mkdtemp(prefix="megatron-rl-tests-", suffix=f"-{os.getpid()}")
-        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop("MEGATRON_RL_TESTS_ZYGOTE"), ignore_errors=True))
+        os.environ[FOLDER] = make_folder()
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         from tests import forked_servers  # which imports what a process that only distributes tests does without
 

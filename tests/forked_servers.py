@@ -1,42 +1,42 @@
-"""SGLang servers of tests, forked from a process that has imported SGLang (sglang_zygote.py): seconds instead of half a minute.
+"""SGLang servers of tests, forked from a process that has imported SGLang: two seconds instead of half a minute.
 
 `install` has `RolloutServer` start them so, in this process and in the programs that are forked from it. Processes that are
-started as users do, as by `tests.program.command`, start their servers in the real way.
+started as users do, as by `tests.program.command`, start their servers in the real way (tests/e2e/test_train.py,
+tests/rollout/test_server.py).
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import select
-import signal
-import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import TextIO
 
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, find_python
+from tests.zygote import FOLDER, Process, Zygote
 
-FOLDER = "MEGATRON_RL_TESTS_ZYGOTE"
-"""Environment variable: the folder of tests/conftest.py for the process that all of a run's servers are forked from. Its name
-ends with the id of the process that it ends with."""
-START_S = 100.0
 GRACE_S = 0.1
 """Between SIGTERM and SIGKILL. SGLang looks at the former every five seconds, and those who stop a server would wait for it."""
-ZYGOTE = Path(__file__).with_name("sglang_zygote.py")
+PRELOADED = (
+    "sglang_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
+    "sglang_server:keep_title",
+)
 READ_BY_IMPORTS = ("SGLANG_", "HF_", "TRANSFORMERS_", "TORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "LD_")
 """Environment variables that imports look at begin so;"""
 TAKEN_LATER = (
     *("OMP_NUM_THREADS", "SGLANG_EXTERNAL_MODEL_PACKAGE", "TORCHINDUCTOR_CACHE_DIR"),
     *("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"),
 )
-"""but not these, which sglang_zygote.py takes over or SGLang reads when it wants them."""
+"""but not these, which sglang_server.py takes over or SGLang reads when it wants them."""
 
 spawn = RolloutServer._spawn
 """Starts a server in the real way."""
+_zygotes: list[Zygote] = []
 
 
 class ForkedServer:
@@ -45,39 +45,42 @@ class ForkedServer:
     def __init__(self, command: list[str], environment: dict[str, str], log: TextIO) -> None:
         read, write = os.pipe()
         self.stdin = os.fdopen(write, "wb")
-        self._status: int | None = None
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(START_S)
-        request = {"command": command, "environment": environment, "folder": os.getcwd(), "grace": GRACE_S}
+        arguments = (command, environment, GRACE_S)
         try:
-            self._socket.connect(zygote())
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [read, log.fileno()])
-            self.pid = int(self._socket.recv(64))
-        except (OSError, ValueError) as error:
-            log_of_zygote = Path(os.environ[FOLDER], "log").read_text(errors="replace")
-            raise AssertionError(f"no server was forked ({error!r}):\n{log_of_zygote[-3000:]}") from error
+            self._process = Process(
+                _zygote(), "sglang_server:supervised", arguments, files=(read, log.fileno()), outlives=True
+            )
         finally:
             os.close(read)
+        self.pid = self._process.pid
+        self.kill = self._process.kill
 
     def poll(self) -> int | None:
         """Its exit status, None while it runs."""
-        if self._status is None and select.select([self._socket], [], [], 0)[0]:
-            self._status = int(self._socket.recv(64) or b"-9")
-            self._socket.close()
-        return self._status
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status. Errors: subprocess.TimeoutExpired."""
-        if self._status is None and not select.select([self._socket], [], [], timeout)[0]:
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired("sglang.launch_server", timeout or 0.0)
-        status = self.poll()
-        assert status is not None
         return status
 
-    def kill(self) -> None:
-        """SIGKILL, if it runs."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+
+def _zygote() -> Zygote:
+    if not _zygotes:
+        _zygotes.append(Zygote("sglang", PRELOADED, str(find_python()), _environment()))
+    return _zygotes[0]
+
+
+def _environment() -> dict[str, str]:
+    path = (Path(__file__).parent, SUPERVISOR.parent, cpu_platform.PYTHONPATH)
+    return {
+        **cpu_platform.environment(threads=1),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+    }
 
 
 def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
@@ -85,44 +88,15 @@ def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in TAKEN_LATER}
 
 
-def _zygote_environment() -> dict[str, str]:
-    environment = {**os.environ, **cpu_platform.environment(1), "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    return environment | {"PYTHONPATH": str(cpu_platform.PYTHONPATH)}
-
-
-def zygote() -> str:
-    """The socket at which the process listens that servers are forked from; the first who asks starts it."""
-    folder = Path(os.environ[FOLDER])
-    path = folder / "socket"
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            command = [find_python(), ZYGOTE, path, folder.name.rpartition("-")[2], SUPERVISOR.parent]
-            with open(folder / "log", "w") as log:
-                started = subprocess.Popen(
-                    [str(word) for word in command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=_zygote_environment(),
-                    start_new_session=True,
-                )
-            deadline = time.monotonic() + START_S
-            while not path.exists() and started.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-    return str(path)
-
-
 def _spawn(command: list[str], environment: dict[str, str], log: TextIO):
     """Fork it, where the imports would have been the same."""
-    same = _read_by_imports(environment) == _read_by_imports(_zygote_environment())
+    same = _read_by_imports(environment) == _read_by_imports(os.environ | _environment())
     if command[:3] == [str(find_python()), "-m", "sglang.launch_server"] and same:
         return ForkedServer(command, environment, log)
     return spawn(command, environment, log)
 
 
 def install() -> None:
-    """Have servers forked from now on, unless it is nobody's run of tests."""
+    """Have servers forked from now on, in a run of tests."""
     if FOLDER in os.environ:
         RolloutServer._spawn = staticmethod(_spawn)

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from megatron_rl.rollout.server import reserve_port
-from tests.ranks import FORKED, rank_environment
+from tests.ranks import fork, rank_environment
+from tests.zygote import Process
 
 
 def command(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess:
@@ -39,15 +40,13 @@ class Program:
     def __init__(self, *arguments: str, log: Path, errors: Path | None = None, ranks: int = 1) -> None:
         """log: what its output is appended to; errors: its standard error, by default log."""
         self._reserved = reserve_port()
-        self._processes = []
+        self._processes: list[Process] = []
         try:
             for rank in range(ranks):
                 environment = os.environ | {"OMP_NUM_THREADS": "1"}
                 if ranks > 1:
                     environment |= rank_environment(rank, ranks, self._reserved)
-                process = FORKED.Process(target=_main, args=(arguments, environment, log, errors or log))
-                process.start()
-                self._processes.append(process)
+                self._processes.append(fork(_main, arguments, environment, log, errors or log))
         except BaseException:
             self.kill()
             raise
@@ -99,8 +98,7 @@ def output_of_script(script: Path, *arguments: str, timeout: float = 100) -> str
     """What a Python script prints, forked: without the seconds of its imports. Errors: AssertionError, TimeoutError."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        process = FORKED.Process(target=_script, args=(str(script), arguments, log))
-        process.start()
+        process = fork(_script, str(script), arguments, log)
         try:
             process.join(timeout)
             if process.exitcode is None:

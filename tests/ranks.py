@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
-import multiprocessing
 import os
 import pickle
 import socket
@@ -20,11 +19,15 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.rollout.server import reserve_port
+from tests.zygote import Process, Zygote
 
-# Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven: once in the server from
-# which all processes are forked.
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.unhindered", "megatron_rl.train", "modelopt.torch", "tests.frozen"])
+# Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven. A pool of threads would not
+# survive the fork.
+TRAINER = Zygote(
+    "trainer",
+    ("megatron_rl.train", "modelopt.torch", "tests.forked_servers:install"),
+    environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+)
 
 TIE = 2e-6
 """Scores of experts in fp32 are right to about 1e-6 of a token's largest: of two that are closer, another layout, or another
@@ -47,6 +50,11 @@ def without_ties[T](attempt: Callable[[int], T]) -> T:
         except NearTie as tie:
             print(tie)
     raise AssertionError("ten seeds with experts that nearly tie: is TIE too large?")
+
+
+def fork(target: Callable, *args: Any) -> Process:
+    """A process that has imported the trainer, and calls the function."""
+    return Process(TRAINER, target, args, path=sys.path)
 
 
 def end_layout() -> None:
@@ -103,18 +111,12 @@ def run_ranks(
 
     Errors: AssertionError with the tail of the failed rank's output; the others are ended. TimeoutError likewise.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the server too: a pool of threads would not survive the fork
     with tempfile.TemporaryDirectory() as folder, reserve_port() as reserved:
         environments = [rank_environment(rank, world_size, reserved) for rank in range(world_size)]
-        processes = [
-            FORKED.Process(
-                target=_run, args=(rank, environment, Path(folder), function, args, timeout, refuse_ties), daemon=True
-            )
-            for rank, environment in enumerate(environments)
-        ]
+        processes: list[Process] = []
         try:
-            for process in processes:
-                process.start()
+            for rank, environment in enumerate(environments):
+                processes.append(fork(_run, rank, environment, Path(folder), function, args, timeout, refuse_ties))
             deadline = time.monotonic() + timeout
             while any(p.is_alive() for p in processes):
                 failed = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
@@ -125,9 +127,8 @@ def run_ranks(
             late = [r for r, p in enumerate(processes) if p.exitcode is None]
         finally:
             for p in processes:
-                if p.pid is not None:
-                    p.kill()
-                    p.join(30)
+                p.kill()
+                p.join(30)
         if any(processes[rank].exitcode == NEAR_TIE for rank in failed):
             raise NearTie(f"two experts nearly tie in {function}")
         for ranks, error, happened in (
@@ -170,7 +171,7 @@ def _run(
     """One rank, in its own process."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
-    os.environ.update(environment)
+    os.environ.update(environment | {"OMP_NUM_THREADS": "1"})
     faulthandler.dump_traceback_later(0.9 * timeout, file=log)  # says where a rank hangs, before it is killed
     if refuse_ties:
         _watch_ties()

@@ -26,7 +26,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import httpx
@@ -42,6 +41,7 @@ from megatron_rl.rollout.finished import _records
 from tests.e2e.test_fleet import Servers
 from tests.e2e.test_recovery import final_tensors
 from tests.program import Program
+from tests.ranks import TRAINER
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 LIMIT_S = 300
@@ -287,7 +287,7 @@ class Chaos:
     def is_ours(self, process: psutil.Process) -> bool:
         """Started by the trainer, or by a server."""
         try:
-            own = {os.getpid(), forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+            own = {os.getpid(), TRAINER.pid}
             ended = process.pid in own or process.status() == psutil.STATUS_ZOMBIE
             return not ended and process.environ().get(MARK) == str(self.folder)
         except psutil.Error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,6 +15,8 @@ import torch
 
 TESTS = Path(__file__).resolve().parent
 CSRC = TESTS.parent.parent / "csrc"
+CACHE = TESTS.parents[1] / ".tools" / "emulated"
+"""Libraries by the content of their sources: those of planted bugs are compiled once."""
 MARGIN = 1024
 """Elements around a guarded tensor; a multiple of 16 bytes."""
 
@@ -28,13 +33,28 @@ def compile_emulated(
         text = (sources / file).read_text()
         assert text.count(old) == 1 and new != old, f"{old!r} stands {text.count(old)} times in {file}"
         (sources / file).write_text(text.replace(old, new))
-    library = folder / f"{name}.so"
-    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-variable"]
-    command += ["-fsanitize=bounds" + ",alignment" * alignment]
-    command += ["-x", "c++", str(TESTS / f"{name}_emulated.cpp"), f"-I{sources}", f"-I{TESTS}", "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    compiler = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-variable"]
+    compiler += ["-fsanitize=bounds" + ",alignment" * alignment, "-x", "c++"]
+    inputs = [TESTS / f"{name}_emulated.cpp", *sorted(TESTS.glob("*.h")), *sorted(p for p in sources.rglob("*") if p.is_file())]
+    content = hashlib.sha256(repr((compiler, _compiler_version())).encode())
+    for path in inputs:
+        content.update(f"{path.relative_to(folder if path.is_relative_to(folder) else TESTS)}\n".encode() + path.read_bytes())
+    library = CACHE / f"{name}-{content.hexdigest()[:32]}.so"
+    if not library.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        made = folder / f"{name}.so"
+        command = [*compiler, str(inputs[0]), f"-I{sources}", f"-I{TESTS}", "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        part = CACHE / f"{library.name}.{os.getpid()}"
+        shutil.copy(made, part)
+        part.rename(library)  # whole, also where another process writes it too
     return ctypes.CDLL(str(library))
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
 
 
 class Guarded:

@@ -14,7 +14,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.launch.lost import lost_contact
 from megatron_rl.rollout.server import reserve_port
 from megatron_rl.trainer import parallel
-from tests.ranks import FORKED, rank_environment
+from tests.ranks import fork, rank_environment
 
 
 def _rank(environment: dict[str, str], gone: int, out: Path) -> None:
@@ -35,12 +35,7 @@ def _rank(environment: dict[str, str], gone: int, out: Path) -> None:
 def test_the_one_that_is_left_names_the_other(gone, who, tmp_path):
     """Rank 0 has the store: without it nobody can be asked who is there."""
     with reserve_port() as reserved:
-        processes = [
-            FORKED.Process(target=_rank, args=(rank_environment(rank, 2, reserved), gone, tmp_path / "said"))
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
+        processes = [fork(_rank, rank_environment(rank, 2, reserved), gone, tmp_path / "said") for rank in range(2)]
         for process in processes:
             process.join(120)
             assert process.exitcode == 0
@@ -63,8 +58,7 @@ def test_one_that_never_meets_the_others_says_so(rank, reason, tmp_path):
     """As when another one has died before they met. Rank 1's wait is ours: torch's is longer than it is told."""
     with reserve_port() as reserved:
         environment = rank_environment(rank, 2, reserved)
-        process = FORKED.Process(target=_alone, args=(environment, tmp_path / "said"))
-        process.start()
+        process = fork(_alone, environment, tmp_path / "said")
         process.join(120)
         assert process.exitcode == 0
     said = (tmp_path / "said").read_text()

@@ -291,6 +291,7 @@ def main() -> int:
     if others := {*threads[1:]} - {"jemalloc_bg_thd"}:  # pyarrow's, which jemalloc starts again in a fork
         raise RuntimeError(f"threads after the imports, which a fork would not have: {', '.join(others)}")
     _listen(listener, death)
+    shutil.rmtree(Path(path).parent, ignore_errors=True)  # the owner may have been killed
     return 0
 
 

@@ -153,12 +153,18 @@ make_environment() {
     grep --no-filename -v "^$source_build==" "${arguments[@]}" | "$uv" pip sync --quiet --python "$venv/bin/python" - ||
         fail "$venv: the packages could not be installed; is there a network, and space on the disk ($(free_space))?"
     complete_toolkits "$venv"
-    if [[ $1 == trainer ]]; then
-        build_transformer_engine "$venv" "${arguments[@]}"
-        "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable "$root" ||
-            fail "$venv: megatron_rl could not be built: see the messages above; it takes g++ and Python's headers" \
-                "(apt-get install g++ python3.12-dev), and docs/troubleshooting.md has more"
-    fi
+}
+
+# The package itself, and what is compiled beside it.
+build_package() {
+    local venv=${folder[trainer]} list arguments=()
+    for list in ${lists[trainer]}; do
+        arguments+=("$root/$list")
+    done
+    build_transformer_engine "$venv" "${arguments[@]}"
+    "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable "$root" ||
+        fail "$venv: megatron_rl could not be built: see the messages above; it takes g++ and Python's headers" \
+            "(apt-get install g++ python3.12-dev), and docs/troubleshooting.md has more"
 }
 
 # The packages of CUDA's compiler and libraries lie as in a toolkit, but for names that linkers look for.
@@ -206,10 +212,13 @@ gpu_architectures() {
     printf '%s\n' "${found:-80;90}"
 }
 
-# Imports what a run imports: shows that the environment works, and leaves compiled modules on the disk: without them, as wherever
-# PYTHONDONTWRITEBYTECODE is set, every process of a run compiles thousands of files at its start.
+# Builds what is built here, and imports what a run imports: shows that the environment works, and leaves compiled modules on the
+# disk: without them, as wherever PYTHONDONTWRITEBYTECODE is set, every process of a run compiles thousands of files at its start.
 finish_environment() {
     local venv=${folder[$1]} modules files=("requirements/$1.imports")
+    if [[ $1 == trainer ]]; then
+        build_package
+    fi
     [[ $1 == trainer && $gpu == --gpu ]] && files+=(requirements/gpu.imports)
     modules=$(cat "${files[@]}" | paste -sd,)
     env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$venv/bin/python" -W ignore -c "import $modules" >/dev/null ||

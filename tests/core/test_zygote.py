@@ -1,0 +1,112 @@
+"""Processes of tests that are forked: what they are given, how they end, and that none outlives who asked for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.zygote import FOLDER, Process, Zygote
+
+ASKS = """
+import sys, time
+from tests.zygote import Process, Zygote
+process = Process(Zygote("owned", ()), "time:sleep", (600,), path=sys.path)
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Zygote:
+    return Zygote("nothing", ("json",))
+
+
+def say(path: Path, name: str) -> None:
+    path.write_text(f"{os.environ.get(name)} {os.getcwd()} {'json' in sys.modules} {len(sys.path)}")
+
+
+def write(files: list[int], text: str) -> None:
+    os.write(files[0], text.encode())
+
+
+def end(status: int) -> None:
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+def gone(pid: int, patience_s: float = 60.0) -> bool:
+    deadline = time.monotonic() + patience_s
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_it_has_environment_folder_and_path_of_who_asks(zygote, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_RL_SAYS", "what is set later")
+    process = Process(zygote, say, (tmp_path / "said", "MEGATRON_RL_SAYS"), path=sys.path)
+    process.join(60)
+    assert process.exitcode == 0
+    assert (tmp_path / "said").read_text() == f"what is set later {tmp_path} True {len(sys.path)}"
+
+
+def test_it_is_given_open_files(zygote):
+    read, write_end = os.pipe()
+    process = Process(zygote, write, ("a text",), files=(write_end,), path=sys.path)
+    os.close(write_end)
+    with open(read) as file:
+        assert file.read() == "a text", "and it is closed when the process ends"
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("status", [0, 7, -signal.SIGKILL, -signal.SIGTERM])
+def test_its_exit_status_is_told(zygote, status):
+    process = Process(zygote, end, (status,), path=sys.path)
+    process.join(60)
+    assert process.exitcode == status and not process.is_alive()
+    process.kill()
+
+
+def test_an_error_is_a_status_and_is_in_the_log(zygote):
+    process = Process(zygote, "math:sqrt", (-1,))
+    process.join(60)
+    assert process.exitcode == 1 and "ValueError" in zygote.log().read_text()
+
+
+def test_it_is_killed_and_ends_with_the_object_that_stands_for_it(zygote):
+    killed, dropped = (Process(zygote, "time:sleep", (600,)) for _ in range(2))
+    killed.join(0.1)
+    assert killed.exitcode is None and killed.is_alive()
+    killed.kill()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    pid = dropped.pid
+    del dropped
+    assert gone(pid)
+
+
+def test_nothing_outlives_a_process_that_asked_and_was_killed():
+    """Its zygote, which is its own where it is not of a run of tests, ends with it too."""
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    asks = subprocess.Popen([sys.executable, "-c", ASKS], stdout=subprocess.PIPE, env=environment)
+    try:
+        process = int(asks.stdout.readline())
+        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent not in (os.getpid(), asks.pid)
+    finally:
+        asks.kill()
+        asks.wait(20)
+    assert gone(process) and gone(parent)
+
+
+def test_a_zygote_that_cannot_import_says_why():
+    with pytest.raises(AssertionError, match=r"(?s)wrong: no process was forked.*No module named 'no_such_module'"):
+        Process(Zygote("wrong", ("no_such_module",)), "time:sleep", (1,))

@@ -54,6 +54,8 @@ class ForkedServer:
             os.close(read)
         self.pid = self._process.pid
         self.kill = self._process.kill
+        with open(_list_of(os.getpid()), "a") as file:
+            file.write(f"{self.pid}\n")
 
     def poll(self) -> int | None:
         """Its exit status, None while it runs."""
@@ -65,6 +67,16 @@ class ForkedServer:
         if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired("sglang.launch_server", timeout or 0.0)
         return status
+
+
+def supervisors_of(pid: int) -> list[int]:
+    """Ids of the supervisors of the servers that a process has had forked, which are no children of it."""
+    path = _list_of(pid)
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _list_of(pid: int) -> Path:
+    return _zygote().folder() / f"servers-of-{pid}"
 
 
 def _zygote() -> Zygote:

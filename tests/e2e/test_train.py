@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -18,6 +19,7 @@ import yaml
 
 from megatron_rl.cli import main
 from megatron_rl.metrics.logger import read_json_lines
+from tests.forked_servers import supervisors_of
 from tests.program import Program, forked
 
 STEPS = 4
@@ -40,7 +42,12 @@ def run(arguments: list[str], log: Path) -> subprocess.Popen:
 
 
 def scheduler_of(process: subprocess.Popen | Program) -> psutil.Process | None:
-    for child in psutil.Process(process.pid).children(recursive=True):
+    """Below the process, or below the supervisors of servers that it has had forked."""
+    below = []
+    for pid in (process.pid, *supervisors_of(process.pid)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below += psutil.Process(pid).children(recursive=True)
+    for child in below:
         try:
             if "sglang::scheduler" in " ".join(child.cmdline()) or child.name().startswith("sglang::schedul"):
                 return child

@@ -174,7 +174,8 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
     served = prefill_log_probs(client_of(server), [t.tokens.tolist() for t in trajectories])
     of_prefill = [one[t.prompt_length - 1 :][t["loss_mask"]] for one, t in zip(served, trajectories, strict=True)]
     sampled = [t["rollout_log_probs"][t["loss_mask"]] for t in trajectories]
-    assert_agree(of_prefill, sampled, median=1e-5, largest=1e-4)
+    tied = reference.tied(trajectories)
+    assert_agree(of_prefill, sampled, median=1e-5, largest=1e-4, tied=tied)
 
     # A turn that is decoded and encoded again: the very thing that must not happen.
     for number, t in enumerate(trajectories):  # noqa: B007
@@ -201,7 +202,7 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
         ("fp32", trajectories, SamplingSupport()),
         ("fp32", [*trajectories[:number], planted, *trajectories[number + 1 :]], SamplingSupport()),
     )
-    assert_agree(plain, sampled, median=1e-5, largest=1e-4)
+    assert_agree(plain, sampled, median=1e-5, largest=1e-4, tied=tied)
     apart = turns_apart(trajectories, plain)
     turns = sum(len(t.turns) for t in trajectories)
     print(f"{len(apart)} of {turns} turns apart")
@@ -211,7 +212,10 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
 
 
 def of_three_turns(agents: Agents, server, reference, count: int) -> list:
-    """Trajectories with routes and at least three replies, of so many conversations."""
+    """Trajectories with routes and at least three replies, of so many conversations.
+
+    One reply in eight is an answer, so that three in four have as many: of 20 all but one have not with a chance of 5e-11.
+    """
     asked = collection(agents, questions(agents, count), routes=reference.layout)
     asked.run(client_of(server))
     several = [t for t in asked.trajectories() if len(t.turns) >= 5]
@@ -241,7 +245,7 @@ def test_what_is_known_is_not_asked_and_what_finishes_is_told_once(server, world
 
 
 def test_routes_of_a_conversation_are_those_of_one_prefill(server, reference, world):
-    several = of_three_turns(world(Echo()), server, reference, 16)
+    several = of_three_turns(world(Echo()), server, reference, 20)
     whole = generate(
         server,
         [t.tokens[:-1].tolist() for t in several],
@@ -309,7 +313,9 @@ def test_the_same_seed_draws_the_same_conversations(server, world):
         asked = collection(agents, prompts, samples=2, seed="7/3")
         asked.run(client_of(server))
         runs.append([t.tokens.tolist() for t in asked.trajectories()])
-    assert sum(a == b for a, b in zip(*runs, strict=True)) >= 11, "a draw in 100,000 falls on a border"
+    # Logits of two batches differ by 1e-7: some 600 draws, each on a border between two tokens with a chance of 1e-5 (see
+    # test_seeds.py), and near ties of experts, set four conversations apart with a chance of 1e-10.
+    assert sum(a == b for a, b in zip(*runs, strict=True)) >= 9
     assert len({tuple(tokens) for tokens in runs[0]}) == 12
 
 
@@ -427,7 +433,8 @@ def test_a_tool_that_is_gone_masks(server, world):
 @pytest.mark.parametrize("treatment", ["score", "zero", "mask"])
 def test_limits_end_conversations(server, world, treatment):
     agents = world(Echo(), max_turns=2, on_truncation=treatment)
-    prompts = questions(agents, 40)
+    # One reply in eight is an answer: none of the two of 90 conversations with a chance of (7/8)^180 = 4e-11.
+    prompts = questions(agents, 90)
     ends = list(range(100, 140))  # no end tokens of the template's: its separator comes first
     asked = collection(agents, prompts, max_new_tokens=90, stop_token_ids=ends)
     asked.run(client_of(server))
@@ -455,7 +462,8 @@ def test_a_conversation_that_takes_too_long_ends_with_what_it_has(server, world)
             await asyncio.sleep(600 if session.calls == 2 else 0)
 
     agents = world(Slow(), time_limit_s=10.0)
-    asked = collection(agents, questions(agents, 16))
+    # Seven in ten come to a second call: none of 20 with a chance of 3e-11.
+    asked = collection(agents, questions(agents, 20))
     asked.run(client_of(server))
     endings = Counter(t.finish_reason for t in asked.trajectories())
     assert endings["time"] and set(endings) <= {"time", "stop", "turns", "tokens"}

@@ -241,8 +241,8 @@ def test_a_sample_of_several_sequences_is_judged_as_a_whole(world, treatment):
 
     agents, collect = world(agent, on_truncation=treatment)
     agents.dialect = Plain(agents.tokenizer)
-    # Of two of 512 tokens one ends a reply of twelve with a chance of 0.05: the last ones of all seven with one of 5e-10.
-    trajectories, _ = collect(14)
+    # One of 512 tokens ends a reply, one of twelve with a chance of 0.023: all six that are cut with one of 2e-10.
+    trajectories, _ = collect(12)
     ends = agents.dialect.stop_token_ids
     for main, other in zip(trajectories[::2], trajectories[1::2], strict=True):
         assert (main.group_id, main.part, other.part) == (main.group_id, 0, 1)

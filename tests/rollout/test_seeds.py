@@ -90,7 +90,9 @@ def test_draws_have_the_distribution_of_the_row():
         assert not counts[weights == 0].any()
         expected = (weights / weights.sum() * draws)[weights > 0].double()
         chi_square = float(((counts[weights > 0] - expected) ** 2 / expected).sum())
-        assert chi_square < 23 + 7 * (2 * 23) ** 0.5  # mean 23, seven standard deviations
+        # Of 23 degrees of freedom: above 23 + 2 sqrt(23 x) + 2 x with a chance below e^-x (Laurent and Massart, 2000).
+        x = 23.0
+        assert chi_square < 23 + 2 * (23 * x) ** 0.5 + 2 * x
 
 
 def test_the_last_place_can_be_drawn_and_nothing_behind_it():

@@ -63,8 +63,8 @@ def test_of_a_conversation_the_replies_have_them_and_observations_none(server, r
     assert isinstance(agents.dialect, Qwen)
     agents.dialect = Talkative(agents.tokenizer)
     try:
-        # One reply in eight ends its conversation: the first ones of all ten with a chance of 1e-9.
-        prompts = [agents.encode(Prompt(str(n), f"What is {n}?")) for n in range(10)]
+        # Three replies in four go on to an observation: none of the first ones of 16 with a chance of 2e-10.
+        prompts = [agents.encode(Prompt(str(n), f"What is {n}?")) for n in range(16)]
         settings = {"samples_per_prompt": 1, "max_new_tokens": 160, "top_log_probs": 3}
         collection = agents.collect(prompts=prompts, support=SamplingSupport(), **settings)
         collection.run(client_of(server))

@@ -15,11 +15,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_rl.rollout.server import reserve_port
+
+if TYPE_CHECKING:
+    import torch
 
 # Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven: once in the server from
 # which all processes are forked.
@@ -147,15 +150,46 @@ def _watch_ties() -> None:
     topk = torch.topk
 
     def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
-        if values.dim() == 2 and k < values.shape[1]:
-            chosen = topk(values.detach(), k + 1, dim=1).values
-            size = values.detach().abs()
-            size = torch.where(size.isfinite(), size, 0).amax(1)  # experts of groups that were not chosen have -inf
-            if bool((chosen[:, -2] - chosen[:, -1] < TIE * size).any()):
-                raise NearTie
+        if _near_tie(topk, values, k):
+            raise NearTie
         return topk(values, k, *args, **settings)
 
     torch.topk = watched
+
+
+def _near_tie(topk: Callable[..., Any], values: torch.Tensor, k: int) -> bool:
+    """Whether it is experts that are chosen, and in a row the last that is and the next one are the same but for rounding."""
+    import torch
+
+    if values.dim() != 2 or k >= values.shape[1]:
+        return False
+    chosen = topk(values.detach(), k + 1, dim=1).values
+    size = values.detach().abs()
+    size = torch.where(size.isfinite(), size, 0).amax(1)  # experts of groups that were not chosen have -inf
+    return bool((chosen[:, -2] - chosen[:, -1] < TIE * size).any())
+
+
+def nearly_ties(model: torch.nn.Module, tokens: Any) -> bool:
+    """Whether two experts of a model of transformers nearly tie for a token of the sequence.
+
+    Sums in another order may then choose the other one, whose output moves what follows from this token by some percents, and
+    by less what follows from those that attend to it.
+    """
+    import torch
+
+    found, topk = [False], torch.topk
+
+    def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
+        found.append(_near_tie(topk, values, k))
+        return topk(values, k, *args, **settings)
+
+    torch.topk = watched
+    try:
+        with torch.no_grad():
+            model(torch.as_tensor(np.asarray(tokens), dtype=torch.long)[None])
+    finally:
+        torch.topk = topk
+    return any(found)
 
 
 def _run(

@@ -21,7 +21,7 @@ from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
-from tests.ranks import TIE
+from tests.ranks import nearly_ties
 from tools.make_tiny_model import make_tiny_model
 
 CPU_SERVER = ServerConfig(threads=1, memory_fraction=0.2, max_total_tokens=32768, start_timeout_s=540)
@@ -52,25 +52,6 @@ def prefill_log_probs(client: SGLangClient, sequences) -> list[np.ndarray]:
             return await client.call(sequences, {"max_new_tokens": 0}, prompt_log_probs=True)
 
     return [reply.prompt_log_probs for reply in asyncio.run(ask())]
-
-
-@torch.no_grad()
-def nearly_ties(model: torch.nn.Module, tokens) -> bool:
-    """Whether two experts nearly tie for a token of the sequence, by transformers' model: sums in another order may choose the
-    other one, whose output moves this token's log-prob by some hundredths, and those of the tokens that attend to it too."""
-    found, topk = [False], torch.topk
-
-    def watched(values: torch.Tensor, k: int, *args, **settings):
-        if values.dim() == 2 and k < values.shape[1]:
-            last, following = topk(values, k + 1, dim=1).values[:, -2:].unbind(1)
-            size = torch.where(values.isfinite(), values.abs(), 0).amax(1)
-            found.append(bool((last - following < TIE * size).any()))
-        return topk(values, k, *args, **settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "topk", watched)
-        model(torch.as_tensor(np.asarray(tokens), dtype=torch.long)[None])
-    return any(found)
 
 
 @dataclass

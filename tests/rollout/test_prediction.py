@@ -16,7 +16,8 @@ from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
-from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect, nearly_ties
+from tests.ranks import nearly_ties
+from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect
 from tests.rollout.routers import PredictedReference, Weights, agreement, plant
 
 

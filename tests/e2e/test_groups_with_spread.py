@@ -38,8 +38,6 @@ def spread(response, answer):
 def config(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("spread")
     (folder / "reward.py").write_text(REWARD)
-    rows = [{"prompt": f"<{i:03d}:", "answer": random.choices(["spread", "none"], [3, 7])[0]} for i in range(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
         "steps": STEPS,
         "runs_dir": str(folder / "runs"),
@@ -62,7 +60,13 @@ def config(tmp_path_factory, tiny_model) -> Path:
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(tree))
-    return path
+    while True:
+        answers = [random.choices(["spread", "none"], [3, 7])[0] for _ in range(PROMPTS)]
+        rows = [{"prompt": f"<{i:03d}:", "answer": answer} for i, answer in enumerate(answers)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        drawn = [expected_steps(path, 0, 1.0), expected_steps(path, 1, 1.4)]
+        if all(any(rounds > 1 for _, rounds in steps) for steps in drawn):  # one draw in 40,000 has no second round
+            return path
 
 
 def in_order(config: Path) -> Iterator[tuple[str, bool]]:

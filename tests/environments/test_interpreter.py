@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem(
 
 @pytest.fixture
 def session():
-    made = Session(timeout_s=3.0, memory_mb=256)
+    made = Session(timeout_s=60.0, memory_mb=256)  # an interpreter of a busy machine starts in seconds
     yield made
     made.end()
 
@@ -44,7 +44,7 @@ def test_errors_are_shown_and_lose_nothing(session):
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("print('so far', flush=True)\nwhile True: pass", "longer than 3 s.*so far"),
+        ("print('so far', flush=True)\nwhile True: pass", "longer than 8 s.*so far"),
         (
             (
                 "import os, time\nfor _ in range(9):\n    if os.fork() == 0:\n        z = bytearray(2**26)\n"
@@ -59,6 +59,7 @@ def test_errors_are_shown_and_lose_nothing(session):
     ],
 )
 def test_a_call_that_breaks_a_limit_starts_anew(session, code, problem):
+    session.timeout_s = 8.0
     session.run("import time; x = 3")
     with pytest.raises(ToolError, match=f"(?s)({problem})") as found:
         session.run(code)
@@ -97,7 +98,7 @@ def test_a_session_that_is_ended_while_it_runs():
 
 
 def test_conversations_share_nothing():
-    tool = PythonTool(timeout_s=5.0)
+    tool = PythonTool(timeout_s=60.0)
 
     async def both():
         first, second = tool.session(), tool.session()

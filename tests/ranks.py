@@ -33,7 +33,7 @@ TIE = 2e-6
 """Scores of experts in fp32 are right to about 1e-6 of a token's largest: of two that are closer, another layout, or another
 precision, may choose the other one, and then all that follows differs by much more than rounding."""
 NEAR_TIE = 23
-"""Exit code of a rank that met one."""
+"""Exit code of a process that met one."""
 
 
 class NearTie(Exception):
@@ -143,7 +143,7 @@ def run_ranks(
         return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(world_size)]
 
 
-def _watch_ties() -> None:
+def watch_ties() -> None:
     """End this process where the last of the k largest values of a row is the next one but for rounding."""
     import torch
 
@@ -151,7 +151,7 @@ def _watch_ties() -> None:
 
     def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
         if _near_tie(topk, values, k):
-            raise NearTie
+            os._exit(NEAR_TIE)
         return topk(values, k, *args, **settings)
 
     torch.topk = watched
@@ -207,13 +207,11 @@ def _run(
     os.environ.update(environment)
     faulthandler.dump_traceback_later(0.9 * timeout, file=log)  # says where a rank hangs, before it is killed
     if refuse_ties:
-        _watch_ties()
+        watch_ties()
     try:
         module, _, name = function.partition(":")
         result = getattr(importlib.import_module(module), name)(*args)
         (folder / f"{rank}.out").write_bytes(pickle.dumps(result))
-    except NearTie:
-        os._exit(NEAR_TIE)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -178,9 +178,9 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
     assert_agree(of_prefill, sampled, median=1e-5, largest=1e-4, tied=tied)
 
     # A turn that is decoded and encoded again: the very thing that must not happen.
-    for number, t in enumerate(trajectories):  # noqa: B007
+    for number, t in enumerate(trajectories):
         again = agents.tokenizer.encode(agents.dialect.text(pieces(t)[0]), add_special_tokens=False)
-        if again != pieces(t)[0] and len(t.turns) > 1:
+        if again != pieces(t)[0] and len(t.turns) > 1 and not tied[number]:
             break
     end = t.turns[0].end
     before, after = t.tokens[: t.prompt_length], t.tokens[t.prompt_length + end :]
@@ -208,7 +208,8 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
     print(f"{len(apart)} of {turns} turns apart")
     assert len(apart) <= turns / 50, "two experts nearly tied"
     found = turns_apart([*trajectories[:number], planted, *trajectories[number + 1 :]], with_planted)
-    assert found - apart and {one for one, _ in found - apart} == {number}
+    # Where experts nearly tie, another micro-batch may choose the other one.
+    assert {one for one, _ in found - apart if not tied[one]} == {number}
 
 
 def of_three_turns(agents: Agents, server, reference, count: int) -> list:

@@ -215,7 +215,7 @@ def test_resume_on_another_layout(folder, undisturbed, mid_step):
     tensors = final_tensors(folder, "layout")
     for key, value in undisturbed.items():
         if key.startswith(("decoder", "embedding", "output_layer")):
-            # Of steps of 1e-3 a hundredth: gradients of 1e-3 and more are right to 1e-6 of the largest, smaller ones move less.
+            # Adam's eps is its learning rate, so that a step differs by no more than the gradient does: 1e-6 of one below 1.
             assert (tensors[key] - value).abs().mean() < 1e-5, key
     assert steps_logged(folder, "layout") == list(range(1, STEPS + 1))
 

@@ -116,7 +116,7 @@ def test_trainer_agrees_on_sinks_windows_and_yarn(dtype, median, largest, tmp_pa
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     sequences = []
-    while len(sequences) < 10:  # in a hundred such long sequences experts nearly tie, in fp32
+    while len(sequences) < 10:  # one in a hundred that are so long has experts that nearly tie in fp32
         sequence = rng.integers(3, 512, int(rng.integers(3 * WINDOW + 1, 5 * WINDOW))).tolist()
         if dtype == "bf16" or not nearly_ties(model, sequence):
             sequences.append(sequence)

@@ -44,7 +44,7 @@ def test_errors_are_shown_and_lose_nothing(session):
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("print('so far', flush=True)\nwhile True: pass", "longer than 8 s.*so far"),
+        ("print('so far', flush=True)\nwhile True: pass", "longer than 3 s.*so far"),
         (
             (
                 "import os, time\nfor _ in range(9):\n    if os.fork() == 0:\n        z = bytearray(2**26)\n"
@@ -59,10 +59,13 @@ def test_errors_are_shown_and_lose_nothing(session):
     ],
 )
 def test_a_call_that_breaks_a_limit_starts_anew(session, code, problem):
-    session.timeout_s = 8.0
     session.run("import time; x = 3")
+    patient_s = session.timeout_s
+    if "longer than" in problem:
+        session.timeout_s = 3.0
     with pytest.raises(ToolError, match=f"(?s)({problem})") as found:
         session.run(code)
+    session.timeout_s = patient_s
     assert "variables are lost" in str(found.value)
     assert "NameError" in session.run("x")
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.rollout.server import reserve_port
-from tests.ranks import fork, rank_environment
+from tests.ranks import fork, rank_environment, watch_ties
 from tests.zygote import Process
 
 
@@ -37,8 +37,11 @@ class Program:
     tests/e2e/test_train.py starts its run as users do, with torchrun.
     """
 
-    def __init__(self, *arguments: str, log: Path, errors: Path | None = None, ranks: int = 1) -> None:
-        """log: what its output is appended to; errors: its standard error, by default log."""
+    def __init__(
+        self, *arguments: str, log: Path, errors: Path | None = None, ranks: int = 1, refuse_ties: bool = False
+    ) -> None:
+        """log: what its output is appended to; errors: its standard error, by default log. refuse_ties: it ends with status
+        `ranks.NEAR_TIE` where two experts tie but for rounding."""
         self._reserved = reserve_port()
         self._processes: list[Process] = []
         try:
@@ -46,7 +49,7 @@ class Program:
                 environment = os.environ | {"OMP_NUM_THREADS": "1"}
                 if ranks > 1:
                     environment |= rank_environment(rank, ranks, self._reserved)
-                self._processes.append(fork(_main, arguments, environment, log, errors or log))
+                self._processes.append(fork(_main, arguments, environment, log, errors or log, refuse_ties))
         except BaseException:
             self.kill()
             raise
@@ -124,13 +127,15 @@ def _script(script: str, arguments: tuple[str, ...], log: Path) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _main(arguments: tuple[str, ...], environment: dict[str, str], log: Path, errors: Path) -> None:
+def _main(arguments: tuple[str, ...], environment: dict[str, str], log: Path, errors: Path, refuse_ties: bool) -> None:
     """One process of the program."""
     _write_to(log, errors)
     os.environ.clear()
     os.environ.update(environment)
     from megatron_rl.cli import main
 
+    if refuse_ties:
+        watch_ties()
     status = main([*arguments])
     atexit._run_exitfuncs()  # a forked process would leave without them
     sys.exit(status)

@@ -14,12 +14,15 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_rl.rollout.server import reserve_port
 from tests.zygote import Process, Zygote
+
+if TYPE_CHECKING:
+    import torch
 
 # Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven. A pool of threads would not
 # survive the fork.
@@ -33,7 +36,7 @@ TIE = 2e-6
 """Scores of experts in fp32 are right to about 1e-6 of a token's largest: of two that are closer, another layout, or another
 precision, may choose the other one, and then all that follows differs by much more than rounding."""
 NEAR_TIE = 23
-"""Exit code of a rank that met one."""
+"""Exit code of a process that met one."""
 
 
 class NearTie(Exception):
@@ -141,22 +144,53 @@ def run_ranks(
         return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(world_size)]
 
 
-def _watch_ties() -> None:
+def watch_ties() -> None:
     """End this process where the last of the k largest values of a row is the next one but for rounding."""
     import torch
 
     topk = torch.topk
 
     def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
-        if values.dim() == 2 and k < values.shape[1]:
-            chosen = topk(values.detach(), k + 1, dim=1).values
-            size = values.detach().abs()
-            size = torch.where(size.isfinite(), size, 0).amax(1)  # experts of groups that were not chosen have -inf
-            if bool((chosen[:, -2] - chosen[:, -1] < TIE * size).any()):
-                raise NearTie
+        if _near_tie(topk, values, k):
+            os._exit(NEAR_TIE)
         return topk(values, k, *args, **settings)
 
     torch.topk = watched
+
+
+def _near_tie(topk: Callable[..., Any], values: torch.Tensor, k: int) -> bool:
+    """Whether it is experts that are chosen, and in a row the last that is and the next one are the same but for rounding."""
+    import torch
+
+    if values.dim() != 2 or k >= values.shape[1]:
+        return False
+    chosen = topk(values.detach(), k + 1, dim=1).values
+    size = values.detach().abs()
+    size = torch.where(size.isfinite(), size, 0).amax(1)  # experts of groups that were not chosen have -inf
+    return bool((chosen[:, -2] - chosen[:, -1] < TIE * size).any())
+
+
+def nearly_ties(model: torch.nn.Module, tokens: Any) -> bool:
+    """Whether two experts of a model of transformers nearly tie for a token of the sequence.
+
+    Sums in another order may then choose the other one, whose output moves what follows from this token by some percents, and
+    by less what follows from those that attend to it.
+    """
+    import torch
+
+    found, topk = [False], torch.topk
+
+    def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
+        found.append(_near_tie(topk, values, k))
+        return topk(values, k, *args, **settings)
+
+    torch.topk = watched
+    try:
+        with torch.no_grad():
+            model(torch.as_tensor(np.asarray(tokens), dtype=torch.long)[None])
+    finally:
+        torch.topk = topk
+    return any(found)
 
 
 def _run(
@@ -174,13 +208,11 @@ def _run(
     os.environ.update(environment | {"OMP_NUM_THREADS": "1"})
     faulthandler.dump_traceback_later(0.9 * timeout, file=log)  # says where a rank hangs, before it is killed
     if refuse_ties:
-        _watch_ties()
+        watch_ties()
     try:
         module, _, name = function.partition(":")
         result = getattr(importlib.import_module(module), name)(*args)
         (folder / f"{rank}.out").write_bytes(pickle.dumps(result))
-    except NearTie:
-        os._exit(NEAR_TIE)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -24,7 +24,7 @@ from megatron_rl.rollout.finished import _records
 from tests.program import Program
 
 STEPS, WANTED, SAMPLES, PROMPTS = 3, 5, 3, 400
-TIMEOUT_S = 280
+TIMEOUT_S = 500
 # Long random responses, and 2^32 rewards: they differ but where responses are the same.
 REWARD = """
 import zlib
@@ -38,8 +38,6 @@ def spread(response, answer):
 def config(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("spread")
     (folder / "reward.py").write_text(REWARD)
-    rows = [{"prompt": f"<{i:03d}:", "answer": random.choices(["spread", "none"], [3, 7])[0]} for i in range(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
         "steps": STEPS,
         "runs_dir": str(folder / "runs"),
@@ -62,7 +60,13 @@ def config(tmp_path_factory, tiny_model) -> Path:
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(tree))
-    return path
+    while True:
+        answers = [random.choices(["spread", "none"], [3, 7])[0] for _ in range(PROMPTS)]
+        rows = [{"prompt": f"<{i:03d}:", "answer": answer} for i, answer in enumerate(answers)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        drawn = [expected_steps(path, 0, 1.0), expected_steps(path, 1, 1.4)]
+        if all(any(rounds > 1 for _, rounds in steps) for steps in drawn):  # one draw in 40,000 has no second round
+            return path
 
 
 def in_order(config: Path) -> Iterator[tuple[str, bool]]:
@@ -115,7 +119,7 @@ def check(config: Path, folder: Path, leaders: int, expected: list[tuple[list[st
         assert row["response/length_quantile/p50"] == np.quantile(lengths, 0.5, method="inverted_cdf")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_groups_that_lie_on_two_leaders(config):
     log = config.parent / "two.log"
     program = Program("train", str(config), "--name", "two", log=log, ranks=2)
@@ -128,7 +132,7 @@ def test_groups_that_lie_on_two_leaders(config):
     check(config, config.parent / "runs" / "two", 2, expected)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_ahead_of_the_trainer_and_ended_in_a_later_round(config):
     """No prompt is left out or asked twice, and samples of the round that was broken off are there."""
     folder, log = config.parent / "runs" / "ahead", config.parent / "ahead.log"

@@ -47,5 +47,9 @@ def test_the_same_command_twice_samples_the_same(twice):
             files = [file_of(twice / name / "rollouts", step, rank) for rank in range(2)]
             responses[name] = [t.tokens.tolist() for file in files for t in load_trajectories(file)]
         pairs = list(zip(responses["first"], responses["second"], strict=True))
-        # Logits differ by 1e-6 between batches: of 1,152 tokens one in a thousand runs falls on a border.
-        assert len(pairs) == 48 and sum(a == b for a, b in pairs) >= 47
+        # Log-probs differ by 5e-7 between batches, so that a draw falls between two borders with a chance of 1e-6 at most: of
+        # 1,152 one with a chance of 1e-3, three with one of 2e-10.
+        different = sum(a != b for a, b in pairs)
+        assert len(pairs) == 48 and different <= 2
+        if different:
+            break  # the weights of the next step have learned from other responses

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem(
 
 @pytest.fixture
 def session():
-    made = Session(timeout_s=3.0, memory_mb=256)
+    made = Session(timeout_s=60.0, memory_mb=256)  # an interpreter of a busy machine starts in seconds
     yield made
     made.end()
 
@@ -60,8 +60,12 @@ def test_errors_are_shown_and_lose_nothing(session):
 )
 def test_a_call_that_breaks_a_limit_starts_anew(session, code, problem):
     session.run("import time; x = 3")
+    patient_s = session.timeout_s
+    if "longer than" in problem:
+        session.timeout_s = 3.0
     with pytest.raises(ToolError, match=f"(?s)({problem})") as found:
         session.run(code)
+    session.timeout_s = patient_s
     assert "variables are lost" in str(found.value)
     assert "NameError" in session.run("x")
 
@@ -97,7 +101,7 @@ def test_a_session_that_is_ended_while_it_runs():
 
 
 def test_conversations_share_nothing():
-    tool = PythonTool(timeout_s=5.0)
+    tool = PythonTool(timeout_s=60.0)
 
     async def both():
         first, second = tool.session(), tool.session()

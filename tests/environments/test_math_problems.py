@@ -102,7 +102,7 @@ def test_generated_sets_are_the_same_for_a_seed_and_disjoint(name):
         assert [(p.text, p.answer) for p in tasks[1].prompts("train")] == train
         assert [(p.text, p.answer) for p in tasks[2].prompts("train")] != train
         assert not {text for text, _ in train} & {text for text, _ in held_out}
-        assert len(train) + len(held_out) == 400 and len(held_out) >= 10
+        assert len(train) + len(held_out) == 400 and len(held_out) >= 9  # one in ten is: fewer with a chance of 3e-10
         assert len({text for text, _ in train}) > 0.9 * len(train)
         prompts = tasks[0].prompts("eval")[:4]
         texts = [f"So it is \\boxed{{{str(p.answer).rpartition('#### ')[2]}}}." for p in prompts]
@@ -211,7 +211,8 @@ CALL = '<tool_call>\n{{"name": "python", "arguments": {}}}\n</tool_call>'
 @contained
 def test_a_wrong_first_program_that_the_second_turn_mends():
     """The error is an observation, the interpreter remembers, and the answer is paid."""
-    task = build_task(DataConfig(task="retool", seed=SEED, options={"size": 100}), more_parts=Agents.parts)
+    # One problem in six is of the kind that is looked for: none of 180 with a chance of 6e-15.
+    task = build_task(DataConfig(task="retool", seed=SEED, options={"size": 200}), more_parts=Agents.parts)
     call = lambda code: CALL.format(json.dumps({"code": code}))  # noqa: E731
     try:
         prompt = next(p for p in task.prompts("train") if "remainder when $" in p.text and "sum" not in p.text)

@@ -107,7 +107,7 @@ def test_what_is_stopped(name):
     limits = LIMITS if "timeout" in reason else PATIENT
     found = run_python(code, **limits)
     assert found.reason in reason.split(), found
-    assert time.monotonic() - begun < limits["timeout_s"] + sandbox.END_S + 15
+    assert time.monotonic() - begun < limits["timeout_s"] + sandbox.END_S + 60, "programs sleep for 600 s"
     assert len(found.stdout) <= LIMITS["output_bytes"] and len(found.stderr) <= LIMITS["output_bytes"]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import override
@@ -85,7 +86,7 @@ def odd():
 
 @pytest.fixture
 def toolbox(odd):
-    box = Toolbox(AgentConfig(tools=["calculator"], tool_timeout_s=0.5, max_tool_response=100), [odd])
+    box = Toolbox(AgentConfig(tools=["calculator"], tool_timeout_s=60.0, max_tool_response=100), [odd])
     box.open()
     yield box
     box.close()
@@ -172,8 +173,12 @@ def test_an_unknown_tool_is_the_models_fault(toolbox):
     ],
 )
 def test_whose_fault(toolbox, what, kind, problem):
+    patient = toolbox.config
+    if what in ("hang", "block"):  # all others answer at once, however late that is on a busy machine
+        toolbox.config = replace(patient, tool_timeout_s=0.5)
     with pytest.raises(kind, match=problem):
         call(toolbox, "odd", what=what)
+    toolbox.config = patient
     assert call(toolbox, "odd", what="next") == "next", "others go on"
 
 
@@ -382,7 +387,7 @@ def test_nothing_is_called_in_a_conversation_that_is_over():
             return await super().call(arguments, session)
 
     noting = Noting()
-    box = Toolbox(AgentConfig(tool_timeout_s=0.5), [noting])
+    box = Toolbox(AgentConfig(tool_timeout_s=3.0), [noting])
     box.open()
     try:
         with pytest.raises(ToolLost, match="no answer within"):
@@ -411,7 +416,7 @@ def test_waiting_for_other_conversations_is_told_apart():
     class Slow(Odd):
         @override
         async def call(self, arguments, session):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
             return "done"
 
     box = Toolbox(AgentConfig(tool_concurrency=1), [Slow()])
@@ -424,4 +429,5 @@ def test_waiting_for_other_conversations_is_told_apart():
         box.loop.run(all_calls())
     finally:
         box.close()
-    assert [wait >= least for wait, least in zip(sorted(waited), (0.0, 0.29, 0.59), strict=True)] == [True] * 3
+    # A task of a busy machine begins to wait a little after the first one has begun its 0.8 s.
+    assert [wait >= least for wait, least in zip(sorted(waited), (0.0, 0.4, 1.2), strict=True)] == [True] * 3

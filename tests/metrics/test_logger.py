@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 from megatron_rl.config import Config, LoggingConfig
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import STANDARD, RunLogger, read_json_lines
+from megatron_rl.rollout.server import reserve_port
 
 CONFIG = Config(steps=10, logging=LoggingConfig(tensorboard=False))
 
@@ -137,9 +137,8 @@ def test_prometheus_gets_the_newest_numbers(tmp_path):
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    reserved = reserve_port("")  # a port that was only looked up may be another process's by now
+    port = reserved.getsockname()[1]
     config = replace(CONFIG, name="a/b", logging=LoggingConfig(tensorboard=False, prometheus_port=port))
 
     def exported() -> dict[tuple[str, str | None], float]:
@@ -162,6 +161,7 @@ def test_prometheus_gets_the_newest_numbers(tmp_path):
     assert before <= found["megatron_rl_last_step_timestamp_seconds", None] <= time.time()
     with pytest.raises(httpx.TransportError):
         exported()
+    reserved.close()
 
 
 def test_wandb_that_is_missing_is_said_at_the_start(tmp_path, monkeypatch):

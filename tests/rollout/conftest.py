@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
+from tests.ranks import nearly_ties
 from tools.make_tiny_model import make_tiny_model
 
 CPU_SERVER = ServerConfig(threads=1, memory_fraction=0.2, max_total_tokens=32768, start_timeout_s=540)
@@ -78,15 +80,34 @@ class Reference:
         out = self.model(torch.as_tensor(tokens, dtype=torch.long)[None], output_router_logits=True)
         return torch.stack(out.router_logits, 1).topk(self.layout.topk, -1).indices.sort(-1).values
 
+    def tied(self, sequences) -> list[bool]:
+        """In which of them experts nearly tie; of trajectories, all their tokens."""
+        return [nearly_ties(self.model, getattr(one, "tokens", one)) for one in sequences]
 
-def assert_agree(ours: list[np.ndarray], theirs: list[np.ndarray], *, median: float, largest: float) -> None:
-    """Of all tokens the median difference, of four sequences in five the largest one.
 
-    Where two experts nearly tie, a token may go to either, and all later tokens of its sequence attend to it.
+def assert_agree(
+    ours: list[np.ndarray],
+    theirs: list[np.ndarray],
+    *,
+    median: float,
+    largest: float,
+    tied: Sequence[bool] | None = None,
+) -> None:
+    """Of all tokens the median difference, and the largest one of the sequences in which no experts nearly tie (`tied`).
+
+    In fp32 these differ by rounding alone: log-probs here are -6 to -8, whose last bit is 5e-7, and logits below 1 add less. A
+    token and layer nearly tie with a chance of 3e-5 at most, so that half of the sequences are never left out: of four that
+    have 160 tokens and four layers, three or more with a chance of 4 x 0.02^3.
+    tied: None where precision is so low that experts tie everywhere: of four sequences in five the largest one.
     """
     differences = [np.abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    found = np.median(np.concatenate(differences)), np.quantile([d.max() for d in differences], 0.8)
-    print(f"median {found[0]:.2g}, largest of four sequences in five {found[1]:.2g}")
+    if tied is None:
+        found = np.median(np.concatenate(differences)), np.quantile([d.max() for d in differences], 0.8)
+    else:
+        clear = [d for d, out in zip(differences, tied, strict=True) if not out]
+        assert len(clear) >= len(differences) / 2, "most sequences have experts that nearly tie"
+        found = np.median(np.concatenate(differences)), max(d.max(initial=0) for d in clear)
+    print(f"median {found[0]:.2g}, largest {found[1]:.2g}, {sum(tied or [])} of {len(differences)} sequences with ties")
     assert found[0] <= median and found[1] <= largest
 
 

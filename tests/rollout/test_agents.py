@@ -174,12 +174,13 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
     served = prefill_log_probs(client_of(server), [t.tokens.tolist() for t in trajectories])
     of_prefill = [one[t.prompt_length - 1 :][t["loss_mask"]] for one, t in zip(served, trajectories, strict=True)]
     sampled = [t["rollout_log_probs"][t["loss_mask"]] for t in trajectories]
-    assert_agree(of_prefill, sampled, median=1e-5, largest=1e-4)
+    tied = reference.tied(trajectories)
+    assert_agree(of_prefill, sampled, median=1e-5, largest=1e-4, tied=tied)
 
     # A turn that is decoded and encoded again: the very thing that must not happen.
-    for number, t in enumerate(trajectories):  # noqa: B007
+    for number, t in enumerate(trajectories):
         again = agents.tokenizer.encode(agents.dialect.text(pieces(t)[0]), add_special_tokens=False)
-        if again != pieces(t)[0] and len(t.turns) > 1:
+        if again != pieces(t)[0] and len(t.turns) > 1 and not tied[number]:
             break
     end = t.turns[0].end
     before, after = t.tokens[: t.prompt_length], t.tokens[t.prompt_length + end :]
@@ -201,17 +202,21 @@ def test_two_hundred_conversations_are_exact_and_both_sides_score_them_alike(ser
         ("fp32", trajectories, SamplingSupport()),
         ("fp32", [*trajectories[:number], planted, *trajectories[number + 1 :]], SamplingSupport()),
     )
-    assert_agree(plain, sampled, median=1e-5, largest=1e-4)
+    assert_agree(plain, sampled, median=1e-5, largest=1e-4, tied=tied)
     apart = turns_apart(trajectories, plain)
     turns = sum(len(t.turns) for t in trajectories)
     print(f"{len(apart)} of {turns} turns apart")
     assert len(apart) <= turns / 50, "two experts nearly tied"
     found = turns_apart([*trajectories[:number], planted, *trajectories[number + 1 :]], with_planted)
-    assert found - apart and {one for one, _ in found - apart} == {number}
+    # Where experts nearly tie, another micro-batch may choose the other one.
+    assert {one for one, _ in found - apart if not tied[one]} == {number}
 
 
 def of_three_turns(agents: Agents, server, reference, count: int) -> list:
-    """Trajectories with routes and at least three replies, of so many conversations."""
+    """Trajectories with routes and at least three replies, of so many conversations.
+
+    Three replies in four call, and go on: nine in 16 conversations have as many, none or one of 32 with a chance of 2e-10.
+    """
     asked = collection(agents, questions(agents, count), routes=reference.layout)
     asked.run(client_of(server))
     several = [t for t in asked.trajectories() if len(t.turns) >= 5]
@@ -241,7 +246,7 @@ def test_what_is_known_is_not_asked_and_what_finishes_is_told_once(server, world
 
 
 def test_routes_of_a_conversation_are_those_of_one_prefill(server, reference, world):
-    several = of_three_turns(world(Echo()), server, reference, 16)
+    several = of_three_turns(world(Echo()), server, reference, 32)
     whole = generate(
         server,
         [t.tokens[:-1].tolist() for t in several],
@@ -309,7 +314,9 @@ def test_the_same_seed_draws_the_same_conversations(server, world):
         asked = collection(agents, prompts, samples=2, seed="7/3")
         asked.run(client_of(server))
         runs.append([t.tokens.tolist() for t in asked.trajectories()])
-    assert sum(a == b for a, b in zip(*runs, strict=True)) >= 11, "a draw in 100,000 falls on a border"
+    # Logits of two batches differ by 1e-7: some 600 draws, each on a border between two tokens with a chance of 1e-5 (see
+    # test_seeds.py), and near ties of experts, set four conversations apart with a chance of 1e-10.
+    assert sum(a == b for a, b in zip(*runs, strict=True)) >= 9
     assert len({tuple(tokens) for tokens in runs[0]}) == 12
 
 
@@ -324,7 +331,7 @@ def test_a_server_killed_in_turn_3_loses_nothing_and_nothing_is_sampled_twice(se
 
     tool = Killing()
     agents = world(tool, max_turns=6)
-    prompts = questions(agents, 32)
+    prompts = questions(agents, 40)  # (3/4)^3 of them come to a third call: none with a chance of 3e-10
     asked = collection(agents, prompts, max_new_tokens=400)  # room for a fourth turn of the one that kills
     client = client_of(server)
     with pytest.raises(EngineLost):
@@ -427,8 +434,9 @@ def test_a_tool_that_is_gone_masks(server, world):
 @pytest.mark.parametrize("treatment", ["score", "zero", "mask"])
 def test_limits_end_conversations(server, world, treatment):
     agents = world(Echo(), max_turns=2, on_truncation=treatment)
-    prompts = questions(agents, 40)
-    ends = list(range(100, 140))  # no end tokens of the template's: its separator comes first
+    # One reply in eight is an answer, which one of the end tokens ends: none of 90 conversations with a chance of 4e-11.
+    prompts = questions(agents, 90)
+    ends = list(range(100, 300))  # no end tokens of the template's: its separator comes first
     asked = collection(agents, prompts, max_new_tokens=90, stop_token_ids=ends)
     asked.run(client_of(server))
     trajectories = give_rewards(agents.task, agents.tokenizer, prompts, asked.trajectories())
@@ -455,7 +463,8 @@ def test_a_conversation_that_takes_too_long_ends_with_what_it_has(server, world)
             await asyncio.sleep(600 if session.calls == 2 else 0)
 
     agents = world(Slow(), time_limit_s=10.0)
-    asked = collection(agents, questions(agents, 16))
+    # Nine in 16 come to a second call: none of 28 with a chance of 1e-10.
+    asked = collection(agents, questions(agents, 28))
     asked.run(client_of(server))
     endings = Counter(t.finish_reason for t in asked.trajectories())
     assert endings["time"] and set(endings) <= {"time", "stop", "turns", "tokens"}

@@ -11,7 +11,7 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
-from tests.ranks import run_ranks
+from tests.ranks import nearly_ties, run_ranks
 from tests.rollout.conftest import (
     CPU_SERVER,
     Question,
@@ -81,9 +81,12 @@ def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request,
     for recipe, found in zip(recipes[1:], in_fp8, strict=True):
         factor = gap(found, served) / gap(trained, served)
         print(f"{recipe}: {gap(found, served):.2g}, {factor:.0f} times that of {dtype}")
+        # e4m3 rounds to 2^-4, bf16 to 2^-9: squares are a thousand apart, as far as products and not routes make them.
         assert factor > 5
     assert sum(map(len, served)) == sum(len(sequence) - 1 for sequence in sequences)
-    assert_agree(trained, served, median=median, largest=largest)
+    # In bf16 experts tie everywhere; logits of 0.5 are off by 2^-9 of it and more, and an expert moves a log-prob by 0.02.
+    tied = reference.tied(sequences) if dtype == "fp32" else None
+    assert_agree(trained, served, median=median, largest=largest, tied=tied)
     assert np.std(np.concatenate(served)) > 0.05, "log-probs too alike for a comparison"
 
 
@@ -95,7 +98,8 @@ def test_trainer_agrees_with_what_was_sampled_at_a_temperature(server, reference
         client_of(server), prompts, SamplingSupport(temperature=0.6), samples_per_prompt=2, max_new_tokens=24
     )
     [ours] = ask_trainer(reference.folder, ("fp32", trajectories, SamplingSupport(temperature=0.6)))
-    assert_agree(ours, [t["rollout_log_probs"] for t in trajectories], median=1e-5, largest=1e-5)
+    found, tied = [t["rollout_log_probs"] for t in trajectories], reference.tied(trajectories)
+    assert_agree(ours, found, median=1e-5, largest=1e-5, tied=tied)
 
 
 WINDOW = 128
@@ -110,7 +114,12 @@ def test_trainer_agrees_on_sinks_windows_and_yarn(dtype, median, largest, tmp_pa
     # Sinks of exp(5) matter to 128 keys, and attention to what follows.
     scaled(folder, {"sinks": 10.0, "o_proj.weight": 10.0})
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
-    sequences = [rng.integers(3, 512, int(rng.integers(3 * WINDOW + 1, 5 * WINDOW))).tolist() for _ in range(10)]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = []
+    while len(sequences) < 10:  # one in a hundred that are so long has experts that nearly tie in fp32
+        sequence = rng.integers(3, 512, int(rng.integers(3 * WINDOW + 1, 5 * WINDOW))).tolist()
+        if dtype == "bf16" or not nearly_ties(model, sequence):
+            sequences.append(sequence)
     prompts = [Question(str(i), sequence) for i, sequence in enumerate(sequences[:4])]
     settings = {"dtype": dtype, "context_length": 2048, "log_path": tmp_path / "log", "pythonpath": [SERVER_PYTHONPATH]}
     with RolloutServer(folder, CPU_SERVER, **settings) as server:
@@ -119,8 +128,11 @@ def test_trainer_agrees_on_sinks_windows_and_yarn(dtype, median, largest, tmp_pa
         trajectories, _ = collect(client, prompts, SamplingSupport(), samples_per_prompt=2, max_new_tokens=160)
     samples = [Sequence.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
     read, sampled = ask_trainer(folder, (dtype, samples, SamplingSupport()), (dtype, trajectories, SamplingSupport()))
-    assert_agree(read, served, median=median, largest=largest)
-    assert_agree(sampled, [t["rollout_log_probs"] for t in trajectories], median=median, largest=largest)
+    clear = [False] * len(sequences) if dtype == "fp32" else None
+    assert_agree(read, served, median=median, largest=largest, tied=clear)
+    found = [t["rollout_log_probs"] for t in trajectories]
+    tied = [nearly_ties(model, t.tokens) for t in trajectories] if dtype == "fp32" else None
+    assert_agree(sampled, found, median=median, largest=largest, tied=tied)
     scaled(folder, {"sinks": 0.0})
     [without] = ask_trainer(folder, (dtype, samples, SamplingSupport()))
     lost = np.median(np.abs(np.concatenate(without) - np.concatenate(served)))

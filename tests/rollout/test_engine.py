@@ -58,10 +58,10 @@ def test_decode_log_probs_equal_prefill_and_transformers(server, reference, samp
     _, trajectories = sampled
     prefill = prefill_log_probs(client_of(server), [t.tokens.tolist() for t in trajectories])
     decode = [t["rollout_log_probs"] for t in trajectories]
-    transformers = [reference.log_probs(t.tokens).numpy() for t in trajectories]
+    transformers, tied = [reference.log_probs(t.tokens).numpy() for t in trajectories], reference.tied(trajectories)
     for others in (prefill, transformers):
         responses = [one[t.prompt_length - 1 :] for one, t in zip(others, trajectories, strict=True)]
-        assert_agree(responses, decode, median=1e-5, largest=1e-4)
+        assert_agree(responses, decode, median=1e-5, largest=1e-4, tied=tied)
 
 
 def test_routes_equal_transformers(reference, sampled):
@@ -72,17 +72,19 @@ def test_routes_equal_transformers(reference, sampled):
         assert t.routes.shape == (len(t.tokens) - 1, layout.layers, layout.topk) and t.routes.dtype == np.uint8
         ours = np.sort(t.routes.astype(np.int64), -1)
         equal.append((ours == reference.routes(t.tokens[:-1]).numpy()).all(-1).reshape(-1))
-    assert np.concatenate(equal).mean() > 0.999  # a router near-tie may fall either way
+    # Of some 6,000 rows; near ties turn one in 3e5, and a few of the token's later layers with it.
+    assert np.concatenate(equal).mean() > 0.999
 
 
 def test_temperature_scales_the_returned_log_probs(server, reference):
     support = SamplingSupport(temperature=0.5)
     trajectories, _ = collect(client_of(server), questions(4), support, samples_per_prompt=2, max_new_tokens=12)
     scaled = [reference.log_probs(t.tokens, temperature=0.5).numpy()[t.prompt_length - 1 :] for t in trajectories]
-    assert_agree(scaled, [t["rollout_log_probs"] for t in trajectories], median=1e-5, largest=1e-4)
-    for t in trajectories:
-        plain = reference.log_probs(t.tokens).numpy()[t.prompt_length - 1 :]
-        assert np.abs(plain - t["rollout_log_probs"]).max() > 1e-2
+    found, tied = [t["rollout_log_probs"] for t in trajectories], reference.tied(trajectories)
+    assert_agree(scaled, found, median=1e-5, largest=1e-4, tied=tied)
+    # Of all tokens together: a response may be a single token, whose log-prob the temperature hardly changes.
+    plain = [reference.log_probs(t.tokens).numpy()[t.prompt_length - 1 :] for t in trajectories]
+    assert np.median(np.abs(np.concatenate(plain) - np.concatenate(found))) > 1e-2
 
 
 def test_greedy_is_reproducible_and_equals_transformers(server, reference):

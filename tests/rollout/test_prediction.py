@@ -16,6 +16,7 @@ from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from tests.ranks import nearly_ties
 from tests.rollout.conftest import CPU_SERVER, Question, assert_agree, client_of, collect
 from tests.rollout.routers import PredictedReference, Weights, agreement, plant
 
@@ -83,7 +84,9 @@ def test_what_a_family_samples_is_what_transformers_says(served):
     for t in served.decoded:
         assert t.routes.shape == (len(t.tokens) - 1, len(served.layout.moe_layers), served.layout.topk)
     responses = [v.log_probs[t.prompt_length - 1 :] for v, t in zip(views, served.decoded, strict=True)]
-    assert_agree(responses, [t["rollout_log_probs"] for t in served.decoded], median=1e-5, largest=1e-4)
+    tied = [nearly_ties(reference.model, t.tokens) for t in served.decoded]
+    assert_agree(responses, [t["rollout_log_probs"] for t in served.decoded], median=1e-5, largest=1e-4, tied=tied)
+    # Of a thousand rows and more; near ties turn one in 3e5, and a few of the token's later layers with it.
     routes = np.concatenate([t.routes for t in served.decoded])
     assert agreement(routes, np.concatenate([v.routes[:-1] for v in views])) >= 0.99
     assert len(np.unique(routes)) > 2
@@ -96,6 +99,7 @@ def test_a_pushed_predictor_routes_as_the_reference_does(served):
         same = agreement(np.concatenate([routes for _, routes in found]), np.concatenate([v.routes for v in views]))
         differences = np.abs(np.concatenate([lp for lp, _ in found]) - np.concatenate([v.log_probs for v in views]))
         print(f"{same:.2%} of sets equal, median |dlogp| {np.median(differences):.1e}")
+        # Near ties turn one row in 3e5, and a few behind it; what is left differs by rounding, the last bit of -6 being 5e-7.
         assert same >= 0.99 and np.median(differences) <= 1e-5
     after, before = (np.concatenate([routes for _, routes in found]) for found in (served.after, served.before))
     assert agreement(after, before) < 0.8, "the planted predictor is too small to show anything"

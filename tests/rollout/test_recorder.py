@@ -34,10 +34,11 @@ def session(reply: Reply, asked: list, stop_token_ids=()) -> Session:
 
 def test_a_reply_that_comes_after_the_end_is_no_part_of_the_record():
     async def work():
-        arrived = asyncio.Event()
+        asked, arrived = asyncio.Event(), asyncio.Event()
 
         async def ask(talk, sampling):
             if talk.replies:
+                asked.set()
                 await arrived.wait()
             return sampled("hello")
 
@@ -45,7 +46,7 @@ def test_a_reply_that_comes_after_the_end_is_no_part_of_the_record():
         first = (await one.complete({"messages": USER}))["choices"][0]["message"]
         more = [*USER, first, {"role": "user", "content": "and now?"}]
         late = asyncio.create_task(one.complete({"messages": more}))
-        await asyncio.sleep(0.01)
+        await asyncio.wait_for(asked.wait(), 60)
         one.close("time")
         recorded = list(one.branches[0].talk.tokens)
         arrived.set()

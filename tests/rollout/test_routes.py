@@ -25,6 +25,7 @@ from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.routing.table import has_route
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import describe
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH, WeightSync
+from tests.ranks import nearly_ties
 from tests.rollout.conftest import CPU_SERVER, Question, client_of, collect
 from tests.rollout.routers import PredictedReference, agreement, plant
 
@@ -115,6 +116,7 @@ def test_a_planted_predictor_changes_the_experts_as_the_reference_does(predicted
     same = agreement(routes, np.concatenate([view(s).routes[:-1] for s in sequences]))
     moved = agreement(routes, np.concatenate([plain(s).routes[:-1] for s in sequences]))
     print(f"{same:.2%} of sets as predicted, {moved:.2%} as without prediction")
+    # Of 1,500 sets and more; near ties turn one in 3e5, and a few of the token's later layers with it.
     assert same >= 0.99 and moved < 0.8
 
 
@@ -137,6 +139,7 @@ def test_features_are_those_of_the_token_before(predicted, reference, push, plan
     prompts = [Question(str(i), tokens(2, 3 * CHUNK)) for i in range(6)]
     settings = {"samples_per_prompt": 2, "max_new_tokens": 20, "features": layout, "features_from": 3}
     trajectories, _ = collect(client_of(predicted), prompts, SamplingSupport(), **settings)
+    differences, to_others = [], []
     for number, t in enumerate(trajectories):
         assert t.features.positions.tolist() == list(range(0, t.response_length, STRIDE))
         seen = view(t.tokens)
@@ -145,10 +148,13 @@ def test_features_are_those_of_the_token_before(predicted, reference, push, plan
         assert t.features.hidden.shape == (len(rows), layout.moe_layers, layout.hidden * learns)
         logits = (t.features.logits - seen.logits[rows]).abs().amax((1, 2))
         hidden = (t.features.hidden - seen.hidden[rows]).abs().amax((1, 2)) if learns else logits
-        # Where two experts nearly tie in an earlier layer, later ones see something else.
-        assert hidden.median() < 1e-4 and logits.median() < 1e-4
-        # The row before, the row after and the predicted logits are all far off.
-        assert (seen.hidden[rows] - seen.hidden[rows - 1]).abs().amax((1, 2)).median() > 0.1
+        if not nearly_ties(view.model, t.tokens):  # else later layers may see something else
+            differences += [float(hidden.max()), float(logits.max())]
+        to_others.append((seen.hidden[rows] - seen.hidden[rows - 1]).abs().amax((1, 2)))
+    # Values below 10 are right to some of their last bits, 1e-6.
+    assert len(differences) >= len(trajectories) and max(differences) < 1e-4
+    # The row before, the row after and the predicted logits are all far off.
+    assert torch.cat(to_others).median() > 0.1
 
 
 def converse(server: RolloutServer, reference, before) -> tuple[list[int], list[tuple[np.ndarray, str]]]:
@@ -185,9 +191,16 @@ def test_only_new_rows_travel_in_a_conversation(server, predicted, reference, pu
 
 def test_a_cached_prefix_and_a_chunked_prefill_have_the_same_routes(server, predicted, reference, push, zero):
     push(zero, "zero")
-    prompt = tokens(5 * CHUNK + 3)
-    body = {"input_ids": prompt, "sampling_params": GREEDY, "return_routed_experts": True}
-    first, cached = (post(server, "/generate", body) for _ in range(2))
+    for _ in range(10):  # until neither tokens nor experts nearly tie on the way, as they do in a fiftieth of the draws
+        prompt = tokens(5 * CHUNK + 3)
+        body = {"input_ids": prompt, "sampling_params": GREEDY, "return_routed_experts": True}
+        first, cached = (post(server, "/generate", body) for _ in range(2))
+        sequence = prompt + first["output_ids"]
+        best, second = reference.logits(sequence)[len(prompt) - 1 : -1].topk(2).values.unbind(1)
+        if (best - second).min() > 1e-5 and not nearly_ties(reference.model, sequence):
+            break
+    else:
+        raise AssertionError("ten prompts with ties")
     chunked = post(predicted, "/generate", body)
     before, after = (reply["meta_info"]["cached_tokens"] for reply in (first, cached))
     assert before < CHUNK and after >= len(prompt) - 2  # a first token or two may be those of an earlier prompt
@@ -208,7 +221,8 @@ def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, ref
     versions = {"old": planted, "new": plant(reference.folder, seed=2)}
     views = {name: PredictedReference(reference.folder, predictors) for name, predictors in versions.items()}
     layout = EngineFeatures.from_config(reference.model.config.to_dict(), torch.float32)
-    for delay_s in (0.3, 0.6, 1.2, 0.1):  # until the push meets the requests half-way
+    met = []  # requests that a push met half-way; some end by themselves before, or have ended when it comes
+    for delay_s in 4 * (0.3, 0.6, 1.2, 0.1):
         push(planted, "old")
         prompts = [Question(str(i), tokens(10, 40)) for i in range(4)]
         with ThreadPoolExecutor(1) as beside:
@@ -225,9 +239,14 @@ def test_a_push_in_the_middle_replaces_the_rows_of_earlier_tokens(predicted, ref
             time.sleep(delay_s)
             push(versions["new"], "new")
         found, _ = asked.result()
-        if all(len(t.weight_spans) == 2 and 8 < t.weight_spans[0].end < t.response_length - STRIDE for t in found):
+        half_way = [
+            t for t in found if len(t.weight_spans) == 2 and 8 < t.weight_spans[0].end < t.response_length - STRIDE
+        ]
+        met += [t for t in half_way if not any(nearly_ties(view.model, t.tokens) for view in views.values())]
+        if len(met) >= 4:
             break
-    for t in found:
+    assert len(met) >= 4, "no push met the requests"
+    for t in met:
         old, new = t.weight_spans
         assert (old.version, new.version) == ("old", "new") and old.end == new.start > 8
         seen = {name: view(t.tokens) for name, view in views.items()}

@@ -57,6 +57,12 @@ def wait_for(condition, patience_s: float = PATIENCE_S) -> bool:
     return False
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler of the signal."""
+    caught = Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 # One process that ignores SIGTERM, one that left the session, one whose parent has ended.
 STUBBORN = "trap '' TERM; setsid sleep 600 & (sleep 600 & exec sleep 0.01) & sleep 600; sleep 600"
 
@@ -87,9 +93,8 @@ def test_supervisor_ends_the_whole_tree(ending):
 
 
 def test_supervisor_ignores_signals_and_passes_the_status_on():
-    supervisor = supervised(["sh", "-c", "sleep 1; exit 7"])
-    assert wait_for(lambda: tree(supervisor.pid), 20)
-    time.sleep(0.3)
+    supervisor = supervised(["sh", "-c", "sleep 3; exit 7"])
+    assert wait_for(lambda: tree(supervisor.pid) and catches(supervisor.pid, signal.SIGTERM), 20)
     supervisor.send_signal(signal.SIGTERM)
     supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait(20) == 7
@@ -97,7 +102,7 @@ def test_supervisor_ignores_signals_and_passes_the_status_on():
 
 def test_a_notice_to_the_owner_ends_no_server():
     """SIGUSR1 of a scheduler, which all processes of a job step get."""
-    supervisor = supervised(["sh", "-c", "sleep 1.5; exit 7"])
+    supervisor = supervised(["sh", "-c", "sleep 5; exit 7"])
     assert wait_for(lambda: len(tree(supervisor.pid)) >= 2, 20)
     for pid in (supervisor.pid, *tree(supervisor.pid)):
         os.kill(pid, signal.SIGUSR1)
@@ -108,7 +113,7 @@ def test_a_notice_to_the_owner_ends_no_server():
 def test_a_signal_ends_a_server_without_an_owner(number):
     """Of a person, or of a scheduler."""
     supervisor = subprocess.Popen([sys.executable, str(SUPERVISOR), "--alone", "0.3", "sh", "-c", STUBBORN])
-    assert wait_for(lambda: len(tree(supervisor.pid)) >= 4, 20)
+    assert wait_for(lambda: len(tree(supervisor.pid)) >= 4 and catches(supervisor.pid, signal.SIGTERM), 20)
     processes = tree(supervisor.pid)
     supervisor.send_signal(number)
     assert supervisor.wait(20) != 0

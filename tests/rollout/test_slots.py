@@ -58,7 +58,7 @@ def test_who_came_first_is_served_first_and_who_gives_up_holds_nothing():
         await asyncio.gather(first, large, small)
         with pytest.raises(asyncio.CancelledError):
             await given_up
-        async with asyncio.timeout(5), slots.take(2):
+        async with asyncio.timeout(20), slots.take(2):
             pass
         return order
 
@@ -91,7 +91,7 @@ def test_one_that_is_canceled_as_it_is_served_gives_back():
             thread.join(20)
 
         async def last(slots: Slots = slots) -> None:
-            async with asyncio.timeout(5), slots.take(1):
+            async with asyncio.timeout(20), slots.take(1):
                 pass
 
         asyncio.run(last())

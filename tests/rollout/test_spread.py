@@ -113,9 +113,10 @@ def ask(
     max_new_tokens: int,
     options: dict | None = None,
     versions: set[str] | None = None,
+    timeout_s: float = 30,
     **settings,
 ) -> list:
-    """Every leader asks for its share; all trajectories. options, versions: of the clients."""
+    """Every leader asks for its share; all trajectories. options, versions, timeout_s: of the clients."""
     questions = [Question(str(i), [5, 6, i + 10]) for i in range(prompts)]
     found = []
     for leader in range(leaders):
@@ -127,7 +128,7 @@ def ask(
             share=share_of(prompts * samples, leader, leaders),
             **settings,
         )
-        client = SGLangClient([server.address for server in servers], timeout_s=30, **(options or {}))
+        client = SGLangClient([server.address for server in servers], timeout_s=timeout_s, **(options or {}))
         client.versions = versions
         collection.run(client)
         assert collection.complete and collection.responses == len(collection.share)
@@ -188,15 +189,16 @@ def test_what_a_server_without_a_sign_of_life_has_is_asked_of_the_others(endpoin
     made[1].hangs = True
     start = time.monotonic()
     settings = {"leaders": 1, "prompts": 6, "samples": 4, "max_new_tokens": 32768}
-    found = ask(made, **settings, options={"health": (0.2, 1.0)})
-    assert time.monotonic() - start < 20, "long before the client's own limit of 30 s"
+    # Three seconds for an answer to a look: the others give it, however busy the machine is.
+    found = ask(made, **settings, options={"health": (0.2, 3.0)}, timeout_s=250)
+    assert time.monotonic() - start < 200, "long before the client's own limit of 250 s"
     assert len(found) == 24 and [server.responses for server in made] == [12, 0, 12]
 
 
 def test_an_answer_slower_than_a_look_at_the_server_is_waited_for(endpoints):
     [one] = endpoints(1)
-    one.delay_s = 1.5
-    found = ask([one], leaders=1, prompts=1, samples=2, max_new_tokens=9999, options={"health": (0.1, 0.5)})
+    one.delay_s = 5.0
+    found = ask([one], leaders=1, prompts=1, samples=2, max_new_tokens=9999, options={"health": (0.1, 3.0)})
     assert len(found) == 2 and one.responses == 2
 
 

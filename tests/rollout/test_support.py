@@ -50,14 +50,17 @@ def trained(sampled, reference):
 
 
 @pytest.mark.parametrize("name", SUPPORTS)
-def test_trainer_and_engine_agree_under_the_support(name, sampled, trained):
+def test_trainer_and_engine_agree_under_the_support(name, sampled, trained, reference):
     engine = [t["rollout_log_probs"] for t in sampled[name]]
     ours = trained[name, "same"]
-    outside = sum(int((~np.isfinite(x)).sum()) for x in ours)
-    assert outside <= 1, "sampled tokens outside the trainer's set, with equal weights in fp32"
+    tied = reference.tied(sampled[name])
+    # Both sides' logits differ by 1e-6 at most, where experts do not tie. Of the tokens that are kept, one in 1e5 lies so near
+    # to the border: of some 900, four with a chance of 3e-10.
+    outside = sum(int((~np.isfinite(x)).sum()) for x, out in zip(ours, tied, strict=True) if not out)
+    assert outside <= 3, "sampled tokens outside the trainer's set, with equal weights in fp32"
     kept = [np.isfinite(x).all() for x in ours]
-    pairs = [[x for x, ok in zip(side, kept, strict=True) if ok] for side in (ours, engine)]
-    assert_agree(*pairs, median=1e-5, largest=1e-5)
+    pairs = [[x for x, ok in zip(side, kept, strict=True) if ok] for side in (ours, engine, tied)]
+    assert_agree(*pairs[:2], median=1e-5, largest=1e-5, tied=pairs[2])
     # The bug that this is about: engine's log-probs over the support, trainer's over everything.
     apart = np.concatenate(engine) - np.concatenate(trained[name, "whole"])
     assert np.median(apart) > 0.1
@@ -66,17 +69,17 @@ def test_trainer_and_engine_agree_under_the_support(name, sampled, trained):
 def test_no_sampled_token_lies_outside_the_engines_set(sampled, reference):
     """By the definition, from transformers' logits: z / T >= max(z) / T + log rho."""
     support = SUPPORTS["pruned"]
-    margins, sizes = [], []
+    margins, sizes, tied = [], [], reference.tied(sampled["pruned"])
     for t in sampled["pruned"]:
         scaled = reference.logits(t.tokens)[t.prompt_length - 1 : -1] / support.temperature
         chosen = scaled.gather(-1, torch.as_tensor(t.tokens[t.prompt_length :], dtype=torch.long)[:, None])[:, 0]
         threshold = scaled.amax(-1) + math.log(support.min_p)
         margins.append(chosen - threshold)
         sizes.append((scaled >= threshold[:, None]).float().mean(-1))
-    # A tie of two experts moves the logits of a whole sequence a little: four in five of them are exact.
-    assert np.quantile([float(m.min()) for m in margins], 0.2) >= -1e-5
+    # Logits below 1 are right to 1e-6, a sequence's in which two experts tie to what an expert adds: below 0.05, of 0.8 here.
     print(f"smallest margin {min(float(m.min()) for m in margins):.2g}")
-    assert all(float(m.min()) > -0.05 for m in margins), "further outside than a tie can move a logit"
+    assert all(float(m.min()) >= -1e-5 for m, out in zip(margins, tied, strict=True) if not out)
+    assert all(float(m.min()) > -0.1 for m in margins), "further outside than a tie can move a logit"
     share = float(torch.cat(sizes).mean())
     assert 0.01 < share < 0.5, f"{share:.2f} of the vocabulary kept: the draw says nothing"
 
@@ -102,7 +105,7 @@ def test_no_token_falls_below_a_planted_floor(server, reference):
     """The engine's log-probs are those of the floored distribution, from transformers' logits, pruned above it too."""
     questions = [Question(str(i), [5 + i, 6, 7]) for i in range(8)]
     for support in (SamplingSupport(temperature=0.8, tail_floor=0.8), SamplingSupport(tail_floor=0.5, min_p=0.8)):
-        found, floored = [], 0
+        found, floored, tied = [], 0, []
         for t in collect(client_of(server), questions, support, samples_per_prompt=2, max_new_tokens=24)[0]:
             scaled = reference.logits(t.tokens)[t.prompt_length - 1 : -1] / support.temperature
             largest = scaled.amax(-1, keepdim=True)
@@ -114,8 +117,11 @@ def test_no_token_falls_below_a_planted_floor(server, reference):
             chosen = torch.as_tensor(t.tokens[t.prompt_length :], dtype=torch.long)[:, None]
             expected = scaled.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
             found.append(np.abs(expected - t["rollout_log_probs"][-len(expected) :]).max())
-        # A tie of two experts moves the logits of a whole sequence a little: four in five of them are exact.
-        assert floored > 1000 and np.quantile(found, 0.8) < 1e-4, found
+            tied += reference.tied([t])
+        # All but sequences in which experts tie agree to rounding; a token on the border of the set, one in 1e5 of 400, is one
+        # of another set to the other side: of two sequences with a chance of 8e-6, of four with one of 1e-11.
+        clear = sorted(d for d, out in zip(found, tied, strict=True) if not out)
+        assert floored > 1000 and len(clear) >= 8 and clear[-4] < 1e-4, found
 
 
 def test_greedy_needs_no_support(server, reference):
@@ -130,15 +136,18 @@ def test_greedy_needs_no_support(server, reference):
 @pytest.mark.parametrize("name", ["top_p", "top_k"])
 def test_the_kept_sets_are_the_samplers(name, sampled, reference):
     support = SUPPORTS[name]
-    for t in sampled[name][:6]:
+    # Where experts tie, probabilities differ by percents.
+    clear = [t for t in sampled[name] if not reference.tied([t])[0]]
+    for t in clear[:6]:
         probs = (reference.logits(t.tokens)[t.prompt_length - 1 : -1] / support.temperature).softmax(-1)
         assert len(t.kept) == t.response_length
         for row, ids in zip(probs, t.kept, strict=True):
             if name == "top_k":
                 assert len(ids) == support.top_k
             else:
+                # Sums of 512 numbers of fp32, and probabilities that differ by 1e-6 of themselves.
                 mass = float(row[torch.as_tensor(ids, dtype=torch.long)].sum())
-                assert support.top_p - 1e-3 <= mass <= support.top_p + float(row.max()) + 1e-3
+                assert support.top_p - 1e-4 <= mass <= support.top_p + float(row.max()) + 1e-4
 
 
 def test_the_pruning_processor_makes_nothing_at_a_token_whose_batch_it_knows():

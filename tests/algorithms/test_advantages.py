@@ -249,7 +249,7 @@ def test_values_without_spread_are_zeros(rng, dtype):
             found = advantages.moments(values, mask, shift=shift)
             assert not advantages.whiten(values, found, shift=shift).any()
             kept = advantages.whiten(values, found, shift=shift, shift_mean=False)
-            # A mean of n equal numbers is right to n / 2 roundings of fp64, whatever the order of the sum; one number is nudged.
+            # A mean of n equal numbers is right to n / 2 roundings of fp64 in any order of the sum; one number is nudged.
             rounding = 4 * torch.finfo(dtype).eps + values.numel() / 2 * 2**-53
             torch.testing.assert_close(kept, values, rtol=rounding, atol=0)
     nothing = advantages.batch_normalized(torch.full((2, 3), torch.nan, dtype=dtype), torch.zeros(2, 3))

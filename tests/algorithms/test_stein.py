@@ -188,7 +188,8 @@ def test_parallel_prototypes_do_not_push_each_other():
     for _ in range(50):
         apart = 10 ** (-10 - 8 * torch.rand(1, dtype=torch.float64))  # down to less than rounding
         around = torch.nn.functional.normalize(torch.randn(5, dtype=torch.float64), dim=0)
-        rows = around + apart * torch.randn(16, 5, dtype=torch.float64)  # two differ by less than 20, 10 being the largest
+        # Two rows differ by less than 20 apart: a normal number in 5 dimensions has a length of below 10.
+        rows = around + apart * torch.randn(16, 5, dtype=torch.float64)
         weights = (0.2 + torch.rand(16, 1, 1, dtype=torch.float64)) * torch.nn.functional.normalize(rows).unsqueeze(1)
         p, repel = stein.prototypes(weights, 1, torch.rand(16, 5, dtype=torch.float64)), torch.ones(16, 16).double()
         _, x, _, _ = stein.kernel_gradient(weights, p, stein.kernel(p, 1.0), repel)

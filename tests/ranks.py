@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -29,12 +30,15 @@ FORKED.set_forkserver_preload(["tests.unhindered", "megatron_rl.train", "modelop
 TIE = 2e-6
 """Scores of experts in fp32 are right to about 1e-6 of a token's largest: of two that are closer, another layout, or another
 precision, may choose the other one, and then all that follows differs by much more than rounding."""
+BORDER = 5e-6
+"""Log-probs and values in fp32 are right to about 1e-6: a token that is closer to where a loss begins to clip has a gradient
+under one layout and none under another."""
 NEAR_TIE = 23
 """Exit code of a rank that met one."""
 
 
 class NearTie(Exception):
-    """Two experts of a run that is a reference nearly tied."""
+    """Two experts of a run that is a reference nearly tied, or a token was nearly clipped."""
 
 
 def without_ties[T](attempt: Callable[[int], T]) -> T:
@@ -46,7 +50,7 @@ def without_ties[T](attempt: Callable[[int], T]) -> T:
             return attempt(seed)
         except NearTie as tie:
             print(tie)
-    raise AssertionError("ten seeds with experts that nearly tie: is TIE too large?")
+    raise AssertionError("ten seeds with experts that nearly tie, or tokens nearly clipped: is TIE or BORDER too large?")
 
 
 def end_layout() -> None:
@@ -99,7 +103,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function` ("module:name", tests/ being importable) with `args` on each rank; returns the results by rank.
 
-    refuse_ties: NearTie where two experts tie but for rounding, for `without_ties`.
+    refuse_ties: NearTie where two experts tie but for rounding, or a token is clipped but for it, for `without_ties`.
 
     Errors: AssertionError with the tail of the failed rank's output; the others are ended. TimeoutError likewise.
     """
@@ -129,7 +133,7 @@ def run_ranks(
                     p.kill()
                     p.join(30)
         if any(processes[rank].exitcode == NEAR_TIE for rank in failed):
-            raise NearTie(f"two experts nearly tie in {function}")
+            raise NearTie(f"two experts nearly tie, or a token is nearly clipped, in {function}")
         for ranks, error, happened in (
             (failed, AssertionError, "failed"),
             (late, TimeoutError, f"took over {timeout} s"),
@@ -141,10 +145,13 @@ def run_ranks(
 
 
 def _watch_ties() -> None:
-    """End this process where the last of the k largest values of a row is the next one but for rounding."""
+    """End this process where the last of the k largest values of a row is the next one but for rounding, or where a token is on
+    the border of a loss's clip."""
     import torch
 
-    topk = torch.topk
+    from megatron_rl.algorithms import losses
+
+    topk, token_terms, value_terms = torch.topk, losses.token_terms, losses.value_terms
 
     def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
         if values.dim() == 2 and k < values.shape[1]:
@@ -155,7 +162,22 @@ def _watch_ties() -> None:
                 raise NearTie
         return topk(values, k, *args, **settings)
 
-    torch.topk = watched
+    def look(beyond: torch.Tensor) -> None:
+        if bool((beyond.abs() < BORDER).any()):
+            raise NearTie
+
+    def watched_tokens(log_probs: torch.Tensor, old: torch.Tensor, *args: Any, clip_low: float, clip_high: float) -> Any:
+        for bound in (1 - clip_low, 1 + clip_high):
+            if bound > 0 and bound != 1:  # with bounds of 1 a token that did not move is on both, in every layout
+                look((log_probs - old).detach() - math.log(bound))
+        return token_terms(log_probs, old, *args, clip_low=clip_low, clip_high=clip_high)
+
+    def watched_values(values: torch.Tensor, old: torch.Tensor, *args: Any, clip: float | None) -> Any:
+        if clip is not None:
+            look((values - old).detach().abs() - clip)
+        return value_terms(values, old, *args, clip=clip)
+
+    torch.topk, losses.token_terms, losses.value_terms = watched, watched_tokens, watched_values
 
 
 def _run(

@@ -88,8 +88,8 @@ def same(model, theirs, ours):
     """Losses to 5e-6, gradients to 5e-6 of the largest.
 
     TRL's log-prob of a token is wrong by four roundings of fp32 of numbers below 8, 1e-6, and that of a response, of at most
-    five tokens that add up to some 30, by 7e-6; so a pair's d of four of them by 3e-5, and the factor beta sigmoid(-beta d) of a
-    gradient, or a loss, by at most beta times that: 3e-6, robust's by 1 / 0.6 of it. The head's backward adds 2e-7.
+    five tokens that add up to some 30, by 7e-6; so a pair's d of four of them by 3e-5, and the factor beta sigmoid(-beta d) of
+    a gradient, or a loss, by at most beta times that: 3e-6, robust's by 1 / 0.6 of it. The head's backward adds 2e-7.
     """
     torch.testing.assert_close(ours, theirs, rtol=5e-6, atol=5e-6, check_dtype=False)
     parameters = [p for p in model.parameters() if p.requires_grad]

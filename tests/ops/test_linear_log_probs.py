@@ -70,8 +70,8 @@ def test_values_and_gradients(dtype, log_rho, chunk_tokens, on_the_way):
     options = {"log_rho": log_rho, "temperature": 0.7, "with_entropy": True, "chunk_tokens": chunk_tokens}
     out = linear_log_probs(hidden, weight, targets, **options, token_loss=loss if on_the_way else None)
     assert torch.equal(out.in_support, expected.in_support)
-    # A log-prob is wrong by twice what a logit is, and an entropy by that times the mean of |1 + log p|; bf16 logits are the same
-    # here and there. Beyond that a softmax rounds some 32 times.
+    # A log-prob is wrong by twice what a logit is, and an entropy by that times the mean of |1 + log p|; bf16 logits are the
+    # same here and there. Beyond that a softmax rounds some 32 times.
     rounding = 2 * logit_rounding(hidden, weight, 0.7) if dtype != torch.bfloat16 else torch.zeros(len(targets))
     softmax = 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     within = (2 + expected.entropy.detach().double()) * rounding + softmax * (1 + expected.log_probs.detach().abs())

@@ -20,8 +20,8 @@ def left_of(rows: int, k: int) -> torch.Tensor:
 
 
 def operands(rows: int, shape: tuple[int, int], *, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers of 12 and 3 bits: a sum of 1,000 products is below 2^24, so that fp32 has it exactly in any order. With fewer
-    bits, those of TF32 or bf16, it is another one."""
+    """Whole numbers of 12 and 3 bits: a sum of 1,000 products is below 2^24, so that fp32 has it exactly in any order. With
+    fewer bits, those of TF32 or bf16, it is another one."""
     k, n = shape
     b = torch.randint(-4, 5, (n, k)).float().t() if transposed else torch.randint(-4, 5, (k, n)).float()
     return left_of(rows, k), b

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class NearTie(Exception):
 
 
 def without_ties[T](attempt: Callable[[int], T]) -> T:
-    """What `attempt` makes of the first fresh seed with which its runs with `refuse_ties` meet no tie."""
+    """What `attempt` makes of the first fresh seed with which its runs with `refuse_ties`, or what it does within
+    `refusing_ties`, meet no tie."""
     for _ in range(10):
         seed = int(np.random.SeedSequence().entropy % 2**31)
         print(f"seed {seed}")
@@ -50,7 +52,9 @@ def without_ties[T](attempt: Callable[[int], T]) -> T:
             return attempt(seed)
         except NearTie as tie:
             print(tie)
-    raise AssertionError("ten seeds with experts that nearly tie, or tokens nearly clipped: is TIE or BORDER too large?")
+    raise AssertionError(
+        "ten seeds with experts that nearly tie, or tokens nearly clipped: is TIE or BORDER too large?"
+    )
 
 
 def end_layout() -> None:
@@ -144,9 +148,10 @@ def run_ranks(
         return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(world_size)]
 
 
-def _watch_ties() -> None:
-    """End this process where the last of the k largest values of a row is the next one but for rounding, or where a token is on
-    the border of a loss's clip."""
+@contextmanager
+def refusing_ties() -> Iterator[None]:
+    """NearTie where the last of the k largest values of a row is the next one but for rounding, or where a token is on the
+    border of a loss's clip: in this process, of whatever asks torch.topk."""
     import torch
 
     from megatron_rl.algorithms import losses
@@ -166,7 +171,9 @@ def _watch_ties() -> None:
         if bool((beyond.abs() < BORDER).any()):
             raise NearTie
 
-    def watched_tokens(log_probs: torch.Tensor, old: torch.Tensor, *args: Any, clip_low: float, clip_high: float) -> Any:
+    def watched_tokens(
+        log_probs: torch.Tensor, old: torch.Tensor, *args: Any, clip_low: float, clip_high: float
+    ) -> Any:
         for bound in (1 - clip_low, 1 + clip_high):
             if bound > 0 and bound != 1:  # with bounds of 1 a token that did not move is on both, in every layout
                 look((log_probs - old).detach() - math.log(bound))
@@ -178,6 +185,10 @@ def _watch_ties() -> None:
         return value_terms(values, old, *args, clip=clip)
 
     torch.topk, losses.token_terms, losses.value_terms = watched, watched_tokens, watched_values
+    try:
+        yield
+    finally:
+        torch.topk, losses.token_terms, losses.value_terms = topk, token_terms, value_terms
 
 
 def _run(
@@ -194,11 +205,10 @@ def _run(
     os.dup2(log, 1), os.dup2(log, 2)
     os.environ.update(environment)
     faulthandler.dump_traceback_later(0.9 * timeout, file=log)  # says where a rank hangs, before it is killed
-    if refuse_ties:
-        _watch_ties()
     try:
         module, _, name = function.partition(":")
-        result = getattr(importlib.import_module(module), name)(*args)
+        with refusing_ties() if refuse_ties else nullcontext():
+            result = getattr(importlib.import_module(module), name)(*args)
         (folder / f"{rank}.out").write_bytes(pickle.dumps(result))
     except NearTie:
         os._exit(NEAR_TIE)

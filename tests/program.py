@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.rollout.server import reserve_port
-from tests.ranks import fork, rank_environment, watch_ties
+from tests.ranks import NEAR_TIE, fork, rank_environment, refusing_ties
 from tests.zygote import Process
 
 
@@ -134,8 +136,7 @@ def _main(arguments: tuple[str, ...], environment: dict[str, str], log: Path, er
     os.environ.update(environment)
     from megatron_rl.cli import main
 
-    if refuse_ties:
-        watch_ties()
-    status = main([*arguments])
+    with refusing_ties(partial(os._exit, NEAR_TIE)) if refuse_ties else nullcontext():
+        status = main([*arguments])
     atexit._run_exitfuncs()  # a forked process would leave without them
     sys.exit(status)

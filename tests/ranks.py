@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import math
 import os
 import pickle
 import socket
@@ -12,7 +13,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +37,20 @@ TRAINER = Zygote(
 TIE = 2e-6
 """Scores of experts in fp32 are right to about 1e-6 of a token's largest: of two that are closer, another layout, or another
 precision, may choose the other one, and then all that follows differs by much more than rounding."""
+BORDER = 5e-6
+"""Log-probs and values in fp32 are right to about 1e-6: a token that is closer to where a loss begins to clip has a gradient
+under one layout and none under another."""
 NEAR_TIE = 23
 """Exit code of a process that met one."""
 
 
 class NearTie(Exception):
-    """Two experts of a run that is a reference nearly tied."""
+    """Two experts of a run that is a reference nearly tied, or a token was nearly clipped."""
 
 
 def without_ties[T](attempt: Callable[[int], T]) -> T:
-    """What `attempt` makes of the first fresh seed with which its runs with `refuse_ties` meet no tie."""
+    """What `attempt` makes of the first fresh seed with which its runs with `refuse_ties`, or what it does within
+    `refusing_ties`, meet no tie."""
     for _ in range(10):
         seed = int(np.random.SeedSequence().entropy % 2**31)
         print(f"seed {seed}")
@@ -52,7 +58,9 @@ def without_ties[T](attempt: Callable[[int], T]) -> T:
             return attempt(seed)
         except NearTie as tie:
             print(tie)
-    raise AssertionError("ten seeds with experts that nearly tie: is TIE too large?")
+    raise AssertionError(
+        "ten seeds with experts that nearly tie, or tokens nearly clipped: is TIE or BORDER too large?"
+    )
 
 
 def fork(target: Callable, *args: Any) -> Process:
@@ -110,7 +118,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function` ("module:name", tests/ being importable) with `args` on each rank; returns the results by rank.
 
-    refuse_ties: NearTie where two experts tie but for rounding, for `without_ties`.
+    refuse_ties: NearTie where two experts tie but for rounding, or a token is clipped but for it, for `without_ties`.
 
     Errors: AssertionError with the tail of the failed rank's output; the others are ended. TimeoutError likewise.
     """
@@ -133,7 +141,7 @@ def run_ranks(
                 p.kill()
                 p.join(30)
         if any(processes[rank].exitcode == NEAR_TIE for rank in failed):
-            raise NearTie(f"two experts nearly tie in {function}")
+            raise NearTie(f"two experts nearly tie, or a token is nearly clipped, in {function}")
         for ranks, error, happened in (
             (failed, AssertionError, "failed"),
             (late, TimeoutError, f"took over {timeout} s"),
@@ -144,30 +152,51 @@ def run_ranks(
         return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(world_size)]
 
 
-def watch_ties() -> None:
-    """End this process where the last of the k largest values of a row is the next one but for rounding."""
+def _refuse() -> None:
+    raise NearTie
+
+
+@contextmanager
+def refusing_ties(met: Callable[[], None] = _refuse) -> Iterator[None]:
+    """Call `met`, by default raising NearTie, where the last of the k largest values of a row is the next one but for rounding,
+    or where a token is on the border of a loss's clip: in this process, of whatever asks torch.topk."""
     import torch
 
-    topk = torch.topk
+    from megatron_rl.algorithms import losses
+
+    topk, token_terms, value_terms = torch.topk, losses.token_terms, losses.value_terms
 
     def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
-        if _near_tie(topk, values, k):
-            os._exit(NEAR_TIE)
+        if values.dim() == 2 and k < values.shape[1]:
+            chosen = topk(values.detach(), k + 1, dim=1).values
+            size = values.detach().abs()
+            size = torch.where(size.isfinite(), size, 0).amax(1)  # experts of groups that were not chosen have -inf
+            if bool((chosen[:, -2] - chosen[:, -1] < TIE * size).any()):
+                met()
         return topk(values, k, *args, **settings)
 
-    torch.topk = watched
+    def look(beyond: torch.Tensor) -> None:
+        if bool((beyond.abs() < BORDER).any()):
+            met()
 
+    def watched_tokens(
+        log_probs: torch.Tensor, old: torch.Tensor, *args: Any, clip_low: float, clip_high: float
+    ) -> Any:
+        for bound in (1 - clip_low, 1 + clip_high):
+            if bound > 0 and bound != 1:  # with bounds of 1 a token that did not move is on both, in every layout
+                look((log_probs - old).detach() - math.log(bound))
+        return token_terms(log_probs, old, *args, clip_low=clip_low, clip_high=clip_high)
 
-def _near_tie(topk: Callable[..., Any], values: torch.Tensor, k: int) -> bool:
-    """Whether it is experts that are chosen, and in a row the last that is and the next one are the same but for rounding."""
-    import torch
+    def watched_values(values: torch.Tensor, old: torch.Tensor, *args: Any, clip: float | None) -> Any:
+        if clip is not None:
+            look((values - old).detach().abs() - clip)
+        return value_terms(values, old, *args, clip=clip)
 
-    if values.dim() != 2 or k >= values.shape[1]:
-        return False
-    chosen = topk(values.detach(), k + 1, dim=1).values
-    size = values.detach().abs()
-    size = torch.where(size.isfinite(), size, 0).amax(1)  # experts of groups that were not chosen have -inf
-    return bool((chosen[:, -2] - chosen[:, -1] < TIE * size).any())
+    torch.topk, losses.token_terms, losses.value_terms = watched, watched_tokens, watched_values
+    try:
+        yield
+    finally:
+        torch.topk, losses.token_terms, losses.value_terms = topk, token_terms, value_terms
 
 
 def nearly_ties(model: torch.nn.Module, tokens: Any) -> bool:
@@ -178,19 +207,12 @@ def nearly_ties(model: torch.nn.Module, tokens: Any) -> bool:
     """
     import torch
 
-    found, topk = [False], torch.topk
-
-    def watched(values: torch.Tensor, k: int, *args: Any, **settings: Any) -> Any:
-        found.append(_near_tie(topk, values, k))
-        return topk(values, k, *args, **settings)
-
-    torch.topk = watched
     try:
-        with torch.no_grad():
+        with torch.no_grad(), refusing_ties():
             model(torch.as_tensor(np.asarray(tokens), dtype=torch.long)[None])
-    finally:
-        torch.topk = topk
-    return any(found)
+    except NearTie:
+        return True
+    return False
 
 
 def _run(
@@ -207,12 +229,13 @@ def _run(
     os.dup2(log, 1), os.dup2(log, 2)
     os.environ.update(environment | {"OMP_NUM_THREADS": "1"})
     faulthandler.dump_traceback_later(0.9 * timeout, file=log)  # says where a rank hangs, before it is killed
-    if refuse_ties:
-        watch_ties()
     try:
         module, _, name = function.partition(":")
-        result = getattr(importlib.import_module(module), name)(*args)
+        with refusing_ties() if refuse_ties else nullcontext():
+            result = getattr(importlib.import_module(module), name)(*args)
         (folder / f"{rank}.out").write_bytes(pickle.dumps(result))
+    except NearTie:
+        os._exit(NEAR_TIE)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

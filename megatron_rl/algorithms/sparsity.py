@@ -55,7 +55,8 @@ def sparsegpt(weight: Tensor, gram: Tensor, pattern: Pattern, *, block: int = 12
         return magnitude(weight, pattern)
     hessian = gram.double() + damp * gram.diagonal().double().mean() * torch.eye(len(gram), device=gram.device)
     upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
-    rest, size = weight.double(), pattern.of if pattern.keep is not None else block
+    rest = weight.to(torch.float64, copy=True)  # the caller's stay as they are, also those that are fp64
+    size = pattern.of if pattern.keep is not None else block
     block = max(size, block // size * size)  # groups of neighbors are not torn
     for start in range(0, weight.shape[1], block):
         columns = range(start, min(start + block, weight.shape[1]))

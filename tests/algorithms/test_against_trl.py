@@ -85,18 +85,19 @@ def collated(trainer):
 
 
 def same(model, theirs, ours):
-    """Losses to 1e-6, gradients to 1e-6 of the largest.
+    """Losses to 5e-6, gradients to 5e-6 of the largest.
 
-    TRL's log-prob of a response, of at most five tokens, is wrong by some 2e-6 in fp32, so a pair's d by some 5e-6, and the
-    factor beta sigmoid(-beta d) of a gradient by at most beta times that of itself: 5e-7. The head's backward adds 2e-7.
+    TRL's log-prob of a token is wrong by four roundings of fp32 of numbers below 8, 1e-6, and that of a response, of at most
+    five tokens that add up to some 30, by 7e-6; so a pair's d of four of them by 3e-5, and the factor beta sigmoid(-beta d) of
+    a gradient, or a loss, by at most beta times that: 3e-6, robust's by 1 / 0.6 of it. The head's backward adds 2e-7.
     """
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(ours, theirs, rtol=5e-6, atol=5e-6, check_dtype=False)
     parameters = [p for p in model.parameters() if p.requires_grad]
     expected, found = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in (theirs, ours))
     largest = max(float(g.abs().max()) for g in expected)
     assert largest > 1e-4, "a loss that moves nothing shows nothing"
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * largest)
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-6 * largest)
 
 
 def log_probs(model, batch, prefix=""):

@@ -26,6 +26,12 @@ def inputs(rng: torch.Generator, size: int, count: int = 100) -> torch.Tensor:
     return scales * (mixed @ torch.randn(size, count, generator=rng, dtype=torch.float64))
 
 
+def distinct(rng: torch.Generator, rows: int, columns: int) -> torch.Tensor:
+    """Random whole numbers in fp32, no two of one size: of two that tie either may stay. Their sums are exact."""
+    sizes = torch.randperm(rows * columns, generator=rng) + 1
+    return (sizes * (2 * torch.randint(0, 2, (rows * columns,), generator=rng) - 1)).float().view(rows, columns)
+
+
 def check_pattern(pruned: torch.Tensor, pattern: Pattern) -> None:
     if pattern.keep is None:
         expected = int(pattern.ratio * pruned.shape[1])
@@ -36,7 +42,7 @@ def check_pattern(pruned: torch.Tensor, pattern: Pattern) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_the_largest_scores_of_each_group_stay(pattern, rng):
-    weight, squares = torch.randn(6, 24, generator=rng), torch.rand(24, generator=rng).double()
+    weight, squares = distinct(rng, 6, 24), torch.rand(24, generator=rng, dtype=torch.float64)
     for found, scores in (
         (magnitude(weight, pattern), weight.abs()),
         (wanda(weight, squares, pattern), weight.double().abs() * squares.sqrt()),
@@ -50,16 +56,20 @@ def test_the_largest_scores_of_each_group_stay(pattern, rng):
             assert scores[row, group][kept].min() > scores[row, group][~kept].max()
 
 
-def test_masks_are_those_of_modelopt(rng):
+def test_masks_are_those_of_modelopt(rng, monkeypatch):
     from modelopt.torch.sparsity.weight_sparsity.magnitude import create_asp_mask
     from modelopt.torch.sparsity.weight_sparsity.sparsegpt import create_sgpt_mask
 
-    weight, x = torch.randn(16, 256, generator=rng), inputs(rng, 256, 600)
+    weight, x = distinct(rng, 16, 256), inputs(rng, 256, 600)
     assert torch.equal(magnitude(weight, Pattern(2, 4)) != 0, create_asp_mask(weight, "2:4 sparsity"))
     settings = {"hessian_damp": 0.1, "pattern": "2:4 sparsity", "col_block_size": 128, "row_block_size": -1}
-    theirs = create_sgpt_mask(weight, (x @ x.T / 600).float(), settings)
+    weight = torch.randn(16, 256, generator=rng, dtype=torch.float64)
     ours = sparsegpt(weight, x @ x.T, Pattern(2, 4), damp=0.1) != 0
-    assert (ours == theirs).double().mean() > 0.999  # theirs in fp32: near ties fall otherwise, and change what follows
+    # Theirs goes on in fp32, in which near ties fall otherwise and change what follows: here in fp64. Where squares of the
+    # inverse's factor are large the 1e-9 that it adds to them is none.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    theirs = create_sgpt_mask(weight, x @ x.T * 1e-15, settings)
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -69,7 +79,9 @@ def test_the_columns_behind_make_up_for_what_goes(pattern, rng):
     weight = torch.randn(5, size, generator=rng, dtype=torch.float64)
     gram = (x := inputs(rng, size)) @ x.T
     hessian = gram + damp * gram.diagonal().mean() * torch.eye(size)
-    found = sparsegpt(weight, gram, pattern, block=block, damp=damp)
+    given = weight.clone()
+    found = sparsegpt(given, gram, pattern, block=block, damp=damp)
+    assert torch.equal(given, weight), "the weights that were given have changed"
     group = pattern.of if pattern.keep is not None else block
     for row in range(5):
         now, fixed = weight[row].clone(), torch.zeros(size, dtype=torch.float64)
@@ -91,15 +103,20 @@ def test_the_columns_behind_make_up_for_what_goes(pattern, rng):
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_a_layer_errs_less_where_the_others_make_up(pattern, rng):
-    weight = torch.randn(32, 64, generator=rng, dtype=torch.float64)
-    x = inputs(rng, 64, 400)
-    gram = x @ x.T
-    by = {
-        "magnitude": magnitude(weight, pattern),
-        "wanda": wanda(weight, gram.diagonal(), pattern),
-        "sparsegpt": sparsegpt(weight, gram, pattern),
-    }
-    error = {name: float(((weight - pruned) @ x).norm()) for name, pruned in by.items()}
+    """In the mean of ten layers. In 300 draws the logarithm of two errors' ratio had a mean of at least 3.1 of its deviations,
+    so that of ten it is 10 deviations from 0."""
+    error = dict.fromkeys(("sparsegpt", "wanda", "magnitude"), 0.0)
+    for _ in range(10):
+        weight = torch.randn(32, 64, generator=rng, dtype=torch.float64)
+        x = inputs(rng, 64, 400)
+        gram = x @ x.T
+        by = {
+            "magnitude": magnitude(weight, pattern),
+            "wanda": wanda(weight, gram.diagonal(), pattern),
+            "sparsegpt": sparsegpt(weight, gram, pattern),
+        }
+        for name, pruned in by.items():
+            error[name] += float(((weight - pruned) @ x).norm().log()) / 10
     assert error["sparsegpt"] < error["wanda"] < error["magnitude"], error
 
 

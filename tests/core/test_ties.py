@@ -1,12 +1,13 @@
-"""A test of parity draws again where two experts tie but for rounding, by the real choice of experts."""
+"""A test of parity draws again where two experts tie but for rounding, by the real choice of experts, or a token is clipped."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 import torch
-from ranks import TIE, NearTie, run_ranks, without_ties
+from ranks import BORDER, TIE, NearTie, run_ranks, without_ties
 
 TOPK, EXPERTS, GROUPS = 2, 8, 2
 
@@ -27,6 +28,16 @@ def choose(gap: float, grouped: bool, seed: int) -> list[list[int]]:
     return chosen.nonzero().tolist()
 
 
+def clip(gap: float, of_values: bool) -> int:
+    """Terms of a clipped loss, of which one token is so far beyond the border."""
+    from megatron_rl.algorithms import losses
+
+    moved, still, target = torch.tensor([0.0, 0.5 + gap, 3.0]), torch.zeros(3), torch.ones(3)
+    if of_values:
+        return len(losses.value_terms(moved, still, target, clip=0.5)[0])
+    return len(losses.token_terms(moved, still, target, clip_low=0.2, clip_high=math.expm1(0.5))[0])
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_tie_is_seen_and_others_are_not(grouped):
     seed = random.randrange(2**31)
@@ -36,6 +47,11 @@ def test_a_tie_is_seen_and_others_are_not(grouped):
     with pytest.raises(NearTie):
         run_ranks(1, f"{__name__}:choose", (TIE / 3, grouped, seed), refuse_ties=True)
     assert len(run_ranks(1, f"{__name__}:choose", (TIE / 3, grouped, seed))[0]) == 30 * TOPK
+    for gap in (3 * BORDER, BORDER / 3):
+        assert run_ranks(1, f"{__name__}:clip", (gap, grouped)) == [3]
+    assert run_ranks(1, f"{__name__}:clip", (3 * BORDER, grouped), refuse_ties=True) == [3]
+    with pytest.raises(NearTie):
+        run_ranks(1, f"{__name__}:clip", (BORDER / 3, grouped), refuse_ties=True)
 
 
 def test_a_seed_with_a_tie_is_followed_by_another_one():

@@ -101,8 +101,11 @@ def check(kernels: Emulated, case: Case) -> None:
         torch.testing.assert_close(result, expected_extremes, atol=0, rtol=0, equal_nan=True)  # the target may be a NaN
     finite = expected_extremes[0].isfinite()
     assert not second[:, ~finite].any()
+    # d has three roundings, so that e^d is wrong by d 2^-22 of itself: of a sum of d e^d far below 1 that is more than 2e-6.
+    within = 2e-6 * expected_sums.abs() + 1e-30
+    within[2] += 2**-22 * torch.where(safe, d.exp() * d.square(), 0).sum(-1)
     for result in (sums, second):
-        torch.testing.assert_close(result[:, finite].double(), expected_sums[:, finite], atol=1e-30, rtol=2e-6)
+        assert ((result.double() - expected_sums).abs() <= within)[:, finite].all()
 
     factor, slope, at_target = case.factors.double()[:, :, None]
     gradient = torch.where(safe, (factor + slope * d) * d.exp(), 0.0)

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from models.round_trips import export, load_error
+from ranks import refusing_ties, without_ties
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -35,6 +36,17 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {family: make_tiny_model(family, out / family, seed=3) for family in FAMILIES}
 
 
+def drawn(reference: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens [2, 40], and the logits of transformers' model, in which no two experts tie but for rounding."""
+
+    def attempt(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = torch.randint(0, 512, (2, 40), generator=torch.Generator().manual_seed(seed))
+        with refusing_ties():
+            return batch, reference(batch).logits
+
+    return without_ties(attempt)
+
+
 def packed(lengths: list[int]) -> object:
     from megatron.core.packed_seq_params import PackedSeqParams  # only once the platform is active
 
@@ -55,9 +67,16 @@ def packed(lengths: list[int]) -> object:
 def test_logits_and_weights(family, folders):
     folder = folders[family]
     reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    batch = torch.randint(0, 512, (2, 40))
     lengths = [19, 1, 33, 7]
-    row = torch.randint(0, 512, (1, sum(lengths)))
+
+    def attempt(seed: int) -> tuple[torch.Tensor, ...]:
+        draws = torch.Generator().manual_seed(seed)
+        batch, row = (torch.randint(0, 512, shape, generator=draws) for shape in ((2, 40), (1, sum(lengths))))
+        with refusing_ties():
+            apart = torch.cat([reference(part).logits for part in row.split(lengths, dim=1)], dim=1)
+            return batch, row, reference(batch).logits, apart
+
+    batch, row, together, apart = without_ties(attempt)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     with _parallel_state(folder, ALONE):
         model = load(folder, parallel=ALONE, precision="fp32")
@@ -66,8 +85,7 @@ def test_logits_and_weights(family, folders):
         plain = chunk(batch, torch.arange(40).expand(2, -1), None)
         thd = chunk(row, positions, None, packed_seq_params=packed(lengths))
         exported = {name: tensor.clone() for name, tensor in model.export_hf_weights(chunks)}
-    torch.testing.assert_close(plain, reference(batch).logits, atol=2e-6, rtol=0)
-    apart = torch.cat([reference(part).logits for part in row.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(plain, together, atol=2e-6, rtol=0)
     torch.testing.assert_close(thd, apart, atol=2e-6, rtol=0)
     stored = load_file(folder / "model.safetensors")
     assert exported.keys() == stored.keys()
@@ -110,13 +128,13 @@ def test_mxfp4_experts_are_loaded_exactly(hidden, tmp_path):
     make_tiny_model("gpt_oss", plain, seed=5, sizes=Sizes(hidden=hidden, expert_intermediate=64))
     mxfp4(plain, quantized)
     reference = AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager", dtype=torch.float32)
-    batch = torch.randint(0, 512, (2, 40))
+    batch, expected = drawn(reference)
     with _parallel_state(quantized, ALONE):
         model = load(quantized, parallel=ALONE, precision="fp32")
         chunks = model.make_chunks()
         logits = chunks[0].eval()(batch, torch.arange(40).expand(2, -1), None)
         model.save_hf(chunks, out)
-    torch.testing.assert_close(logits, reference(batch).logits, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(logits, expected, atol=2e-6, rtol=1e-5)
     saved, stored = load_file(out / "model.safetensors"), load_file(plain / "model.safetensors")
     assert saved.keys() == stored.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
@@ -218,12 +236,14 @@ def test_gradients_beside_frozen_weights(recompute, folders):
 def test_ignored_sinks(folders, tmp_path):
     """As transformers' model whose sinks are minus infinity, which is plain softmax; the sinks are exported as they are."""
     folder = folders["gpt_oss"]
-    batch = torch.randint(0, 512, (2, 40))
     reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    exact = reference(batch).logits
+    sinks = [layer.self_attn.sinks.data.clone() for layer in reference.model.layers]
     for layer in reference.model.layers:
         layer.self_attn.sinks.data.fill_(-torch.inf)
-    plain = reference(batch).logits
+    batch, plain = drawn(reference)
+    for layer, values in zip(reference.model.layers, sinks, strict=True):
+        layer.self_attn.sinks.data.copy_(values)
+    exact = reference(batch).logits
     assert (exact - plain).abs().max() > 1e-3
     with _parallel_state(folder, ALONE):
         model = load(folder, parallel=ALONE, precision="fp32", attention_sinks="ignored")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks import refusing_ties, without_ties
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from weights import classifier
 
@@ -48,12 +49,26 @@ def values_of(folder: Path, sequences: list[Sequence]) -> list[np.ndarray]:
     return [found[index] for index in range(len(sequences))]
 
 
-def random_sequences(vocab: int = 64) -> list[Sequence]:
-    rng = np.random.default_rng()
+def random_sequences(vocab: int = 64, seed: int | None = None) -> list[Sequence]:
+    rng = np.random.default_rng(seed)
     return [
         Sequence.demonstration(rng.integers(4, vocab, 3).tolist(), rng.integers(4, vocab, n).tolist())
         for n in rng.integers(2, 30, 5)
     ]
+
+
+@torch.no_grad()
+def with_states(body: torch.nn.Module) -> list[tuple[Sequence, torch.Tensor]]:
+    """Random sequences, and the last states of transformers' model, in which no two experts tie but for rounding."""
+
+    def attempt(seed: int) -> list[tuple[Sequence, torch.Tensor]]:
+        with refusing_ties():
+            return [
+                (sequence, body(torch.tensor(sequence.tokens[None, :-1].astype(int))).last_hidden_state)
+                for sequence in random_sequences(seed=seed)
+            ]
+
+    return without_ties(attempt)
 
 
 @pytest.mark.parametrize("family", IN_TRANSFORMERS)
@@ -63,9 +78,8 @@ def test_values_are_those_of_transformers(family, tiny_model, tmp_path):
     folder = classifier(tiny_model(family), tmp_path / "classifier", seed=int(np.random.default_rng().integers(2**31)))
     theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     assert theirs.config.num_labels == 1
-    sequences = random_sequences()
-    for sequence, ours in zip(sequences, values_of(folder, sequences), strict=True):
-        hidden = theirs.model(torch.tensor(sequence.tokens[None, :-1].astype(int))).last_hidden_state
+    drawn = with_states(theirs.model)
+    for (_, hidden), ours in zip(drawn, values_of(folder, [sequence for sequence, _ in drawn]), strict=True):
         expected = theirs.score(hidden)[0, :, 0].numpy()
         # A sum of 64 products of a normed state (about 1) and weights of 1/8, each rounded.
         assert np.abs(ours - expected).max() < 1e-4 * max(1.0, np.abs(expected).max())
@@ -77,11 +91,9 @@ def test_olmoe_has_a_head_too(tiny_model, tmp_path):
     folder = classifier(tiny_model("olmoe"), tmp_path / "classifier", seed=1)
     body = AutoModelForCausalLM.from_pretrained(tiny_model("olmoe"), dtype=torch.float32).model
     score = dict(read_weights(folder))["score.weight"]
-    sequences = random_sequences()
-    with torch.no_grad():
-        for sequence, ours in zip(sequences, values_of(folder, sequences), strict=True):
-            hidden = body(torch.tensor(sequence.tokens[None, :-1].astype(int))).last_hidden_state
-            assert np.abs(ours - (hidden @ score.T)[0, :, 0].numpy()).max() < 1e-4
+    drawn = with_states(body)
+    for (_, hidden), ours in zip(drawn, values_of(folder, [sequence for sequence, _ in drawn]), strict=True):
+        assert np.abs(ours - (hidden @ score.T)[0, :, 0].numpy()).max() < 1e-4
 
 
 def test_a_language_model_begins_with_values_of_zero(tiny_model):

@@ -208,7 +208,8 @@ def test_the_compiled_kernels_agree_with_the_plain_ones(seed, columns, dtype, lo
     found, expected = sums
     within = 1e-5 * expected.abs() + 1e-6 + rounding * (expected[1] + expected[2].abs())
     assert ((found - expected).abs() <= within).all()
-    assert torch.equal(*(g.abs() > 1e-30 for g in grads))
+    for one, other in (grads, grads[::-1]):  # what is zero here is zero, or nearly, there
+        assert (other.abs()[one.abs() > 2e-30] > 5e-31).all()
     found, expected = (g.float() for g in grads)
     relative = 1e-5 if dtype == torch.float32 else 1e-2
     within = relative * expected.abs() + 1e-6 + (rounding * factors[1].abs())[:, None]

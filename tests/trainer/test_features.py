@@ -10,7 +10,7 @@ import pytest
 import torch
 from distillation_ranks import update_once
 from layouts import make_config, make_samples
-from ranks import run_ranks
+from ranks import refusing_ties, run_ranks, without_ties
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config_file import build_config
@@ -45,8 +45,18 @@ def _torn_down():
     parallel.shutdown()
 
 
-def random_samples(count: int):
-    return make_samples(int.from_bytes(os.urandom(4)), count, 200)
+@torch.no_grad()
+def random_samples(teacher: torch.nn.Module):
+    """In which no two experts of the teacher tie but for rounding."""
+
+    def attempt(seed: int):
+        samples = make_samples(seed, 6, 200)
+        with refusing_ties():
+            for sample in samples:
+                teacher(torch.as_tensor(sample.tokens).long()[None])
+        return samples
+
+    return without_ties(attempt)
 
 
 def layer_outputs(model, tokens):
@@ -65,13 +75,14 @@ def layer_outputs(model, tokens):
 @pytest.mark.parametrize("loss", FEATURE_LOSSES)
 def test_an_update_descends_the_loss_written_out_by_hand(loss, tiny_model, teacher):
     """coefficient KL + feature_coefficient sum over pairs: a mean over the counted labels, value and every gradient."""
-    model, samples = str(tiny_model("qwen3")), random_samples(6)
-    settings = {"teacher": teacher, "feature_layers": PAIRS, "feature_loss": loss, "coefficient": 0.3}
-    ours = update_once(make_config(model, {"distillation": settings | {"feature_coefficient": 1.9}}), samples)
+    model = str(tiny_model("qwen3"))
     ours_of, theirs_of = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         for folder in (model, teacher)
     )
+    samples = random_samples(theirs_of)
+    settings = {"teacher": teacher, "feature_layers": PAIRS, "feature_loss": loss, "coefficient": 0.3}
+    ours = update_once(make_config(model, {"distillation": settings | {"feature_coefficient": 1.9}}), samples)
     drawn, kl, count = torch.zeros(()), torch.zeros(()), 0
     for sample in samples:
         tokens = torch.as_tensor(sample.tokens).long()
@@ -112,9 +123,14 @@ def test_the_losses_are_modelopts():
 
 def test_layouts_distill_as_one_process(tiny_model, teacher):
     """The features' loss and every gradient of a MoE model, on its own samples."""
-    model, samples = str(tiny_model("qwen3_moe")), random_samples(12)
+    model = str(tiny_model("qwen3_moe"))
     base = {"distillation": {"teacher": teacher, "feature_layers": PAIRS, "feature_loss": "cosine"}}
-    one, again = run_ranks(1, "distillation_ranks:updates", (model, samples, [base, base | LAYOUTS["recompute"]]))[0]
+
+    def attempt(seed: int):
+        samples, runs = make_samples(seed, 12, 200), [base, base | LAYOUTS["recompute"]]
+        return samples, run_ranks(1, "distillation_ranks:updates", (model, samples, runs), refuse_ties=True)[0]
+
+    samples, (one, again) = without_ties(attempt)
     two = [base | layout for name, layout in LAYOUTS.items() if name != "recompute"]
     others = [again, *run_ranks(2, "distillation_ranks:updates", (model, samples, two), timeout=400.0)[0]]
     largest = max(1.0, *(float(np.abs(grad).max()) for grad in one["grads"].values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 
 import numpy as np
 import pytest
@@ -17,9 +18,13 @@ from megatron_rl.models.slim import REPORT
 from tests.program import forked
 from tools.make_tiny_model import FAMILIES
 
+LETTERS = string.ascii_letters + string.digits + " .\n"
+"""So many that each expert which is alive gets one: of four it is among the two of a letter for every second one, by a router
+that is random."""
+
 
 def write_config(folder, rng: random.Random):
-    texts = ["".join(rng.choices("abcdefgh ijk.\n", k=rng.randrange(20, 90))) + "x" for _ in range(30)]
+    texts = ["".join(rng.choices(LETTERS, k=rng.randrange(20, 90))) + "x" for _ in range(30)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     file = folder / "config.yaml"
     file.write_text(

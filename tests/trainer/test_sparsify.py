@@ -24,6 +24,16 @@ LAYOUTS = {
 }
 
 
+def check_rows(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+    """Two that score alike but for rounding may change places, which changes the row behind them: of one row in some 30,000, so
+    that four of the 32 or more rows of a weight have other zeros one time in 10^9. The others have the same values, but for
+    roundings of 6e-8 times the condition of the inputs' products, which is some 1e4 with their damping."""
+    ours, theirs = (x if x.dim() == 2 else x[None] for x in (ours, theirs))
+    same = ((ours == 0) == (theirs == 0)).all(1)
+    assert same.double().mean() > 0.9, f"{name}: {int((~same).sum())} rows of {len(same)} have other zeros"
+    assert (ours - theirs)[same].norm() <= 1e-2 * theirs.norm(), name
+
+
 def test_zeros_are_the_same_on_every_layout(tiny_model):
     seed = int(np.random.SeedSequence().entropy % 2**31)
     print(f"seed {seed}")
@@ -39,9 +49,7 @@ def test_zeros_are_the_same_on_every_layout(tiny_model):
         for weight, tensor in alone[0][index].items():
             theirs = both[0][index][weight]
             assert torch.equal(theirs, both[1][index][weight])
-            # A score that is near another in fp32 may fall otherwise; with sparsegpt that changes what follows in its row.
-            assert ((tensor == 0) == (theirs == 0)).double().mean() > 0.995, f"{name}: {weight}"
-            assert (tensor - theirs).norm() <= 0.1 * tensor.norm(), f"{name}: {weight}"
+            check_rows(theirs, tensor, f"{name}: {weight}")
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
@@ -78,8 +86,7 @@ def test_zeros_are_those_of_the_method(method, tiny_model):
             else:
                 expected = sparsegpt(weight, x.T @ x, Pattern(1, 4))
             ours = found[f"model.layers.{number}.{name}.weight"]
-            assert ((ours == 0) == (expected == 0)).double().mean() > 0.995, f"{number} {name}"
-            assert (ours - expected).norm() <= 0.1 * expected.norm()
+            check_rows(ours, expected, f"{number} {name}")
             module.weight.data.copy_(ours)
     before = read_folder(folder)
     assert torch.equal(

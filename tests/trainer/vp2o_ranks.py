@@ -38,6 +38,8 @@ from megatron_rl.vp2o.trust_region import TrustRegion
 
 EXPERTS = 6
 """Of layers that are made up here."""
+ONE_MICRO_BATCH = {"tokens_per_micro_batch": 4096}
+"""Three sequences may have more tokens than the layouts' micro-batches."""
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -333,7 +335,8 @@ def of_the_rollout_batch(model: str, samples: list[Sequence], vp2o: dict, source
     found = []
     for source in sources:
         settings = {**vp2o, "trust_region": 2.0, "probe_tokens": 4096}
-        trainer = make_trainer(make_config(model, {"vp2o": settings, "routing": {"source": source}}))
+        changes = {"vp2o": settings, "routing": {"source": source}, "batch": ONE_MICRO_BATCH}
+        trainer = make_trainer(make_config(model, changes))
         region = hook_of(trainer, TrustRegion)
         trainer.weights_pushed()
         layers = region.experts.layers
@@ -366,7 +369,7 @@ def of_the_rollout_batch(model: str, samples: list[Sequence], vp2o: dict, source
 
 def soft(model: str, samples: list[Sequence], vp2o: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """By layer: soft co-activation of an update's tokens, as the transform has it and from what its router sees."""
-    trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "coactivation": "soft"}}))
+    trainer = make_trainer(make_config(model, {"vp2o": {**vp2o, "coactivation": "soft"}, "batch": ONE_MICRO_BATCH}))
     transform, seen = hook_of(trainer, Stein), {}
     (batch,) = trainer.pack(samples[:3])
     layers = transform.experts.layers

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import pytest
 from megatron_rl.data.record import file_of, load_trajectories
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.metrics.report import write_report
-from tests.program import command, forked
+from tests.program import Program, forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -50,7 +48,7 @@ def config(tmp_path_factory, tiny_model) -> Path:
 def warm(config) -> Path:
     """A model that has learned a little of the form of calls."""
     steps = ["--steps", "120", "--batch.prompts_per_step", "32", "--checkpoint.every", "0"]
-    command("sft", str(config), "--name", "sft", *steps)
+    forked("sft", str(config), "--name", "sft", *steps)
     return config.parent / "runs" / "sft" / "hf"
 
 
@@ -94,26 +92,21 @@ def test_an_agent_of_ones_own(config, warm):
 
 def test_serving_an_agent_by_hand(config, warm):
     arguments = ["serve-agent", str(config), "--name", "hand", "--model.path", str(warm)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    log = config.parent / "hand.log"
+    program = Program(*arguments, log=log)
     try:
         url, deadline = None, time.monotonic() + 240
         while url is None and time.monotonic() < deadline:
-            line = process.stdout.readline()
-            assert line, "it ended"
-            url = re.search(r"base_url: (\S+)", line)
+            assert program.poll() is None, log.read_text()
+            url = re.search(r"base_url: (\S+).*\n", log.read_text() if log.exists() else "")
+            time.sleep(0.02)
         with openai.OpenAI(base_url=url[1], api_key="none", timeout=100) as client:
             reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "3+4="}])
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=100)
+        os.kill(program.pid, signal.SIGINT)
+        status, output = program.wait(100), log.read_text()
     finally:
-        process.kill()
-    assert process.returncode == 0 and "1 sequences with 1 replies" in output
+        program.kill()
+    assert status == 0 and "1 sequences with 1 replies" in output
     [row] = [json.loads(line) for line in (config.parent / "runs" / "hand" / "agent.jsonl").read_text().splitlines()]
     assert [turn["trains"] for turn in row["turns"]] == [True] and "3+4=" in row["prompt"]
     assert (reply.choices[0].message.content or "") in row["turns"][0]["text"] or reply.choices[0].message.tool_calls

@@ -9,6 +9,8 @@ from models.test_fp8 import e4m3_values
 from ranks import run_ranks
 from trainer.layouts import make_samples
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
+
 RECIPES = ("fp8_blockwise", "fp8_tensorwise")
 CASES = {
     "bf16": {"precision": {"train": "bf16"}},

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from trainer.layouts import make_samples
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
+
 ASKED = {"layers": 1, "heads": 2, "width": 3, "experts": 4, "expert_width": 3}
 LAYOUTS = {
     "tensor": {"tensor": 2},

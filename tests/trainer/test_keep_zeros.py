@@ -18,6 +18,8 @@ from megatron_rl.algorithms.sparsity import Pattern, magnitude
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from tools.make_tiny_model import Sizes, make_tiny_model
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
+
 STEPS = 20
 LAYOUTS = {
     "data": ["--precision.train", "bf16"],

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
+
 LAYOUTS = ("tensor", "pipeline", "context")
 LENGTH, STEPS = 24, 4
 EVAL = ("eval/loss", "eval/perplexity", "eval/bits_per_byte")

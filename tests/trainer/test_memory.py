@@ -8,6 +8,8 @@ import torch
 from layouts import make_samples
 from ranks import run_ranks
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
+
 BF16 = {"precision": {"train": "bf16"}}
 PLAIN = {"plain": {}, "overlapped": {"parallel": {"overlap_param_gather": True}}}
 OFFLOADED = {

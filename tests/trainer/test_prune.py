@@ -18,6 +18,8 @@ from megatron_rl.models.slim import REPORT
 from tests.program import forked
 from tools.make_tiny_model import FAMILIES
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
+
 LETTERS = string.ascii_letters + string.digits + " .\n"
 """So many that each expert which is alive gets one: of four it is among the two of a letter for every second one, by a router
 that is random."""

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.sparsity import Pattern, magnitude, sparsegpt, wanda
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
+
 LAYOUTS = {
     "tensor": {"tensor": 2},
     "pipeline": {"pipeline": 2},

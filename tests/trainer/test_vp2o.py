@@ -14,6 +14,8 @@ from ranks import run_ranks, without_ties
 
 from megatron_rl.algorithms import stein
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
+
 VP2O = {"enabled": True, "neighbors": 3, "inactive_neighbors": 2, "repulsion": 1e-3}
 
 EXPERTS = 6

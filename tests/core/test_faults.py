@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from tests.faults import run
-from tests.faults.run import REPOSITORY, Fault, names, patch_of, read
+from tests.faults.run import PATCHES, REPOSITORY, Fault, read
 
 FAULTS = 60
 MOST_OF_CSRC = 4
@@ -18,7 +18,7 @@ MOST_OF_CSRC = 4
 
 @pytest.fixture(scope="module")
 def faults() -> list[Fault]:
-    return [read(name) for name in names()]
+    return [read(name) for name in PATCHES]
 
 
 @cache
@@ -38,7 +38,7 @@ def test_there_are_sixty_over_all_rooms(faults):
 def test_each_changes_one_line_of_the_product(faults):
     for fault in faults:
         assert fault.file.startswith(("megatron_rl/", "csrc/")), fault.name
-        lines = patch_of(fault.name).read_text().splitlines()
+        lines = PATCHES[fault.name].read_text().splitlines()
         removed = [line[1:] for line in lines if line.startswith("-") and not line.startswith("--- a/")]
         added = [line[1:] for line in lines if line.startswith("+") and not line.startswith("+++ b/")]
         assert len(removed) == 1 and len(added) <= 1 and removed != added, fault.name
@@ -47,7 +47,7 @@ def test_each_changes_one_line_of_the_product(faults):
 
 def test_all_apply(faults):
     for fault in faults:
-        command = ["git", "apply", "--check", str(patch_of(fault.name))]
+        command = ["git", "apply", "--check", str(PATCHES[fault.name])]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"{fault.name}: make the patch anew, for {fault.file} as it is: {done.stderr}"
 
@@ -61,11 +61,11 @@ def test_claims_are_tests_that_exist(faults):
 
 
 def test_what_is_no_fault_is_named(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="there is no fault nothing; tests/faults has [a-z0-9_]+, "):
+    with pytest.raises(SystemExit, match="there is no fault nothing; tests/faults has [a-z0-9_]+, "):
         read("nothing")
-    monkeypatch.setattr(run, "FAULTS", tmp_path)
-    (tmp_path / "bare.patch").write_text("diff --git a/setup.py b/setup.py\n")
-    with pytest.raises(ValueError, match=r"bare\.patch: must begin with '# what: \.\.\.', '# claimed: \.\.\.' and the diff"):
+    monkeypatch.setitem(PATCHES, "bare", tmp_path / "bare.patch")
+    PATCHES["bare"].write_text("diff --git a/setup.py b/setup.py\n")
+    with pytest.raises(SystemExit, match=r"bare\.patch: must begin with '# what: \.\.\.', '# claimed: \.\.\.' and the diff"):
         read("bare")
 
 

@@ -97,7 +97,6 @@ class Copy:
             finally:
                 with contextlib.suppress(ProcessLookupError):  # nothing is left
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
             log.seek(0)
             return status, log.read()
 
@@ -109,7 +108,7 @@ def judge(copy: Copy, fault: Fault, *, planted: bool) -> None:
         fault.by = problem
         return
     try:
-        if planted and fault.file.startswith("csrc/"):
+        if planted and fault.file.startswith("csrc/") and fault.file.endswith((".cpp", ".h")):
             copy.python(*BUILD)
         status, output = copy.test(fault.claimed)
     finally:
@@ -133,6 +132,7 @@ def main() -> int:
     parser.add_argument("--check-clean", action="store_true", help="plant nothing: the claimed tests are to pass")
     options = parser.parse_args()
     faults = [read(name) for name in options.names or PATCHES]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended, and the copy removed
     with tempfile.TemporaryDirectory(prefix="megatron-rl-faults-", ignore_cleanup_errors=True) as folder:
         copy = Copy(Path(folder).resolve(), options.commit)
         for number, fault in enumerate(faults, 1):

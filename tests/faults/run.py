@@ -25,7 +25,7 @@ PATCHES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.patc
 TIMEOUT_S = 600
 BUILD = ("setup.py", "-q", "build_ext", "--inplace")
 HEADER = re.compile(r"# what: (.+)\n# claimed: (.+)\n(?=diff --git a/(\S+) )")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: \((?:setup|call|teardown)\)| - .*)?$", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/[^\s[]+(?:\[.*?\])?)(?: \((?:setup|call|teardown)\)| - .*)?$", re.MULTILINE)
 NO_CODE = re.compile(r"^(?:E +)?(?:Import|ModuleNotFound|Name|Syntax|Indentation)Error: .*", re.MULTILINE)
 
 

@@ -121,7 +121,7 @@ def judge(copy: Copy, fault: Fault, *, planted: bool) -> None:
     elif status == 1 and first and not no_code:
         fault.outcome, fault.by = "caught" if planted else "FAILS", first[1]
     else:
-        fault.by = no_code[0] if no_code else f"exit status {status or f'none in {TIMEOUT_S} s'}: {' '.join(output[-400:].split())}"
+        fault.by = no_code[0] if no_code else f"exit status {status or 'none in time'}: {output[-400:]!r}"
 
 
 def main() -> int:

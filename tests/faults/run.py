@@ -25,8 +25,8 @@ PATCHES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.patc
 TIMEOUT_S = 600
 BUILD = ("setup.py", "-q", "build_ext", "--inplace")
 HEADER = re.compile(r"# what: (.+)\n# claimed: (.+)\n(?=diff --git a/(\S+) )")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/[^\s[]+(?:\[.*?\])?)(?: \((?:setup|call|teardown)\)| - .*)?$", re.MULTILINE)
-NO_CODE = re.compile(r"^(?:E +)?(?:Import|ModuleNotFound|Name|Syntax|Indentation)Error: .*", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/[^\s[]+(?:\[.*?\])?)(?: \((?:setup|call|teardown)\)| - .*)?$", re.M)
+NO_CODE = re.compile(r"^(?:E +)?(?:Import|ModuleNotFound|Name|Syntax|Indentation)Error: .*", re.M)
 
 
 @dataclass
@@ -121,7 +121,7 @@ def judge(copy: Copy, fault: Fault, *, planted: bool) -> None:
     elif status == 1 and first and not no_code:
         fault.outcome, fault.by = "caught" if planted else "FAILS", first[1]
     else:
-        fault.by = no_code[0] if no_code else f"exit status {status}: {' '.join(output[-400:].split())}"
+        fault.by = no_code[0] if no_code else f"exit status {status or 'none in time'}: {output[-400:]!r}"
 
 
 def main() -> int:

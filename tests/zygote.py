@@ -34,7 +34,7 @@ from typing import Any
 
 FOLDER = "MEGATRON_RL_TESTS_ZYGOTES"
 """Environment variable: the folder of a run's zygotes. Its name ends with the id of the process that they end with."""
-START_S = 100.0
+START_S = 280.0
 PR_SET_PDEATHSIG = 1
 ENDS, OUTLIVES = b"ends", b"outlives"
 """Whether the process ends with the one that asked for it."""

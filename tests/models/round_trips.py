@@ -53,6 +53,7 @@ def quantize(source: str, checkpoint: str, out: str, layout: dict) -> tuple[bool
     try:
         convert(Path(checkpoint), Path(out), ParallelConfig(**layout), quantize="fp8")
     except UserError as error:
+        dist.barrier()  # rank 0 removes what it has written
         return Path(out).exists() or Path(out + ".partial").exists(), str(error)
     dist.barrier()  # rank 0 writes
     return Path(out).exists(), ""

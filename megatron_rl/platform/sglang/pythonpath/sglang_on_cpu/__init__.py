@@ -29,7 +29,7 @@ def install() -> None:
         "triton" if name == "torch_native" else name for name in backends_of(view)
     )
     multiprocessing.set_start_method = partial(_fork, multiprocessing.set_start_method)
-    # A fork's thread pool is made anew by the first who wants it: two threads that load weights may both be the first, and fail.
+    # A fork's thread pool is made anew by the first who wants it: two threads that load weights may both be first, and fail.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     _install_in_scheduler()
 

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import torch
 import torch.distributed as dist
-from ranks import end_layout
+from ranks import end_layout, refusing_ties, without_ties
 
 from megatron_rl.config import Config, RefreshConfig
 from megatron_rl.config_file import build_config
@@ -59,6 +59,20 @@ def make_samples(
             chosen = samples[-1].tokens[prompt:]
             samples[-1].kept = [np.union1d(rng.choice(vocab, 8), token).astype(np.int32) for token in chosen]
     return samples
+
+
+@torch.no_grad()
+def samples_without_ties(teacher: torch.nn.Module) -> list[Sequence]:
+    """Six, in which no two experts of a model of transformers tie but for rounding."""
+
+    def attempt(seed: int):
+        samples = make_samples(seed, 6, 200)
+        with refusing_ties():
+            for sample in samples:
+                teacher(torch.as_tensor(sample.tokens).long()[None])
+        return samples
+
+    return without_ties(attempt)
 
 
 def make_config(model: str, overrides: dict) -> Config:

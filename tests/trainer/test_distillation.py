@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from distillation_ranks import LAYOUTS, update_once
-from layouts import make_config, make_samples
-from ranks import refusing_ties, run_ranks, without_ties
+from layouts import make_config, make_samples, samples_without_ties
+from ranks import run_ranks, without_ties
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -40,20 +40,6 @@ def _torn_down():
     parallel.shutdown()
 
 
-@torch.no_grad()
-def random_samples(teacher: torch.nn.Module):
-    """In which no two experts of the teacher tie but for rounding."""
-
-    def attempt(seed: int):
-        samples = make_samples(seed, 6, 200)
-        with refusing_ties():
-            for sample in samples:
-                teacher(torch.as_tensor(sample.tokens).long()[None])
-        return samples
-
-    return without_ties(attempt)
-
-
 def divergence(student: Tensor, teacher: Tensor, direction: str, mix: float) -> Tensor:
     """[n] of logits [n, V], by the definitions."""
     s, t = student.log_softmax(-1), teacher.log_softmax(-1)
@@ -81,7 +67,7 @@ def test_an_update_descends_the_loss_written_out_by_hand(direction, task, studen
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         for folder in (student, teacher)
     )
-    samples = random_samples(theirs_of)
+    samples = samples_without_ties(theirs_of)
     ours = update_once(make_config(student, {"distillation": settings, "model": {"head_chunk_tokens": 7}}), samples)
     kl, nll, count = torch.zeros(()), torch.zeros(()), 0
     for sample in samples:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from distillation_ranks import update_once
-from layouts import make_config, make_samples
-from ranks import refusing_ties, run_ranks, without_ties
+from layouts import make_config, make_samples, samples_without_ties
+from ranks import run_ranks, without_ties
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config_file import build_config
@@ -45,20 +45,6 @@ def _torn_down():
     parallel.shutdown()
 
 
-@torch.no_grad()
-def random_samples(teacher: torch.nn.Module):
-    """In which no two experts of the teacher tie but for rounding."""
-
-    def attempt(seed: int):
-        samples = make_samples(seed, 6, 200)
-        with refusing_ties():
-            for sample in samples:
-                teacher(torch.as_tensor(sample.tokens).long()[None])
-        return samples
-
-    return without_ties(attempt)
-
-
 def layer_outputs(model, tokens):
     """[layers, T, hidden] of a model of transformers, and its logits [T, V]."""
     found, hooks = [], []
@@ -80,7 +66,7 @@ def test_an_update_descends_the_loss_written_out_by_hand(loss, tiny_model, teach
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         for folder in (model, teacher)
     )
-    samples = random_samples(theirs_of)
+    samples = samples_without_ties(theirs_of)
     settings = {"teacher": teacher, "feature_layers": PAIRS, "feature_loss": loss, "coefficient": 0.3}
     ours = update_once(make_config(model, {"distillation": settings | {"feature_coefficient": 1.9}}), samples)
     drawn, kl, count = torch.zeros(()), torch.zeros(()), 0

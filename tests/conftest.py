@@ -92,7 +92,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--times", metavar="FILE", help="append a line for each test to FILE as it ends: seconds, outcome, name"
     )
     parser.addoption(
-        "--keep-times", action="store_true", help="write the seconds of each file to tests/times.json, for later runs' order"
+        "--keep-times",
+        action="store_true",
+        help="write the seconds of each file to tests/times.json, for later runs' order",
     )
     group = parser.getgroup("gpu")
     group.addoption("--on-cpu", action="store_true", help="run tests/gpu without a GPU where they can")

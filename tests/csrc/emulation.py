@@ -35,10 +35,16 @@ def compile_emulated(
         (sources / file).write_text(text.replace(old, new))
     compiler = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-variable"]
     compiler += ["-fsanitize=bounds" + ",alignment" * alignment, "-x", "c++"]
-    inputs = [TESTS / f"{name}_emulated.cpp", *sorted(TESTS.glob("*.h")), *sorted(p for p in sources.rglob("*") if p.is_file())]
+    inputs = [
+        TESTS / f"{name}_emulated.cpp",
+        *sorted(TESTS.glob("*.h")),
+        *sorted(p for p in sources.rglob("*") if p.is_file()),
+    ]
     content = hashlib.sha256(repr((compiler, _compiler_version())).encode())
     for path in inputs:
-        content.update(f"{path.relative_to(folder if path.is_relative_to(folder) else TESTS)}\n".encode() + path.read_bytes())
+        content.update(
+            f"{path.relative_to(folder if path.is_relative_to(folder) else TESTS)}\n".encode() + path.read_bytes()
+        )
     library = CACHE / f"{name}-{content.hexdigest()[:32]}.so"
     if not library.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

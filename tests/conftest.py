@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shlex
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -174,6 +176,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests import forked_servers  # which imports what a process that only distributes tests does without
 
         forked_servers.install()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list) -> None:
+    """Workers are forked, unless --tx has named a Python for them."""
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = shlex.join([sys.executable, str(REPOSITORY / "tests" / "worker.py")])
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,9 @@ tests/rollout/test_server.py).
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 from typing import TextIO
 
@@ -34,6 +36,7 @@ TAKEN_LATER = (
 )
 """but not these, which sglang_server.py takes over or SGLang reads when it wants them."""
 
+SERVE = Path(__file__).resolve().parent.parent / "tools" / "serve.py"
 spawn = RolloutServer._spawn
 """Starts a server in the real way."""
 _zygotes: list[Zygote] = []
@@ -67,6 +70,24 @@ class ForkedServer:
         if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired("sglang.launch_server", timeout or 0.0)
         return status
+
+
+def serve(log: str, *arguments: str) -> None:
+    """Be `tools/serve.py ARGUMENTS` with a forked server, which is killed with this process."""
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+
+    def become(_: str, command: list[str], environment: dict[str, str]) -> None:
+        server = command[command.index("--alone") + 2 :]
+        files = (os.open(os.devnull, os.O_RDONLY), 1)
+        process = Process(_zygote(), "sglang_server:supervised", (server, environment, GRACE_S, True), files=files)
+        process.join()
+        os._exit(abs(process.exitcode or 0))
+
+    os.execvpe = become
+    sys.argv = [str(SERVE), *arguments]
+    runpy.run_path(str(SERVE), run_name="__main__")
 
 
 def supervisors_of(pid: int) -> list[int]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.rollout.server import reserve_port
+from tests.preloaded import PACKAGES, execute
 from tests.ranks import NEAR_TIE, fork, rank_environment, refusing_ties
 from tests.zygote import Process
 
@@ -113,6 +114,24 @@ def output_of_script(script: Path, *arguments: str, timeout: float = 100) -> str
             process.join(30)
         assert process.exitcode == 0, log.read_text()[-3000:]
         return log.read_text()
+
+
+def python(source: str, *, timeout: float = 240) -> subprocess.CompletedProcess:
+    """`python -c SOURCE`, forked from a process that has imported torch and transformers, and nothing that imports Megatron.
+    Its output is text. Errors: TimeoutError."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        with open(os.devnull) as nothing, open(out, "w") as output, open(errors, "w") as error_output:
+            files = [file.fileno() for file in (nothing, output, error_output)]
+            process = Process(PACKAGES, execute, (source,), files=files)
+        try:
+            process.join(timeout)
+            if (status := process.exitcode) is None:
+                raise TimeoutError(f"took over {timeout} s: {source}")
+        finally:
+            process.kill()
+            process.join(30)
+        return subprocess.CompletedProcess(source, status, out.read_text(), errors.read_text())
 
 
 def _write_to(log: Path, errors: Path) -> None:

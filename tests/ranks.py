@@ -21,18 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_rl.rollout.server import reserve_port
-from tests.zygote import Process, Zygote
+from tests.preloaded import TRAINER
+from tests.zygote import Process
 
 if TYPE_CHECKING:
     import torch
-
-# Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven. A pool of threads would not
-# survive the fork.
-TRAINER = Zygote(
-    "trainer",
-    ("megatron_rl.train", "modelopt.torch", "tests.forked_servers:install"),
-    environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
-)
 
 TIE = 2e-6
 """Scores of experts in fp32 are right to about 1e-6 of a token's largest: of two that are closer, another layout, or another

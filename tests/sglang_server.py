@@ -42,8 +42,10 @@ def keep_title() -> None:
     setproctitle.setproctitle("zygote of sglang")
 
 
-def supervised(pipes: list[int], command: list[str], environment: Mapping[str, str], grace: float) -> None:
-    """Be a server's supervisor. pipes: standard input, by which its owner keeps it, and output."""
+def supervised(
+    pipes: list[int], command: list[str], environment: Mapping[str, str], grace: float, alone: bool = False
+) -> None:
+    """Be a server's supervisor. pipes: standard input, by which its owner keeps it, and output. alone: it has no owner."""
     os.setsid()
     for number, pipe in zip((0, 1, 2), (*pipes, pipes[1]), strict=True):
         os.dup2(pipe, number)
@@ -51,7 +53,7 @@ def supervised(pipes: list[int], command: list[str], environment: Mapping[str, s
         os.close(pipe)
     zygote.take_place(environment, os.getcwd(), sys.path)
     with leftovers.own_folder() as changes:
-        status = supervise.run(partial(_fork_server, command, {**environment, **changes}), grace, alone=False)
+        status = supervise.run(partial(_fork_server, command, {**environment, **changes}), grace, alone=alone)
     sys.exit(status)
 
 

@@ -212,16 +212,24 @@ gpu_architectures() {
     printf '%s\n' "${found:-80;90}"
 }
 
+run_python() { env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$1/bin/python" -W ignore -c "$2"; }
+
 # Builds what is built here, and imports what a run imports: shows that the environment works, and leaves compiled modules on the
 # disk: without them, as wherever PYTHONDONTWRITEBYTECODE is set, every process of a run compiles thousands of files at its start.
 finish_environment() {
-    local venv=${folder[$1]} modules files=("requirements/$1.imports")
-    if [[ $1 == trainer ]]; then
-        build_package
-    fi
+    local venv=${folder[$1]} modules files=("requirements/$1.imports") compiling
     [[ $1 == trainer && $gpu == --gpu ]] && files+=(requirements/gpu.imports)
     modules=$(cat "${files[@]}" | paste -sd,)
-    env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$venv/bin/python" -W ignore -c "import $modules" >/dev/null ||
+    if [[ $1 == trainer ]]; then # what does not want the package is compiled beside its build
+        run_python "$venv" "from contextlib import suppress
+for module in '$modules'.split(','):
+    with suppress(Exception):
+        __import__(module)" >/dev/null 2>&1 &
+        compiling=$!
+        build_package
+        wait "$compiling"
+    fi
+    run_python "$venv" "import $modules" >/dev/null ||
         fail "$venv: was installed but cannot be imported: see the message above"
     if [[ $1 == trainer && -n $gpu ]]; then
         echo "$gpu" >"$choice"

@@ -36,6 +36,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.freeze import HEAD
+from megatron_rl.models.hf_folder import OpenFiles
 from megatron_rl.models.mixtral import MixtralBridge
 from megatron_rl.models.parallel_check import architecture
 
@@ -149,7 +150,8 @@ class Weights:
 
     def __init__(self, bridge: OurSpec, source: PreTrainedCausalLM) -> None:
         self._bridge = bridge
-        self._tensors = fp8.Dequantized(source.state)
+        files = source.state.source
+        self._tensors = fp8.Dequantized(OpenFiles(files.path, files.key_to_filename_map))
         self._recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
 
     def __call__(self, task: WeightConversionTask) -> torch.Tensor | None:

@@ -100,6 +100,9 @@ class Dequantized(Mapping[str, Tensor]):
             )
         return dequantize_blocks(tensor, scale_inv.float())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors  # a Mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 

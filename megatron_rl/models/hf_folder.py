@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,30 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, "pt", backend="pread") as opened:  # pages of a mapped file would stay until its end
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 yield name, opened.get_tensor(name)
+
+
+class OpenFiles(Mapping[str, torch.Tensor]):
+    """A folder's tensors by name. Each file is opened once; to open it reads the names of all of its tensors."""
+
+    def __init__(self, folder: Path, file_of: Mapping[str, str]) -> None:
+        """file_of: name of the file that holds each tensor."""
+        self._folder, self._file_of = folder, file_of
+        self._opened: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        file = self._file_of[name]
+        if file not in self._opened:
+            self._opened[file] = safe_open(self._folder / file, "pt", backend="pread")  # as above
+        return self._opened[file].get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of  # a Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
 
 
 def copy_metadata(source: Path, out: Path, dtype: torch.dtype, changes: dict[str, Any] | None = None) -> None:

@@ -40,8 +40,8 @@ from megatron_rl.rollout import leftovers
 from megatron_rl.rollout.finished import _records
 from tests.e2e.test_fleet import Servers
 from tests.e2e.test_recovery import final_tensors
+from tests.preloaded import TRAINER
 from tests.program import Program
-from tests.ranks import TRAINER
 from tools.make_tiny_model import Sizes, make_tiny_model
 
 LIMIT_S = 300

@@ -18,32 +18,36 @@ import pytest
 
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.rollout.server import find_python, reserve_port
+from tests.forked_servers import SERVE, serve
 from tests.http_server import HttpServer
 from tests.program import Program
+from tests.ranks import fork
+from tests.zygote import Process
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 
 
 class Servers:
-    """Servers of a config, each with its own file in `addresses`."""
+    """Servers of a config, each with its own file in `addresses`: the first is started as users do, the others are forked."""
 
     def __init__(self, config: Path, folder: Path) -> None:
         self.config, self.folder, self.addresses = config, folder, folder / "addresses"
         self.addresses.mkdir()
-        self._processes: dict[str, subprocess.Popen] = {}
+        self._processes: dict[str, subprocess.Popen | Process] = {}
+        self._started = False
 
     def start(self, name: str) -> None:
-        with open(self.folder / f"{name}.log", "ab") as log:
+        place = ("--host", "127.0.0.1", "--address-file", str(self.addresses / f"{name}.address"))
+        arguments, log = (str(self.config), *place), self.folder / f"{name}.log"
+        if self._started:
+            self._processes[name] = fork(serve, str(log), *arguments)
+            return
+        self._started = True
+        with open(log, "ab") as output:
             self._processes[name] = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(ROOT / "tools" / "serve.py"),
-                    str(self.config),
-                    *("--host", "127.0.0.1", "--address-file", str(self.addresses / f"{name}.address")),
-                ],
-                stdout=log,
-                stderr=log,
+                [sys.executable, str(SERVE), *arguments],
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
@@ -53,7 +57,10 @@ class Servers:
         process = self._processes.pop(name)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        if isinstance(process, subprocess.Popen):
+            process.wait(30)
+        else:
+            process.join(30)
 
     def address(self, name: str) -> str:
         return (self.addresses / f"{name}.address").read_text().strip()

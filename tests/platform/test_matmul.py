@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from megatron_rl.platform import matmul
+from tests.program import python
 
 WEIGHTS = [(600, 1000), (1000, 600), (40, 30)]
 """[K, N]: large enough for oneDNN, and not."""
@@ -101,6 +98,5 @@ for a, b in ((torch.ones(2, 3), torch.ones(4, 5)), (torch.ones(2, 3), torch.ones
     else:
         raise AssertionError("no error")
 """
-    repository = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", source], cwd=repository, capture_output=True, text=True, timeout=240)
+    done = python(source)
     assert done.returncode == 0, done.stderr

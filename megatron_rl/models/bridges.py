@@ -150,7 +150,7 @@ class Weights:
 
     def __init__(self, bridge: OurSpec, source: PreTrainedCausalLM) -> None:
         self._bridge = bridge
-        files = source.state.source
+        files = cast("Any", source.state.source)  # whose folder and index are those of safetensors files
         self._tensors = fp8.Dequantized(OpenFiles(files.path, files.key_to_filename_map))
         self._recent: OrderedDict[str, Any] = OrderedDict()  # gpt-oss: one tensor holds all experts of a layer
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import random
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,13 +62,20 @@ PIECES = [
     *MARKS,
     *("<|endoftext|>", "assistant", "analysis", "<|reserved_200017|>"),
 ]
-TOKENIZER = harmony_tokenizer(201088)
-FORM = dialect("harmony", TOKENIZER)
-ENCODING = FORM._encoding
+
+
+@cache
+def gpt_oss_tokenizer():
+    return harmony_tokenizer(201088)
+
+
+@cache
+def harmony():
+    return dialect("harmony", gpt_oss_tokenizer())
 
 
 def special(text: str) -> list[int]:
-    return ENCODING.encode(text, allowed_special="all")
+    return harmony()._encoding.encode(text, allowed_special="all")
 
 
 def words(rng: random.Random, most: int = 8) -> str:
@@ -167,15 +175,15 @@ class Talk:
 def rendered(messages: list[Message], *, reply: bool = True) -> list[int]:
     conversation = Conversation(messages=messages)
     if reply:
-        return ENCODING.render_conversation_for_completion(conversation, Role.ASSISTANT, KEEP)
-    return ENCODING.render_conversation(conversation, KEEP)
+        return harmony()._encoding.render_conversation_for_completion(conversation, Role.ASSISTANT, KEEP)
+    return harmony()._encoding.render_conversation(conversation, KEEP)
 
 
 def written(said: list[Message], rng: random.Random) -> list[int]:
     """A reply's tokens after <|start|>assistant: a call before the last message ends in <|end|>, the last one in any way."""
     ids = []
     for message in said:
-        one = ENCODING.render(message)
+        one = harmony()._encoding.render(message)
         ids += [*one[:-1], END]
     return [*ids[len(rendered([])) : -1], rng.choice([RETURN, CALL, END])]
 
@@ -189,10 +197,10 @@ def test_conversations_of_the_librarys_renderer():
     """1,000 of them: parsed and rendered again the tokens are the same; prompt, replies and observations are the whole."""
     rng = random.Random()
     effort, date = rng.choice(["low", "high", None]), f"2026-11-{rng.randint(10, 30)}"
-    dated = dialect("harmony", TOKENIZER, reasoning_effort=effort, conversation_start_date=date)
+    dated = dialect("harmony", gpt_oss_tokenizer(), reasoning_effort=effort, conversation_start_date=date)
     for number in range(1000):
-        form = (dated, FORM)[number % 2]
-        talk = Talk(rng, "medium") if form is FORM else Talk(rng, effort, date)
+        form = (dated, harmony())[number % 2]
+        talk = Talk(rng, "medium") if form is harmony() else Talk(rng, effort, date)
         record = form.prompt(talk.asked, talk.tools)
         assert record == rendered(talk.messages)
         whole = list(talk.messages)
@@ -217,7 +225,7 @@ def test_conversations_of_the_librarys_renderer():
 def test_a_stream_of_whatever_tokens_is_never_an_error():
     """Random ids, valid replies that are cut, and such with tokens changed, added and left out."""
     rng, tool = random.Random(), [Calculator().schema]
-    marks = list(FORM._ids.marks.values())
+    marks = list(harmony()._ids.marks.values())
     parts = [
         special(text)
         for text in ("assistant", "analysis", "commentary", "final", " to=functions.f", "{}", "user", "💖")
@@ -234,7 +242,7 @@ def test_a_stream_of_whatever_tokens_is_never_an_error():
             ids = written(said, rng)
             if number % 3 == 1:
                 ids = ids[: rng.randint(0, len(ids))]
-                parsed = FORM.parse(ids)
+                parsed = harmony().parse(ids)
                 if parsed.calls and parsed.open:
                     assert (
                         calls[len(parsed.calls) - 1]
@@ -250,7 +258,7 @@ def test_a_stream_of_whatever_tokens_is_never_an_error():
                 ids[place : place + rng.randint(0, 1)] = rng.choice(
                     [[], [rng.choice(marks)], rng.choice(parts), [9552]]
                 )
-        parsed = FORM.parse(ids)
+        parsed = harmony().parse(ids)
         kinds = {
             "calls": bool(parsed.calls),
             "final": parsed.final is not None,
@@ -261,11 +269,11 @@ def test_a_stream_of_whatever_tokens_is_never_an_error():
             assert len(parsed.malformed.splitlines()) == 1 and 10 < len(parsed.malformed) < 300
         for kind, found in kinds.items():
             seen[kind] += found
-        between = FORM.observation(["x"], after=ids)
+        between = harmony().observation(["x"], after=ids)
         assert between[-len(rendered([])) :] == rendered([])
         assert not ids or (ids[-1] in (END, CALL, RETURN)) == (between[0] == marks[0])
     assert min(seen.values()) > 100, seen
-    assert FORM.prompt([{"role": "user", "content": "a"}], tool)
+    assert harmony().prompt([{"role": "user", "content": "a"}], tool)
 
 
 MALFORMED = {
@@ -328,13 +336,13 @@ MALFORMED = {
 def test_a_malformed_reply_is_told_what_is_wrong(text):
     for end in ([], [CALL], [RETURN]):
         ids = special(text) + end
-        parsed = FORM.parse(ids)
+        parsed = harmony().parse(ids)
         assert not parsed.calls and parsed.final is None
         assert MALFORMED[text] in parsed.malformed
         told = asyncio.run(Environment(toolbox=None).respond(parsed))
-        between = FORM.text(FORM.observation(told, after=ids))
+        between = harmony().text(harmony().observation(told, after=ids))
         assert f"<|message|>Error: {parsed.malformed}<|end|><|start|>assistant" in between
-    assert FORM.parse_text(text) == FORM.parse(special(text))
+    assert harmony().parse_text(text) == harmony().parse(special(text))
 
 
 @pytest.mark.parametrize(
@@ -351,15 +359,15 @@ def test_a_malformed_reply_is_told_what_is_wrong(text):
     ],
 )
 def test_ids_that_are_no_text(ids, problem):
-    assert problem in FORM.parse(ids).malformed
-    assert FORM.observation(["x"], after=ids)
+    assert problem in harmony().parse(ids).malformed
+    assert harmony().observation(["x"], after=ids)
 
 
 def test_a_malformed_call_is_answered_by_whom_it_called():
     text = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{<|call|>"
-    between = FORM.text(FORM.observation(["Error"], after=special(text)))
+    between = harmony().text(harmony().observation(["Error"], after=special(text)))
     assert between == "<|start|>functions.f to=assistant<|channel|>commentary<|message|>Error<|end|><|start|>assistant"
-    between = FORM.text(FORM.observation(["Error"], after=special("hm<|return|>")))
+    between = harmony().text(harmony().observation(["Error"], after=special("hm<|return|>")))
     assert between == "<|start|>functions to=assistant<|channel|>commentary<|message|>Error<|end|><|start|>assistant"
 
 
@@ -367,9 +375,9 @@ def test_a_result_with_a_name_goes_to_the_call_of_that_tool():
     one = "<|channel|>commentary to=functions.{}<|message|>{{}}"
     ids = special(f"{one.format('f')}<|end|><|start|>assistant{one.format('g')}")
     results = [{"role": "tool", "name": name, "content": name} for name in "gf"]
-    between = FORM.text(FORM.observation(results, after=[*ids, CALL]))
+    between = harmony().text(harmony().observation(results, after=[*ids, CALL]))
     assert between.index("functions.g to=assistant<|channel|>commentary<|message|>g") < between.index("functions.f to=")
-    assert FORM.text(FORM.observation(results)) == between, "names are enough"
+    assert harmony().text(harmony().observation(results)) == between, "names are enough"
 
 
 # -- what is told, and what it says --------------------------------------------------------------------------------------
@@ -377,22 +385,24 @@ def test_a_result_with_a_name_goes_to_the_call_of_that_tool():
 
 def test_the_answer_is_what_the_final_channel_says():
     text = "<|channel|>analysis<|message|>\\boxed{1}<|end|><|start|>assistant<|channel|>commentary<|message|>2<|end|>"
-    answer = FORM.parse(special(f"{text}<|start|>assistant<|channel|>final<|message|> 3 <|return|>"))
+    answer = harmony().parse(special(f"{text}<|start|>assistant<|channel|>final<|message|> 3 <|return|>"))
     assert (answer.final, answer.calls, answer.malformed) == (" 3 ", [], None)
-    assert FORM.parse_text("<|channel|>final <|constrain|>json<|message|>{}").final == "{}"
-    assert FORM.parse(special("<|channel|>final<|message|>\\boxed{1")).final == "\\boxed{1", "as far as it was said"
+    assert harmony().parse_text("<|channel|>final <|constrain|>json<|message|>{}").final == "{}"
+    assert harmony().parse(special("<|channel|>final<|message|>\\boxed{1")).final == "\\boxed{1", (
+        "as far as it was said"
+    )
 
 
 def test_tokens_that_end_a_reply():
-    assert FORM.stop_token_ids == [RETURN, CALL] == sorted(ENCODING.stop_tokens_for_assistant_actions())
-    assert FORM.reply("7")[-1] == RETURN and FORM.reply("7").count(END) == 0
-    assert FORM.text(FORM.reply("7 <|end|>")) == "<|channel|>final<|message|>7 <|end|><|return|>"
-    assert END not in FORM.reply("7 <|end|>"), "as text"
+    assert harmony().stop_token_ids == [RETURN, CALL] == sorted(harmony()._encoding.stop_tokens_for_assistant_actions())
+    assert harmony().reply("7")[-1] == RETURN and harmony().reply("7").count(END) == 0
+    assert harmony().text(harmony().reply("7 <|end|>")) == "<|channel|>final<|message|>7 <|end|><|return|>"
+    assert END not in harmony().reply("7 <|end|>"), "as text"
 
 
 def test_the_prompt_is_the_same_every_day_and_options_are_lines_of_it():
     asked = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
-    assert FORM.text(FORM.prompt(asked)) == (
+    assert harmony().text(harmony().prompt(asked)) == (
         "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n\n"
         "Reasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"
         "<|start|>developer<|message|># Instructions\n\nbe short<|end|><|start|>user<|message|>hi<|end|><|start|>assistant"
@@ -412,36 +422,36 @@ def test_the_prompt_is_the_same_every_day_and_options_are_lines_of_it():
     dated = dialect("harmony", small, conversation_start_date=datetime.date(2026, 11, 25))  # as YAML reads it
     assert dated._system.conversation_start_date == "2026-11-25"
     with pytest.raises(UserError, match="functions with a name alone"):
-        FORM.prompt(asked, [{"type": "custom", "custom": {"name": "f"}}])
+        harmony().prompt(asked, [{"type": "custom", "custom": {"name": "f"}}])
     with pytest.raises(UserError, match="harmony has no role 'narrator'"):
-        FORM.prompt([{"role": "narrator", "content": "hi"}])
+        harmony().prompt([{"role": "narrator", "content": "hi"}])
 
 
 def test_the_interpreter_is_told_of_and_called_as_the_models_know_it():
     tool = PythonTool()
     asked = [{"role": "user", "content": "hi"}]
-    told = FORM.text(FORM.prompt(asked, [tool.schema]))
+    told = harmony().text(harmony().prompt(asked, [tool.schema]))
     assert f"# Tools\n\n## python\n\n{tool.description}\n\n# Valid channels" in told and "functions" not in told
     ids = special(
         "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>analysis to=python code<|message|>print(1)"
     )
-    parsed = FORM.parse([*ids, CALL])
+    parsed = harmony().parse([*ids, CALL])
     assert parsed.calls == [Call("python", {"code": "print(1)"})]
-    assert FORM.parse(ids).open and FORM.parse([*ids, END]).open is False, "a part of a program is none"
-    between = FORM.text(FORM.observation(["1"], after=[*ids, CALL]))
+    assert harmony().parse(ids).open and harmony().parse([*ids, END]).open is False, "a part of a program is none"
+    between = harmony().text(harmony().observation(["1"], after=[*ids, CALL]))
     assert between == "<|start|>python to=assistant<|channel|>analysis<|message|>1<|end|><|start|>assistant"
     call = {"function": {"name": "python", "arguments": {"code": "<|end|>"}}}
-    reply = FORM.reply_of({"role": "assistant", "content": "", "tool_calls": [call]})
-    assert FORM.text(reply) == " to=python<|channel|>analysis code<|message|><|end|><|call|>" and END not in reply
-    assert FORM.parse(reply).calls == [Call("python", {"code": "<|end|>"})]
+    reply = harmony().reply_of({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert harmony().text(reply) == " to=python<|channel|>analysis code<|message|><|end|><|call|>" and END not in reply
+    assert harmony().parse(reply).calls == [Call("python", {"code": "<|end|>"})]
     as_json = special('<|channel|>commentary to=python <|constrain|>json<|message|>{"code": "1"}')
-    assert FORM.parse(as_json).calls == [Call("python", {"code": "1"})]
+    assert harmony().parse(as_json).calls == [Call("python", {"code": "1"})]
     other = {
         "name": "python",
         "description": "",
         "parameters": {"type": "object", "properties": {"file": {"type": "string"}}},
     }
-    assert "type python = (_: {" in FORM.text(FORM.prompt(asked, [{"type": "function", "function": other}]))
+    assert "type python = (_: {" in harmony().text(harmony().prompt(asked, [{"type": "function", "function": other}]))
 
 
 def test_a_history_of_calls_is_rendered_as_the_library_does():
@@ -454,21 +464,21 @@ def test_a_history_of_calls_is_rendered_as_the_library_does():
         {"role": "system", "content": "in words"},
         {"role": "user", "content": "again"},
     ]
-    assert FORM.text(FORM.prompt(history)).partition("for every message.<|end|>")[2] == (
+    assert harmony().text(harmony().prompt(history)).partition("for every message.<|end|>")[2] == (
         "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>commentary<|message|>I shall call f<|end|>"
         '<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a":"ü"}<|call|>'
         "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>"
         "<|start|>assistant<|channel|>final<|message|>7<|end|><|start|>developer<|message|># Instructions\n\nin words<|end|>"
         "<|start|>user<|message|>again<|end|><|start|>assistant"
     )
-    shown = demonstration(FORM, Prompt("a", "a", tokens=[1]), history[1:4])
-    assert FORM.text(shown.tokens[1:]) == (
+    shown = demonstration(harmony(), Prompt("a", "a", tokens=[1]), history[1:4])
+    assert harmony().text(shown.tokens[1:]) == (
         "<|channel|>commentary<|message|>I shall call f<|end|><|start|>assistant to=functions.f<|channel|>commentary "
         '<|constrain|>json<|message|>{"a":"ü"}<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>'
         "<|start|>assistant<|channel|>final<|message|>7<|return|>"
     )
     two = {"role": "assistant", "content": "", "tool_calls": [call, call]}
-    assert FORM.parse(FORM.reply_of(two)).calls == [Call("f", {"a": "ü"})] * 2
+    assert harmony().parse(harmony().reply_of(two)).calls == [Call("f", {"a": "ü"})] * 2
 
 
 # -- vocabularies --------------------------------------------------------------------------------------------------------
@@ -476,16 +486,16 @@ def test_a_history_of_calls_is_rendered_as_the_library_does():
 
 def test_the_tokenizer_is_the_released_one():
     """Its ids are those of the library, whose vocabulary has the hash that the library knows."""
-    assert FORM._ids._same and len(TOKENIZER) == 200019
+    assert harmony()._ids._same and len(gpt_oss_tokenizer()) == 200019
     rng = random.Random()
     for _ in range(300):
         text = words(rng, 30) + "".join(
             map(chr, rng.choices([*range(32, 1000), *range(0x4E00, 0x4F00)], k=rng.randint(0, 30)))
         )
-        ours = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert ours == ENCODING.encode(text, disallowed_special=())
-        ours = TOKENIZER.encode(text, add_special_tokens=False)
-        assert ours == special(text) and TOKENIZER.decode(ours) == text
+        ours = gpt_oss_tokenizer().encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours == harmony()._encoding.encode(text, disallowed_special=())
+        ours = gpt_oss_tokenizer().encode(text, add_special_tokens=False)
+        assert ours == special(text) and gpt_oss_tokenizer().decode(ours) == text
 
 
 def test_the_vocabulary_needs_no_network_and_no_package(monkeypatch):
@@ -493,7 +503,7 @@ def test_the_vocabulary_needs_no_network_and_no_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for way in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(way, "http://127.0.0.1:1")
-    assert HarmonyIds(TOKENIZER)._same, "gpt-oss's tokenizer has it in it"
+    assert HarmonyIds(gpt_oss_tokenizer())._same, "gpt-oss's tokenizer has it in it"
     with pytest.raises(UserError, match="needs the package bpe-openai"):
         HarmonyIds(harmony_calls_tokenizer(64))
     monkeypatch.undo()
@@ -510,11 +520,16 @@ def test_a_tokenizer_with_the_special_tokens_alone():
     call = {"function": {"name": "calculator", "arguments": {"expression": "12+34"}}}
     reply = form.reply_of({"role": "assistant", "content": "", "tool_calls": [call]})
     assert form.parse(reply).calls == [Call("calculator", {"expression": "12+34"})]
-    assert form.text(reply) == FORM.text(FORM.reply_of({"role": "assistant", "content": "", "tool_calls": [call]}))
-    assert form.text(form.observation(["46"], after=reply)) == FORM.text(
-        FORM.observation(["46"], after=special(form.text(reply)))
+    assert form.text(reply) == harmony().text(
+        harmony().reply_of({"role": "assistant", "content": "", "tool_calls": [call]})
     )
-    assert form.text(form.reply("46")) == FORM.text(FORM.reply("46")) and form.parse(form.reply("46")).final == "46"
+    assert form.text(form.observation(["46"], after=reply)) == harmony().text(
+        harmony().observation(["46"], after=special(form.text(reply)))
+    )
+    assert (
+        form.text(form.reply("46")) == harmony().text(harmony().reply("46"))
+        and form.parse(form.reply("46")).final == "46"
+    )
     assert tokenizer.convert_ids_to_tokens(form.stop_token_ids) == ["<|call|>", "<|return|>"]
     marks = [form.observation(["<|end|> 7 <|call|>"]).count(token) for token in tokenizer.added_tokens_decoder]
     assert marks == [form.observation(["7"]).count(token) for token in tokenizer.added_tokens_decoder]
@@ -541,7 +556,7 @@ def test_the_endpoint_gives_the_final_channel_and_calls():
         fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": np.zeros(len(tokens), np.float32)}
         return Reply(tokens, fields, "stop", [WeightSpan("0", 0, len(tokens))])
 
-    session = Session(FORM, ask, 1000, 1000, stop_token_ids=[RETURN, 199999, CALL])
+    session = Session(harmony(), ask, 1000, 1000, stop_token_ids=[RETURN, 199999, CALL])
     asked, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "f"}}]
 
     async def work():
@@ -556,5 +571,5 @@ def test_the_endpoint_gives_the_final_channel_and_calls():
     asyncio.run(work())
     [branch] = session.branches
     result = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|><|start|>assistant"
-    assert FORM.text(branch.talk.tokens) == f"{said[0]}{result}{said[1]}"
-    assert "type f = () => any;" in FORM.text(branch.talk.prompt)
+    assert harmony().text(branch.talk.tokens) == f"{said[0]}{result}{said[1]}"
+    assert "type f = () => any;" in harmony().text(branch.talk.prompt)

@@ -181,6 +181,11 @@ done
 [[ -z ${SAVES:-} ]] || mkdir -p "$SAVES"
 exit ${STATUS:-0}
 """
+SLEEP = """#!/usr/bin/env bash
+# Here a cluster's seconds are a twentieth.
+[[ $1 == *[!0-9]* ]] || set -- "$(printf '%d.%03d' $(($1 / 20)) $(($1 % 20 * 50)))"
+exec /bin/sleep "$1"
+"""
 
 
 def submit(
@@ -188,7 +193,9 @@ def submit(
 ) -> tuple[subprocess.CompletedProcess, list[str], str]:
     """Run a script with stand-ins for SLURM's commands and for the trainer: what it says, its steps, the trainer's log."""
     checkout, model = tmp_path / "checkout", tmp_path / "model"
-    for file, text in (("bin/srun", SRUN), ("bin/scontrol", SCONTROL), ("checkout/.venv/bin/megatron-rl", TRAINER)):
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "sleep": SLEEP}
+    files = {f"bin/{name}": text for name, text in programs.items()} | {"checkout/.venv/bin/megatron-rl": TRAINER}
+    for file, text in files.items():
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -7,12 +7,12 @@ import json
 import os
 import shlex
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.preloaded import PYTHON_WITH_TRAINER
 from tests.zygote import FOLDER, make_folder
 
 gc.disable()  # until all tests are imported: a fifth of that time
@@ -183,7 +183,7 @@ def pytest_xdist_setupnodes(specs: list) -> None:
     """Workers are forked, unless --tx has named a Python for them."""
     for spec in specs:
         if spec.popen and not spec.python:
-            spec.python = shlex.join([sys.executable, str(REPOSITORY / "tests" / "worker.py")])
+            spec.python = shlex.quote(PYTHON_WITH_TRAINER)
 
 
 @pytest.fixture(scope="session")

@@ -14,22 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.rollout.server import reserve_port
-from tests.preloaded import PACKAGES, execute
+from tests.preloaded import PYTHON_WITH_TRAINER
 from tests.ranks import NEAR_TIE, fork, rank_environment, refusing_ties
 from tests.zygote import Process
-
-
-def command(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess:
-    """`megatron-rl ARGUMENTS`, with its output as text. Errors: AssertionError with the end of the output where it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
 
 
 class Program:
@@ -87,7 +74,8 @@ class Program:
 
 
 def forked(*arguments: str, ranks: int = 1, timeout: float = 280, check: bool = True) -> subprocess.CompletedProcess:
-    """A `Program` to its end, with its output as text. Errors: as of `command`, with `check`."""
+    """A `Program` to its end, with its output as text. Errors: with `check`, AssertionError with the end of
+    the output where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder) / "out", Path(folder) / "errors"
         program = Program(*arguments, log=out, errors=errors, ranks=ranks)
@@ -116,24 +104,6 @@ def output_of_script(script: Path, *arguments: str, timeout: float = 100) -> str
         return log.read_text()
 
 
-def python(source: str, *, timeout: float = 240) -> subprocess.CompletedProcess:
-    """`python -c SOURCE`, forked from a process that has imported torch and transformers, and nothing that imports Megatron.
-    Its output is text. Errors: TimeoutError."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, errors = Path(folder) / "out", Path(folder) / "errors"
-        with open(os.devnull) as nothing, open(out, "w") as output, open(errors, "w") as error_output:
-            files = [file.fileno() for file in (nothing, output, error_output)]
-            process = Process(PACKAGES, execute, (source,), files=files)
-        try:
-            process.join(timeout)
-            if (status := process.exitcode) is None:
-                raise TimeoutError(f"took over {timeout} s: {source}")
-        finally:
-            process.kill()
-            process.join(30)
-        return subprocess.CompletedProcess(source, status, out.read_text(), errors.read_text())
-
-
 def _write_to(log: Path, errors: Path) -> None:
     """Where standard output and errors of this process go."""
     for number, path in ((1, log), (2, errors)):
@@ -155,6 +125,8 @@ def _main(arguments: tuple[str, ...], environment: dict[str, str], log: Path, er
     os.environ.update(environment)
     from megatron_rl.cli import main
 
+    if "--nproc" in arguments:
+        sys.executable = PYTHON_WITH_TRAINER  # of the processes that torchrun starts
     with refusing_ties(partial(os._exit, NEAR_TIE)) if refuse_ties else nullcontext():
         status = main([*arguments])
     atexit._run_exitfuncs()  # a forked process would leave without them

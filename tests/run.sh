@@ -26,14 +26,14 @@ checks=$!
 set +m
 trap 'kill -- "-$checks" 2>/dev/null || true; rm -f "$found"' EXIT # a trap that fails would end the script as failed
 
-# Two files of tests at a time; more would want more memory than a laptop has.
+# Three files of tests at a time, for two cores: some of them wait, for limits of time or for each other.
 case ${1:-} in
     --all) set -- "${@:2}" ;;
     --fast) set -- -m "not slow" "${@:2}" ;;
     *) set -- -m "not long" "$@" ;;
 esac
 status=0
-"$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+"$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || status=$?
 if ! wait "$checks"; then
     status=$((status ? status : 1))
     echo "Failed: the checks of scripts, style and types"

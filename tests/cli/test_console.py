@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.models.precision import Machine, has_bf16_instructions, slow_bf16
+from tests.preloaded import PYTHON_WITH_TRAINER
 
-COMMAND = [sys.executable, "-m", "megatron_rl.cli"]
+COMMAND = [PYTHON_WITH_TRAINER, "-m", "megatron_rl.cli"]
 
 
 def errors_of(ranks: dict[int, str], environment: dict[str, str], folder) -> list[str]:

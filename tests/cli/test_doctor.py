@@ -13,6 +13,7 @@ import pytest
 
 from megatron_rl.environments import sandbox
 from megatron_rl.launch import doctor
+from tests.preloaded import PYTHON_WITH_TRAINER
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def test_precision_regimes_are_those_that_a_run_is_refused_by(monkeypatch):
 
 @pytest.mark.slow
 def test_command_prints_json_and_a_table():
-    command = [sys.executable, "-c", "import sys; from megatron_rl.cli import main; sys.exit(main())", "doctor"]
+    command = [PYTHON_WITH_TRAINER, "-c", "import sys; from megatron_rl.cli import main; sys.exit(main())", "doctor"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     findings = {f["part"]: f for f in json.loads(done.stdout)}

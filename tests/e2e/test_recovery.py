@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from megatron_rl.data.record import file_of, load_trajectories, save_trajectories
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from tests.preloaded import PYTHON_WITH_TRAINER
 from tests.program import Program
 from tests.ranks import NEAR_TIE, NearTie, without_ties
 
@@ -224,7 +225,7 @@ def test_a_trained_checkpoint_becomes_a_hugging_face_folder(folder, undisturbed,
     """`megatron-rl convert` of a checkpoint with optimizer state: the trained weights, bit for bit, and nothing said."""
     checkpoint = folder / "runs" / "undisturbed" / "checkpoints" / f"step_{STEPS:06d}"
     out = tmp_path / "hf"
-    command = [sys.executable, "-m", "megatron_rl.cli", "convert", str(checkpoint), str(out)]
+    command = [PYTHON_WITH_TRAINER, "-m", "megatron_rl.cli", "convert", str(checkpoint), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
     exported = load_file(out / "model.safetensors")

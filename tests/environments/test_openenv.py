@@ -17,15 +17,15 @@ from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolError, ToolLost
 from megatron_rl.errors import UserError
 from tests.http_server import HttpServer
+from tests.preloaded import PYTHON_WITH_VERIFIERS, VERIFIERS
 
-PYTHON = Path(__file__).resolve().parents[2] / ".venv-verifiers/bin/python"
 SERVER = Path(__file__).with_name("openenv_server.py")
 
 
 def start_server(sessions: int) -> HttpServer:
     """One of so many sessions."""
-    assert PYTHON.exists(), "tools/setup.sh --verifiers makes the environment that these tests want"
-    return HttpServer(lambda port: [str(PYTHON), str(SERVER), str(port), str(sessions)])
+    assert Path(VERIFIERS.python).exists(), "tools/setup.sh --verifiers makes the environment that these tests want"
+    return HttpServer(lambda port: [PYTHON_WITH_VERIFIERS, str(SERVER), str(port), str(sessions)])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from megatron_rl.environments.event_loop import EventLoop
 from megatron_rl.environments.tools import ToolLost
 from megatron_rl.environments.verifiers_package import Worker, environment_config
 from megatron_rl.errors import UserError
+from tests.preloaded import PYTHON_WITH_VERIFIERS
 
 TASKS = Path(__file__).with_name("verifiers_tasks")
 
@@ -21,14 +22,14 @@ TASKS = Path(__file__).with_name("verifiers_tasks")
 @pytest.mark.slow
 def test_prompts_of_a_task_set(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TASKS))
-    task = build_task(DataConfig(task="verifiers:letters", options={"limit": 30}))
+    task = build_task(DataConfig(task="verifiers:letters", options={"limit": 30, "python": PYTHON_WITH_VERIFIERS}))
     prompts = [*task.prompts("train"), *task.prompts("eval")]
     assert sorted(p.metadata["task"] for p in prompts) == list(range(30))
     [third] = [p for p in prompts if p.prompt_id == "verifiers:letters:3"]
     assert third.text == "word 3"
     assert third.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "word 3"}]
     with pytest.raises(UserError, match=r"verifiers:absent: ModuleNotFoundError: taskset 'absent' not found"):
-        build_task(DataConfig(task="verifiers:absent"))
+        build_task(DataConfig(task="verifiers:absent", options={"python": PYTHON_WITH_VERIFIERS}))
 
 
 def test_bad_configs_are_named(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.models.convert import convert
 from megatron_rl.models.hf_folder import INDEX, check_weight_files, write_weights
+from tests.preloaded import PYTHON_WITH_TRAINER, TRAINER
 from tools.make_tiny_model import FAMILIES, Sizes, make_tiny_model
 from tools.upcycle import load_dense, save, upcycle
 
@@ -118,7 +118,8 @@ def test_float16_is_refused(tmp_path):
 def test_what_cannot_be_written_leaves_nothing(tmp_path):
     """Under a limit of 40 KiB a file: one line, and neither the folder nor a part of it."""
     folder, out = make_tiny_model("qwen3_moe", tmp_path / "model"), tmp_path / "out"
-    command = f"ulimit -f 40; exec {sys.executable} -m megatron_rl.cli convert {folder} {out}"
+    TRAINER.socket()  # not started under the limit
+    command = f"ulimit -f 40; exec {PYTHON_WITH_TRAINER} -m megatron_rl.cli convert {folder} {out}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl: error:")]

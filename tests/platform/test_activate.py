@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -9,14 +10,15 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from tests.program import python
+from tests.preloaded import PYTHON_WITH_PACKAGES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def run(source: str, *, timeout: float = 240) -> str:
     """stdout of a fresh Python; its stderr must be empty."""
-    done = python(textwrap.dedent(source), timeout=timeout)
+    call = [PYTHON_WITH_PACKAGES, "-c", textwrap.dedent(source)]
+    done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.strip()

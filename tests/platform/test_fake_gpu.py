@@ -9,11 +9,12 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.preloaded import PYTHON_WITH_PACKAGES
 
 FAMILIES = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "mixtral", "qwen3", "llama")
 DENSE = ("qwen3", "llama")
@@ -23,7 +24,7 @@ needs_te = pytest.mark.skipif(not importlib.util.find_spec("transformer_engine")
 
 def child(*arguments: object) -> dict[str, Any]:
     """A process that takes this machine for one with a GPU, and what it found."""
-    command = [sys.executable, str(CHILD), *map(str, arguments)]
+    command = [PYTHON_WITH_PACKAGES, str(CHILD), *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(CHILD.parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
 from pathlib import Path
 
-from tests.program import python
+from tests.preloaded import PYTHON_WITH_PACKAGES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -28,7 +29,8 @@ from megatron_rl.platform import activate
 assert not HAVE_TE and activate() == {"Transformer Engine", "fused Adam"}
 print(len(names))
 """
-    done = python(source)
+    command = [PYTHON_WITH_PACKAGES, "-W", "ignore", "-c", source]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     modules = [p for p in (REPOSITORY / "megatron_rl").rglob("*.py") if "pythonpath" not in p.parts]
     assert int(done.stdout.split()[-1]) >= len(modules) - 2  # without megatron_rl itself and platform's __main__

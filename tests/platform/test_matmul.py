@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_rl.platform import matmul
-from tests.program import python
+from tests.preloaded import PYTHON_WITH_PACKAGES
 
 WEIGHTS = [(600, 1000), (1000, 600), (40, 30)]
 """[K, N]: large enough for oneDNN, and not."""
@@ -98,5 +101,7 @@ for a, b in ((torch.ones(2, 3), torch.ones(4, 5)), (torch.ones(2, 3), torch.ones
     else:
         raise AssertionError("no error")
 """
-    done = python(source)
+    repository = Path(__file__).resolve().parents[2]
+    command = [PYTHON_WITH_PACKAGES, "-c", source]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

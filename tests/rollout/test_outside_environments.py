@@ -16,11 +16,13 @@ from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.sampling import SamplingSupport
 from tests.environments.test_openenv import start_server
+from tests.preloaded import PYTHON_WITH_VERIFIERS
 from tests.rollout.conftest import client_of
 from tests.rollout.test_agents import ONE_PROCESS, Plain, pieces
 
 ENDS = range(100, 200)
 """Tokens that end a reply: a random model samples the template's own too rarely. One of 512 is that."""
+LETTERS = {"task": "verifiers:letters", "options": {"python": PYTHON_WITH_VERIFIERS}}
 TASKS = Path(__file__).resolve().parents[1] / "environments/verifiers_tasks"
 
 
@@ -96,7 +98,11 @@ def test_episodes_of_verifiers(play, monkeypatch):
 
         return choose
 
-    agents, collect = play("openai_agent", {"task": "verifiers:letters"}, {"time_limit_s": 550})
+    agents, collect = play(
+        "openai_agent",
+        LETTERS,
+        {"time_limit_s": 550},
+    )
     with pytest.raises(UserError, match="all 2 conversations failed, .*the worker of verifiers has ended"):
         collect(words(41, 42))  # that one ends the worker; another is started
     found = collect(words(38, 41))
@@ -112,4 +118,4 @@ def test_episodes_of_verifiers(play, monkeypatch):
 def test_a_task_that_brings_its_agent_says_which_program_it_wants(play, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TASKS))
     with pytest.raises(UserError, match="verifiers:letters needs rollout.program: openai_agent"):
-        play("agent", {"task": "verifiers:letters"}, {})
+        play("agent", LETTERS, {})

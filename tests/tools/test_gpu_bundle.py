@@ -6,10 +6,11 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.preloaded import PYTHON_WITH_TRAINER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -55,11 +56,13 @@ def test_what_runs_on_a_gpu_still_runs(tmp_path):
     """The stages' own code, by one family on this CPU: everywhere else these tests are skipped, and would rot unseen."""
     references = tmp_path / "references"
     options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 440}
-    made = subprocess.run([sys.executable, "tests/gpu/references.py", str(references), "--family", "olmoe"], **options)
+    made = subprocess.run(
+        [PYTHON_WITH_TRAINER, "tests/gpu/references.py", str(references), "--family", "olmoe"], **options
+    )
     assert made.returncode == 0, made.stderr[-3000:]
     stages = [f"tests/gpu/test_{name}.py" for name in ("1_start", "2_kernels", "3_models", "7_invariance")]
     chosen = "nccl or (test_2 and sink and gpt_oss) or (test_3 and (olmoe or kept)) or (test_7 and (logits or gpt_oss))"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *stages, "-k", chosen]
+    command = [PYTHON_WITH_TRAINER, "-m", "pytest", "-q", "-p", "no:cacheprovider", *stages, "-k", chosen]
     done = subprocess.run([*command, "--on-cpu", "--references", str(references)], **options)
     assert done.returncode == 0, done.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 20, done.stdout[-3000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_checkpoint import tensors_of
 from weights import classifier
+
+from tests.preloaded import PYTHON_WITH_TRAINER
 
 pytestmark = pytest.mark.timeout(900)  # a fixture runs all layouts
 
@@ -57,7 +58,7 @@ def test_a_critic_that_a_checkpoint_has_and_the_run_has_not_and_the_other_way_ro
 
 def test_a_checkpoint_with_a_critic_becomes_a_folder_of_the_policy(outcomes, folder, tmp_path):
     command = [
-        sys.executable,
+        PYTHON_WITH_TRAINER,
         "-m",
         "megatron_rl.cli",
         "convert",

@@ -98,11 +98,7 @@ def test_episodes_of_verifiers(play, monkeypatch):
 
         return choose
 
-    agents, collect = play(
-        "openai_agent",
-        LETTERS,
-        {"time_limit_s": 550},
-    )
+    agents, collect = play("openai_agent", LETTERS, {"time_limit_s": 550})
     with pytest.raises(UserError, match="all 2 conversations failed, .*the worker of verifiers has ended"):
         collect(words(41, 42))  # that one ends the worker; another is started
     found = collect(words(38, 41))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import typing
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 
 
+@functools.cache
 def _fields(tree: Any) -> dict[str, Any]:
     """Name -> type of a section's fields."""
     return typing.get_type_hints(tree)

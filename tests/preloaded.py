@@ -25,9 +25,13 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_REPOSITORY)}
 # Megatron takes ten seconds to import, and modelopt, which the Bridge asks of every module, seven. A pool of threads would not
 # survive the fork.
 TRAINER = Zygote(
-    "trainer", ("megatron_rl.train", "modelopt.torch", "tests.forked_servers:install"), environment=_ENVIRONMENT
+    "trainer",
+    ("megatron_rl.train", "megatron.core.models.mimo.optimizer", "modelopt.torch", "tests.forked_servers:install"),
+    environment=_ENVIRONMENT,
 )
-PACKAGES = Zygote("packages", ("transformers.modeling_utils", "torch._dynamo"), environment=_ENVIRONMENT)
+PACKAGES = Zygote(
+    "packages", ("transformers.modeling_utils", "torch._dynamo", "mcp.server.mcpserver"), environment=_ENVIRONMENT
+)
 """It knows nothing of Megatron."""
 VERIFIERS = Zygote(
     "verifiers",

@@ -197,6 +197,8 @@ def run(function: Callable[[], Any]) -> None:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

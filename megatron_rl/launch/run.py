@@ -125,6 +125,7 @@ class Run:
         self.ranks.main_does(self._open_folder)
         found = [] if kind in LOOKS else self.ranks.main_does(lambda: checkpoint.complete_checkpoints(self.checkpoints))
         self._found = found[-1] if found else None
+        self._frozen = False
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
         """eval/score by step, as far as the run was evaluated; without an engine -eval/loss."""
@@ -194,8 +195,10 @@ class Run:
             self.ahead = state["extra"].get("ahead", [])
         elif config.checkpoint.load:
             checkpoint.load_weights(Path(config.checkpoint.load), self.trainer)
-        gc.collect()
-        gc.freeze()  # of a million objects, most of modules, which each collection of garbage would look at, on every rank
+        if not gc.get_freeze_count():  # who starts processes by forks may have done so
+            gc.collect()
+            gc.freeze()  # of a million objects, most of modules, which each collection of garbage would look at, on every rank
+            self._frozen = True
         return self.trainer
 
     def _build_critic(self) -> None:
@@ -265,7 +268,8 @@ class Run:
                     self.save()
                 self.finish_save()
         finally:
-            gc.unfreeze()
+            if self._frozen:
+                gc.unfreeze()
             self.logger.close()
             self.program.close()
             self.task.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.preloaded import PYTHON_WITH_PACKAGES
 from tests.zygote import FOLDER, Process, Zygote
 
 ASKS = """
@@ -110,3 +111,34 @@ def test_nothing_outlives_a_process_that_asked_and_was_killed():
 def test_a_zygote_that_cannot_import_says_why():
     with pytest.raises(AssertionError, match=r"(?s)wrong: no process was forked.*No module named 'no_such_module'"):
         Process(Zygote("wrong", ("no_such_module",)), "time:sleep", (1,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out", "errors", "status"),
+    [
+        (("-c", "import sys; print(sys.argv[1:]); sys.exit('why')", "a"), "['a']\n", "why\n", 1),
+        (("-P", "-W", "ignore", "SCRIPT", "a"), "['SCRIPT', 'a'] False\n", "", 3),
+        (("-m", "calendar", "2026", "11"), "   November 2026\n", "", 0),
+        (("-c", "import os; os.kill(os.getpid(), 9)"), "", "", -9),
+    ],
+)
+def test_a_forked_python_does_what_python_does(arguments, out, errors, status, tmp_path):
+    """The same arguments, to both."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv, sys.path[0] == sys.argv[0].rpartition('/')[0]); sys.exit(3)")
+    arguments = [argument.replace("SCRIPT", str(script)) for argument in arguments]
+    out = out.replace("SCRIPT", str(script))
+    for python in (sys.executable, PYTHON_WITH_PACKAGES):
+        done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=300)
+        assert (done.stdout[: len(out)], done.stderr) == (out, errors)
+        assert done.returncode == status and bool(out) == bool(done.stdout)
+
+
+def test_a_forked_python_passes_signals_on_and_sees_the_end_of_its_input():
+    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print('ready', flush=True); signal.pause()"
+    process = subprocess.Popen([PYTHON_WITH_PACKAGES, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    process.terminate()
+    assert process.wait(60) == 5
+    reader = [PYTHON_WITH_PACKAGES, "-c", "import sys; print(len(sys.stdin.read()))"]
+    assert subprocess.run(reader, input=b"four", capture_output=True, timeout=300).stdout == b"4\n"

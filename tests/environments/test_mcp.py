@@ -17,6 +17,7 @@ from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolError, ToolLost
 from megatron_rl.errors import UserError
 from tests.http_server import HttpServer
+from tests.preloaded import PYTHON_WITH_PACKAGES
 
 pytestmark = pytest.mark.slow
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -28,9 +29,9 @@ class World:
     def __init__(self, kind: str):
         self.kind, self.server = kind, None
         if kind == "stdio":
-            settings = {"command": sys.executable, "args": [SERVER, "stdio"]}
+            settings = {"command": PYTHON_WITH_PACKAGES, "args": [SERVER, "stdio"]}
         else:
-            self.server = HttpServer(lambda port: [sys.executable, SERVER, str(port)])
+            self.server = HttpServer(lambda port: [PYTHON_WITH_PACKAGES, SERVER, str(port)])
             settings = {"url": f"{self.server.url}/mcp"}
         self.box = Toolbox(AgentConfig(mcp_servers={"tests": settings}, tool_timeout_s=20, max_tool_response=1000))
         self.box.open()

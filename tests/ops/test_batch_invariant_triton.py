@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_rl.ops import batch_invariant as ops
+from tests.preloaded import PYTHON_WITH_PACKAGES
 
 triton = pytest.importorskip("triton")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,7 +58,7 @@ def _interpreter_as_a_gpu(monkeypatch):
 @pytest.mark.slow
 def test_in_the_interpreter():
     command = [
-        sys.executable,
+        PYTHON_WITH_PACKAGES,
         "-m",
         "pytest",
         __file__,

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.preloaded import PYTHON_WITH_TRAINER
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RUN = """
 import json, os, sys, time
@@ -54,7 +56,7 @@ def command(tmp_path):
         (tmp_path / "run.py").write_text(RUN)
         script = tmp_path / "script.py"
         script.write_text(SCRIPT.replace("WAITS_FOR", repr(waits_for)))
-        own = [sys.executable, str(script), str(EXAMPLES), str(tmp_path / "run.py")]
+        own = [PYTHON_WITH_TRAINER, str(script), str(EXAMPLES), str(tmp_path / "run.py")]
         return [*own, "--jobs", str(jobs), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
 
     return make

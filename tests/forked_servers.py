@@ -11,6 +11,8 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -88,6 +90,27 @@ def serve(log: str, *arguments: str) -> None:
     os.execvpe = become
     sys.argv = [str(SERVE), *arguments]
     runpy.run_path(str(SERVE), run_name="__main__")
+
+
+def output_of_script(script: Path, pythonpath: Sequence[Path], given: str = "", timeout: float = 240.0) -> str:
+    """What a script prints in SGLang's Python, forked. given: its input. Errors: AssertionError where it fails."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, pythonpath)), "HF_HUB_OFFLINE": "1"}
+    with (
+        tempfile.TemporaryFile("w+") as into,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
+        into.write(given)
+        into.seek(0)
+        files = [file.fileno() for file in (into, out, errors)]
+        process = Process(_zygote(), "sglang_server:script", (str(script), environment), files=files)
+        process.join(timeout)
+        process.kill()
+        process.join(30)
+        for file in (out, errors):
+            file.seek(0)
+        assert process.exitcode == 0, errors.read()[-3000:]
+        return out.read()
 
 
 def supervisors_of(pid: int) -> list[int]:

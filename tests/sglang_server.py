@@ -57,6 +57,16 @@ def supervised(
     sys.exit(status)
 
 
+def script(files: list[int], path: str, environment: Mapping[str, str]) -> None:
+    """Be a script. files: its input, output and errors."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    entries = [os.path.dirname(path), *environment["PYTHONPATH"].split(os.pathsep), *PATH]
+    zygote.take_place(environment, os.getcwd(), entries)
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+
+
 def _fork_server(command: list[str], environment: Mapping[str, str]) -> Forked:
     if pid := os.fork():
         return Forked(pid)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.precision import Machine
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, choices
-from megatron_rl.rollout.server import RolloutServer, find_python
+from megatron_rl.rollout.server import RolloutServer
+from tests.forked_servers import output_of_script
 
 FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3")
 CARDS = {"Ampere": (8, 0), "Hopper": (9, 0), "B200": (10, 0), "RTX Blackwell": (12, 0)}
@@ -38,18 +37,9 @@ def facts(card: str) -> dict:
 
 def resolve(cases: list[tuple[str, list[str]]]) -> list[dict]:
     """SGLang's answers for (card, command line) each."""
-    environment = os.environ | {"PYTHONPATH": str(cpu_platform.PYTHONPATH), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(find_python()), str(Path(__file__).with_name("resolve_choices.py"))],
-        input=json.dumps([(facts(card), arguments) for card, arguments in cases]),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    given = json.dumps([(facts(card), arguments) for card, arguments in cases])
+    script = Path(__file__).with_name("resolve_choices.py")
+    return json.loads(output_of_script(script, [cpu_platform.PYTHONPATH], given))
 
 
 def arguments(model: Path, card: str, **settings) -> list[str]:

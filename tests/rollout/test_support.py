@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +13,8 @@ import torch
 
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import find_python
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
+from tests.forked_servers import output_of_script
 from tests.rollout.conftest import Question, assert_agree, client_of, collect
 from tests.rollout.test_agreement import ask_trainer
 
@@ -152,16 +150,7 @@ def test_the_kept_sets_are_the_samplers(name, sampled, reference):
 
 def test_the_pruning_processor_makes_nothing_at_a_token_whose_batch_it_knows():
     """In SGLang's own environment. Anew are the parameters of a batch whose requests differ, when it changes."""
-    paths = os.pathsep.join(map(str, (cpu_platform.PYTHONPATH, SERVER_PYTHONPATH)))
-    done = subprocess.run(
-        [str(find_python()), str(Path(__file__).with_name("processor_calls.py"))],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": paths},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    script = Path(__file__).with_name("processor_calls.py")
+    found = json.loads(output_of_script(script, [cpu_platform.PYTHONPATH, SERVER_PYTHONPATH]).splitlines()[-1])
     assert all(found["right"]), found
     assert found["made"] == [1, 0, 0, 0, 1, 0, 1, 0, 1]

@@ -10,7 +10,8 @@ usage: tools/setup.sh [--trainer-only] [--verifiers] [--gpu | --no-gpu] [--force
 Makes .venv (trainer) and .venv-rollout (SGLang) in the checkout with uv, from requirements/*.txt, and installs
 megatron_rl into .venv. About 12 GB on disk and as much in uv's cache (shared by hard links where it is on the same
 file system). As root with apt it also installs bubblewrap, which contains model-written code; nothing else is written
-outside the checkout.
+outside the checkout. A Python that is a shared library, as pyenv's are, is linked anew for them as one program, which is
+faster.
 
   --trainer-only  leave out .venv-rollout (for machines whose SGLang servers run elsewhere)
   --verifiers     .venv-verifiers too, for data.task: verifiers:NAME
@@ -147,12 +148,39 @@ make_environment() {
         rm -rf "$venv"
         "$uv" venv --quiet --python "$python" "$venv" || fail "cannot make $venv with $python"
     fi
+    link_whole "$venv/bin/python"
     say "$venv: installing $(cat "${arguments[@]}" | wc -l) packages"
     # The lists are complete, so `sync` takes them as they are, without looking at dependencies: megatron-bridge names
     # some that only install beside a GPU. Packages that are not in a list are removed.
     grep --no-filename -v "^$source_build==" "${arguments[@]}" | "$uv" pip sync --quiet --python "$venv/bin/python" - ||
         fail "$venv: the packages could not be installed; is there a network, and space on the disk ($(free_space))?"
     complete_toolkits "$venv"
+}
+
+# A Python that is a shared library calls itself by tables of symbols, unless it was built with --enable-optimizations, as pyenv's
+# are not by default. Linked into one program it runs Python code a sixth faster.
+link_whole() { # of an environment
+    local whole parts
+    [[ -L $1 ]] || return 0
+    whole=$root/.tools/whole-$("$python" -c 'import platform; print(platform.python_version())')
+    parts=$("$python" - <<'END'
+import os
+import sysconfig
+
+known = {name: value if isinstance(value, str) else "" for name, value in sysconfig.get_config_vars().items()}
+shared = sysconfig.get_config_var("Py_ENABLE_SHARED") and "--enable-optimizations" not in known["CONFIG_ARGS"]
+program, library = (os.path.join(known["LIBPL"], name) for name in ("python.o", known["LIBRARY"]))
+if shared and os.path.exists(program) and os.path.exists(library):
+    print(program, "-Wl,--whole-archive", library, "-Wl,--no-whole-archive")
+    print(*(known.get(name, "") for name in ("LINKFORSHARED", "LIBS", "MODLIBS", "SYSLIBS")), "-lpthread -lutil")
+END
+    ) || return 0
+    [[ -n $parts ]] || return 0
+    # shellcheck disable=SC2086 # one word a flag
+    [[ -x $whole ]] || { mkdir -p "$root/.tools" && g++ -o "$whole" $parts 2>/dev/null; } || return 0
+    cp "$whole" "$1.whole"
+    mv "$1.whole" "$1"
+    is_python_312 "$1" || ln -sfn "$python" "$1"
 }
 
 # The package itself, and what is compiled beside it.

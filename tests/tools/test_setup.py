@@ -111,6 +111,11 @@ def test_setup_makes_both_environments_once_and_follows_the_lists(checkout):
     first = setup(checkout)
     assert first.returncode == 0, first.stderr
     assert has(checkout, ".venv", "iniconfig") and has(checkout, ".venv", "small_package")
+    for environment in (".venv", ".venv-rollout"):
+        program = checkout / environment / "bin" / "python"
+        assert "libpython" not in subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+        where = subprocess.run([program, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True)
+        assert where.stdout == f"{program.parent.parent}\n"
     compiled = (checkout / ".venv" / "lib").rglob("setuptools/__pycache__/__init__*.pyc")
     assert list(compiled), "modules that a run imports are compiled once"
     assert has(checkout, ".venv-rollout", "packaging") and not has(checkout, ".venv-rollout", "iniconfig")

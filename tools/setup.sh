@@ -10,8 +10,8 @@ usage: tools/setup.sh [--trainer-only] [--verifiers] [--gpu | --no-gpu] [--force
 Makes .venv (trainer) and .venv-rollout (SGLang) in the checkout with uv, from requirements/*.txt, and installs
 megatron_rl into .venv. About 12 GB on disk and as much in uv's cache (shared by hard links where it is on the same
 file system). As root with apt it also installs bubblewrap, which contains model-written code; nothing else is written
-outside the checkout. A Python that is a shared library, as pyenv's are, is linked anew for them as one program, which is
-faster.
+outside the checkout. A Python that is a shared library, as pyenv makes them, is linked anew for them as one program, which
+is faster.
 
   --trainer-only  leave out .venv-rollout (for machines whose SGLang servers run elsewhere)
   --verifiers     .venv-verifiers too, for data.task: verifiers:NAME
@@ -158,7 +158,7 @@ make_environment() {
 }
 
 # A Python that is a shared library calls itself by tables of symbols, unless it was built with --enable-optimizations, as pyenv's
-# are not by default. Linked into one program it runs Python code a sixth faster.
+# are not by default. Linked into one program it runs Python code faster.
 link_whole() { # of an environment
     local whole parts
     [[ -L $1 ]] || return 0
@@ -256,7 +256,7 @@ for module in '$modules'.split(','):
         __import__(module)" >/dev/null 2>&1 &
         compiling=$!
         build_package
-        wait "$compiling"
+        wait "$compiling" || true # the import below says what is wrong
     fi
     run_python "$venv" "import $modules" >/dev/null ||
         fail "$venv: was installed but cannot be imported: see the message above"

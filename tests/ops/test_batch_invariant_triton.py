@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from megatron_rl.ops import batch_invariant as ops
-from tests.preloaded import PYTHON_WITH_PACKAGES
 
 triton = pytest.importorskip("triton")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,7 +57,7 @@ def _interpreter_as_a_gpu(monkeypatch):
 @pytest.mark.slow
 def test_in_the_interpreter():
     command = [
-        PYTHON_WITH_PACKAGES,
+        sys.executable,
         "-m",
         "pytest",
         __file__,

@@ -146,7 +146,7 @@ def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
 
 def _spawn(command: list[str], environment: dict[str, str], log: TextIO):
     """Fork it, where the imports would have been the same."""
-    same = _read_by_imports(environment) == _read_by_imports(os.environ | _environment())
+    same = _read_by_imports(environment) == _read_by_imports(_zygote().whole_environment())
     if command[:3] == [str(find_python()), "-m", "sglang.launch_server"] and same:
         return ForkedServer(command, environment, log)
     return spawn(command, environment, log)

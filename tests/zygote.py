@@ -34,6 +34,7 @@ from typing import Any
 
 FOLDER = "MEGATRON_RL_TESTS_ZYGOTES"
 """Environment variable: the folder of a run's zygotes. Its name ends with the id of the process that they end with."""
+_ENVIRONMENT = "environment"
 START_S = 280.0
 PR_SET_PDEATHSIG = 1
 ENDS, OUTLIVES = b"ends", b"outlives"
@@ -41,8 +42,14 @@ ENDS, OUTLIVES = b"ends", b"outlives"
 
 
 def make_folder() -> str:
-    """Make a folder for zygotes that end with this process; returns its path."""
-    return tempfile.mkdtemp(prefix="megatron-rl-tests-", suffix=f"-{os.getpid()}")
+    """Make a folder for zygotes that end with this process, and have its environment; returns the path.
+
+    What a test sets for a process of its own is none of theirs, whoever asks first: imports look at some of it.
+    """
+    folder = tempfile.mkdtemp(prefix="megatron-rl-tests-", suffix=f"-{os.getpid()}")
+    with open(os.path.join(folder, _ENVIRONMENT), "wb") as file:
+        pickle.dump(dict(os.environ), file)
+    return folder
 
 
 @dataclass
@@ -54,7 +61,7 @@ class Zygote:
     """Modules that it imports; with `:function`, which it also calls."""
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables beside those of the process that starts it."""
+    """Environment variables beside those of the run."""
     pid: int | None = field(default=None, init=False)
     """Its process, where this one has started it."""
     _folder: str = field(default="", init=False)
@@ -67,6 +74,12 @@ class Zygote:
             self._folder = make_folder()
             atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
         return Path(self._folder)
+
+    def whole_environment(self) -> dict[str, str]:
+        """Environment variables that it starts with."""
+        run = pickle.loads((self.folder() / _ENVIRONMENT).read_bytes())
+        own = {FOLDER: os.environ[FOLDER]} if FOLDER in os.environ else {}
+        return {**run, **own, **self.environment}
 
     def socket(self) -> str:
         """Path of the socket at which it listens, or soon will. Errors: AssertionError where it does not start."""
@@ -81,7 +94,7 @@ class Zygote:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, **self.environment},
+                        env=self.whole_environment(),
                         start_new_session=True,
                     )
                 self.pid = started.pid

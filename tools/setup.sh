@@ -246,20 +246,28 @@ run_python() { nice -n 10 env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$1/b
 # Builds what is built here, and imports what a run imports: shows that the environment works, and leaves compiled modules on the
 # disk: without them, as wherever PYTHONDONTWRITEBYTECODE is set, every process of a run compiles thousands of files at its start.
 finish_environment() {
-    local venv=${folder[$1]} modules files=("requirements/$1.imports") compiling
+    local venv=${folder[$1]} modules files=("requirements/$1.imports") built importing=
     [[ $1 == trainer && $gpu == --gpu ]] && files+=(requirements/gpu.imports)
     modules=$(cat "${files[@]}" | paste -sd,)
-    if [[ $1 == trainer ]]; then # what does not want the package is compiled beside its build
-        run_python "$venv" "from contextlib import suppress
+    if [[ $1 == trainer ]]; then # what does not want the package is imported beside its build, and the rest after it
+        rm -f megatron_rl/ops/_*.so
+        exec {built}> >(run_python "$venv" "import importlib, sys
+from contextlib import suppress
 for module in '$modules'.split(','):
     with suppress(Exception):
-        __import__(module)" >/dev/null 2>&1 &
-        compiling=$!
+        __import__(module)
+sys.stdin.read()  # until the build has ended
+importlib.invalidate_caches()
+import $modules" >/dev/null 2>&1)
+        importing=$!
         build_package
-        wait "$compiling" || true # the import below says what is wrong
+        exec {built}>&-
     fi
-    run_python "$venv" "import $modules" >/dev/null ||
-        fail "$venv: was installed but cannot be imported: see the message above"
+    # Where it fails, or was killed, the import below says what is wrong.
+    if [[ $1 != trainer ]] || ! wait "$importing"; then
+        run_python "$venv" "import $modules" >/dev/null ||
+            fail "$venv: was installed but cannot be imported: see the message above"
+    fi
     if [[ $1 == trainer && -n $gpu ]]; then
         echo "$gpu" >"$choice"
     fi

@@ -108,6 +108,15 @@ def test_nothing_outlives_a_process_that_asked_and_was_killed():
     assert gone(process) and gone(parent)
 
 
+def test_a_zygote_has_the_environment_of_the_run_whoever_asks_first(monkeypatch):
+    monkeypatch.setenv("OF_A_TEST", "1")
+    zygote = Zygote("environment", (), environment={"OF_ITS_OWN": "1"})
+    process = Process(zygote, "time:sleep", (600,))
+    started = Path(f"/proc/{zygote.pid}/environ").read_bytes().split(b"\0")
+    assert b"OF_ITS_OWN=1" in started and b"OF_A_TEST=1" not in started
+    process.kill()
+
+
 def test_a_zygote_that_cannot_import_says_why():
     with pytest.raises(AssertionError, match=r"(?s)wrong: no process was forked.*No module named 'no_such_module'"):
         Process(Zygote("wrong", ("no_such_module",)), "time:sleep", (1,))

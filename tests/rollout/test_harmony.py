@@ -348,19 +348,20 @@ def test_a_malformed_reply_is_told_what_is_wrong(text):
 @pytest.mark.parametrize(
     ("ids", "problem"),
     [
-        ([*special("<|channel|>final"), 9552, *special("<|message|>7")], "the form"),  # half of a character in a header
-        ([*special("<|channel|>final<|message|>"), 9552, 9552, *special("7")], "UTF-8"),
-        ([*special("<|channel|>commentary to=functions.f<|message|>{"), 9552, *special('"a":1}')], "JSON"),
-        ([*special('<|channel|>commentary to=functions.f<|message|>{"a":"'), 9552, *special('"}')], "UTF-8"),
-        ([*special("<|channel|>final<|message|>7"), 99999999], "99999999, which is no token"),
-        ([*special("<|channel|>final<|message|>7"), 201087], "201087, which is no token"),
+        (["<|channel|>final", 9552, "<|message|>7"], "the form"),  # half of a character in a header
+        (["<|channel|>final<|message|>", 9552, 9552, "7"], "UTF-8"),
+        (["<|channel|>commentary to=functions.f<|message|>{", 9552, '"a":1}'], "JSON"),
+        (['<|channel|>commentary to=functions.f<|message|>{"a":"', 9552, '"}'], "UTF-8"),
+        (["<|channel|>final<|message|>7", 99999999], "99999999, which is no token"),
+        (["<|channel|>final<|message|>7", 201087], "201087, which is no token"),
         ([2**32 - 1], "is no token"),
         ([-1], "is no token"),
     ],
 )
 def test_ids_that_are_no_text(ids, problem):
-    assert problem in harmony().parse(ids).malformed
-    assert harmony().observation(["x"], after=ids)
+    tokens = [token for part in ids for token in (special(part) if isinstance(part, str) else [part])]
+    assert problem in harmony().parse(tokens).malformed
+    assert harmony().observation(["x"], after=tokens)
 
 
 def test_a_malformed_call_is_answered_by_whom_it_called():

@@ -141,16 +141,20 @@ class _Ends:
     def __init__(self, times: str | None, keep: bool) -> None:
         self._times, self._keep = times, keep
         self._seconds: dict[str, float] = {}
+        self._outcomes: dict[str, str] = {}  # of tests that have not passed in one of set-up, call and teardown
         self._of_files: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
         self._of_files[_file(report.nodeid)] += report.duration
+        if not report.passed:
+            self._outcomes[report.nodeid] = report.outcome
         if report.failed:
             print(f"\n{report.outcome.upper()} {report.nodeid} ({report.when})", flush=True)
         if report.when == "teardown" and self._times:
             with open(self._times, "a") as file:
-                file.write(f"{self._seconds.pop(report.nodeid):8.2f} {report.outcome} {report.nodeid}\n")
+                outcome = self._outcomes.get(report.nodeid, "passed")
+                file.write(f"{self._seconds.pop(report.nodeid):8.2f} {outcome} {report.nodeid}\n")
 
     def pytest_sessionfinish(self) -> None:
         if self._keep:

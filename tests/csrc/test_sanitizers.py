@@ -26,6 +26,8 @@ def build(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-3000:]
     for library in (folder / "lib").rglob("*.so"):
         assert b"__asan_report_load" in library.read_bytes(), f"{library} is not instrumented"
+    # The tests import their own helpers. With all of ROOT on the path they could import its package, which is not instrumented.
+    (folder / "lib" / "tests").symlink_to(ROOT / "tests")
     return folder
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import json
 import math
 import os
@@ -20,7 +19,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -257,16 +255,6 @@ class Chaos:
             if name not in self.servers._processes:
                 self.servers.start(name)
 
-    def end_servers(self) -> None:
-        """In order, as SLURM does; what was killed before was removed when the next one started."""
-        processes = [*self.servers._processes.values()]
-        for process in processes:
-            process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for process in processes:
-                process.wait(30)
-        self.servers.close()
-
     def look_around(self) -> None:
         """Before a kill: what must not be there at the end."""
         ours = {process.pid for process in psutil.process_iter() if self.is_ours(process)}
@@ -371,7 +359,7 @@ def main() -> int:
         kept = same_trained(chaos, steps)
         assert not list((chaos.run / "pending").iterdir()) and not list((chaos.run / "checkpoints").glob("*.tmp"))
     finally:
-        chaos.end_servers()
+        chaos.servers.end()
     deadline = time.monotonic() + 60
     while (found := left_behind(chaos)) and time.monotonic() < deadline:
         time.sleep(0.5)

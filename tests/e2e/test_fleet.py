@@ -57,10 +57,16 @@ class Servers:
         process = self._processes.pop(name)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        if isinstance(process, subprocess.Popen):
-            process.wait(30)
-        else:
-            process.join(30)
+        wait_for_end(process)
+
+    def end(self) -> None:
+        """In order, as SLURM does; what is still there after half a minute is killed."""
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        for process in self._processes.values():
+            wait_for_end(process)
+        self.close()
 
     def address(self, name: str) -> str:
         return (self.addresses / f"{name}.address").read_text().strip()
@@ -68,6 +74,14 @@ class Servers:
     def close(self) -> None:
         for name in list(self._processes):
             self.kill(name)
+
+
+def wait_for_end(process: subprocess.Popen | Process, timeout_s: float = 30) -> None:
+    if isinstance(process, subprocess.Popen):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+    else:
+        process.join(timeout_s)
 
 
 def wait_for(true: Callable[[], object], what: str, program: Program | None = None) -> None:

@@ -186,5 +186,9 @@ class Fleet:
         try:
             with urllib.request.urlopen(f"{address}/ready", timeout=timeout_s) as reply:
                 return reply.status == 200
+        except urllib.error.HTTPError as error:
+            # SGLang says so where a push that failed, or whose trainer was killed, left it paused: only the next push lets it
+            # go on. It says the same where the model is loaded and not yet warm, which takes a push too.
+            return self.pushes and error.code == 503
         except (urllib.error.URLError, HTTPException, OSError, ValueError):
             return False

@@ -138,6 +138,11 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path):
 
     for name in ("first", "second"):
         servers.start(name)
+    wait_for(lambda: (servers.addresses / "first.address").exists(), "the address of the first")
+    wait_for(lambda: answers(f"{servers.address('first')}/ready"), "the first to be ready")
+    # As a trainer that is killed in a push leaves it.
+    httpx.post(f"{servers.address('first')}/pause_generation", json={"mode": "retract"}, timeout=30).raise_for_status()
+    assert not answers(f"{servers.address('first')}/ready")
     program = Program("train", str(config), log=log)
     try:
         more_steps(3, "steps with two servers")

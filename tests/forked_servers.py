@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,8 @@ def serve(log: str, *arguments: str) -> None:
         server = command[command.index("--alone") + 2 :]
         files = (os.open(os.devnull, os.O_RDONLY), 1)
         process = Process(_zygote(), "sglang_server:supervised", (server, environment, GRACE_S, True), files=files)
+        # It ends in order, as a real one does.
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(process.pid, signal.SIGTERM))
         process.join()
         os._exit(abs(process.exitcode or 0))
 

@@ -7,6 +7,7 @@ and path that it would have.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import runpy
 import sys
@@ -52,8 +53,9 @@ def supervised(
     for pipe in pipes:
         os.close(pipe)
     zygote.take_place(environment, os.getcwd(), sys.path)
+    kept = _open_files()
     with leftovers.own_folder() as changes:
-        status = supervise.run(partial(_fork_server, command, {**environment, **changes}), grace, alone=alone)
+        status = supervise.run(partial(_fork_server, command, {**environment, **changes}, kept), grace, alone=alone)
     sys.exit(status)
 
 
@@ -67,9 +69,17 @@ def script(files: list[int], path: str, environment: Mapping[str, str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def _fork_server(command: list[str], environment: Mapping[str, str]) -> Forked:
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def _fork_server(command: list[str], environment: Mapping[str, str], kept: set[int]) -> Forked:
+    """kept: open files that the server has too; those that the supervisor has opened since end with it, as after an exec."""
     if pid := os.fork():
         return Forked(pid)
+    for file in _open_files() - kept:
+        with contextlib.suppress(OSError):  # the listing's own
+            os.close(file)
     zygote.run(partial(_serve, command, environment))
     raise AssertionError("a forked process ends in run")
 

@@ -7,7 +7,6 @@ and path that it would have.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import runpy
 import sys
@@ -70,7 +69,8 @@ def script(files: list[int], path: str, environment: Mapping[str, str]) -> None:
 
 
 def _open_files() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+    names = os.listdir("/proc/self/fd")  # with the listing's own, whose number the next file gets
+    return {int(name) for name in names if os.path.lexists(f"/proc/self/fd/{name}")}
 
 
 def _fork_server(command: list[str], environment: Mapping[str, str], kept: set[int]) -> Forked:
@@ -78,8 +78,7 @@ def _fork_server(command: list[str], environment: Mapping[str, str], kept: set[i
     if pid := os.fork():
         return Forked(pid)
     for file in _open_files() - kept:
-        with contextlib.suppress(OSError):  # the listing's own
-            os.close(file)
+        os.close(file)
     zygote.run(partial(_serve, command, environment))
     raise AssertionError("a forked process ends in run")
 

@@ -146,7 +146,7 @@ class Fleet:
                 self._say(f"rollout: {address} is here, and gets the weights before its first request")
 
     def _answering(self) -> list[str]:
-        """Known servers that are ready and can do what the config asks. A new one is looked at once."""
+        """Known servers that are ready, or wait for a push, and can do what the config asks. A new one is looked at once."""
         known = self.known()
         with ThreadPoolExecutor(max(1, len(known))) as threads:
             ready = [*threads.map(self._ready, known)]

@@ -175,6 +175,10 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path):
     assert [count for count, _ in groupby(row["rollout/servers"] for row in rows)] == [2, 1, 2, 1]
     served = httpx.get(f"{servers.address('fourth')}/model_info", timeout=30).json()["weight_version"]
     assert served in (str(len(rows)), str(len(rows) - 1)), "it has the weights of the last push"
+    fourth = servers._processes["fourth"]
+    servers.end()
+    assert isinstance(fourth, Process) and fourth.exitcode in range(256), "told to end, it does so by itself"
+    assert "SIGTERM received" in (tmp_path / "fourth.log").read_text()
 
 
 @pytest.fixture

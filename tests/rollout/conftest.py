@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,16 @@ class Reference:
     def tied(self, sequences) -> list[bool]:
         """In which of them experts nearly tie; of trajectories, all their tokens."""
         return [nearly_ties(self.model, getattr(one, "tokens", one)) for one in sequences]
+
+    def on_the_border(self, trajectory: Trajectory, support: SamplingSupport) -> np.ndarray:
+        """bool [L]: response tokens at which any token of the vocabulary is in the safe set, or not, but for rounding.
+
+        Logits of two sides differ by 1e-6. With some 30 logits a unit around the border, one position in 10,000 has such a one,
+        and its share of the probability is percents: both sides are right, and their log-probs differ by that share.
+        """
+        scaled = self.logits(trajectory.tokens)[trajectory.prompt_length - 1 : -1] / support.temperature
+        threshold = scaled.amax(-1, keepdim=True) + math.log(support.min_p)
+        return ((scaled - threshold).abs() < 1e-5).any(-1).numpy()
 
 
 def assert_agree(

@@ -52,15 +52,16 @@ def test_trainer_and_engine_agree_under_the_support(name, sampled, trained, refe
     engine = [t["rollout_log_probs"] for t in sampled[name]]
     ours = trained[name, "same"]
     tied = reference.tied(sampled[name])
-    # Both sides' logits differ by 1e-6 at most, where experts do not tie. Of the tokens that are kept, one in 1e5 lies so near
-    # to the border: of some 900, four with a chance of 3e-10.
-    outside = sum(int((~np.isfinite(x)).sum()) for x, out in zip(ours, tied, strict=True) if not out)
-    assert outside <= 3, "sampled tokens outside the trainer's set, with equal weights in fp32"
+    if not sampled[name][0].kept:  # the trainer has no set of the engine's, and draws the border itself
+        border = [reference.on_the_border(t, SUPPORTS[name]) for t in sampled[name]]
+        assert np.concatenate(border).mean() < 0.05, "a border that lies in many tokens says nothing"
+        ours, engine = ([np.where(on, 0.0, x) for x, on in zip(side, border, strict=True)] for side in (ours, engine))
     kept = [np.isfinite(x).all() for x in ours]
+    assert all(k or out for k, out in zip(kept, tied, strict=True)), "sampled tokens outside the trainer's set"
     pairs = [[x for x, ok in zip(side, kept, strict=True) if ok] for side in (ours, engine, tied)]
     assert_agree(*pairs[:2], median=1e-5, largest=1e-5, tied=pairs[2])
     # The bug that this is about: engine's log-probs over the support, trainer's over everything.
-    apart = np.concatenate(engine) - np.concatenate(trained[name, "whole"])
+    apart = np.concatenate([t["rollout_log_probs"] for t in sampled[name]]) - np.concatenate(trained[name, "whole"])
     assert np.median(apart) > 0.1
 
 
@@ -114,12 +115,14 @@ def test_no_token_falls_below_a_planted_floor(server, reference):
                 scaled = scaled.masked_fill(scaled < largest + math.log(support.min_p), -torch.inf)
             chosen = torch.as_tensor(t.tokens[t.prompt_length :], dtype=torch.long)[:, None]
             expected = scaled.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
-            found.append(np.abs(expected - t["rollout_log_probs"][-len(expected) :]).max())
+            apart = np.abs(expected - t["rollout_log_probs"][-len(expected) :])
+            if support.min_p:
+                apart = apart[~reference.on_the_border(t, support)]
+            found.append(apart.max(initial=0.0))
             tied += reference.tied([t])
-        # All but sequences in which experts tie agree to rounding; a token on the border of the set, one in 1e5 of 400, is one
-        # of another set to the other side: of two sequences with a chance of 8e-6, of four with one of 1e-11.
-        clear = sorted(d for d, out in zip(found, tied, strict=True) if not out)
-        assert floored > 1000 and len(clear) >= 8 and clear[-4] < 1e-4, found
+        # All but sequences in which experts tie agree to rounding.
+        clear = [d for d, out in zip(found, tied, strict=True) if not out]
+        assert floored > 1000 and len(clear) >= 8 and max(clear) < 1e-5, found
 
 
 def test_greedy_needs_no_support(server, reference):

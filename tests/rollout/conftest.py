@@ -88,9 +88,9 @@ class Reference:
     def on_the_border(self, trajectory: Trajectory, support: SamplingSupport) -> np.ndarray:
         """bool [L]: response tokens at which any token of the vocabulary is in the safe set, or not, but for rounding.
 
-        Logits of two sides differ by some 1e-7. With 200 logits a unit around the border (this model, rho 0.8), four positions in
-        a thousand have one within 1e-5 of it, and of 900 one within rounding with a chance of 0.04: its share of the probability
-        is percents, both sides are right, and their log-probs differ by that share.
+        Logits of two sides differ by some 1e-7. With 200 logits a unit around the border (this model, rho 0.8), four positions
+        in a thousand have one within 1e-5 of it, and one of 900 has one within rounding with a chance of 0.04: its share of the
+        probability is percents, both sides are right, and their log-probs differ by that share.
         """
         scaled = self.logits(trajectory.tokens)[trajectory.prompt_length - 1 : -1] / support.temperature
         threshold = scaled.amax(-1, keepdim=True) + math.log(support.min_p)

@@ -198,20 +198,34 @@ class Container:
 
     def memory(self) -> int:
         """Resident bytes of all processes of the container."""
-        found, frontier = 0, [self.process.pid]
-        while frontier:
-            pid = frontier.pop()
+        found = 0
+        for pid in self._processes():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return found
+
+    def _processes(self) -> list[int]:
+        """Ids of bubblewrap's outer process and of all that descend from it."""
+        found = [self.process.pid]
+        for pid in found:  # which grows meanwhile
+            with contextlib.suppress(OSError, ValueError):
                 for task in Path(f"/proc/{pid}/task").iterdir():
-                    frontier += map(int, (task / "children").read_text().split())
+                    found += map(int, (task / "children").read_text().split())
         return found
 
     def kill(self) -> None:
         """Kill it with all that it started."""
-        if self.process.returncode is None:  # else the id may be another's
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # the container dies with bubblewrap's outer process
+        if self.process.returncode is not None:  # its id may be another's
+            return
+        # The container dies with bubblewrap's outer process, but not from the first: for a moment its first process has a
+        # session of its own, and has not yet asked to die with its parent. So it is killed by its own id, too. A process that
+        # is stopped starts none and buries none: what is found below it is all there is, and each id is what it was.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGSTOP)
+            for pid in self._processes()[1:]:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill it, and let go of its pipes: nobody may be reading them."""

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
 import subprocess
 import threading
 import time
@@ -131,6 +134,22 @@ def test_processes_in_the_background_end_with_it():
     while processes_of(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not processes_of(marker)
+
+
+def test_the_end_reaches_what_has_left_the_group(monkeypatch):
+    """As bubblewrap's first process does for a moment: it has a session of its own, and does not yet die with its parent."""
+    inner = "setsid sh -c 'echo $$; exec sleep 600' & wait"
+    monkeypatch.setattr(sandbox, "_command", lambda *a, **k: ["/bin/sh", "-c", inner])
+    container = sandbox.Container(b"", cpu_s=1, memory_mb=256)
+    pid = int(container.process.stdout.readline())
+    try:
+        container.kill()
+        assert select.select([container.process.stdout], [], [], 30)[0]  # its end: nobody writes any more
+        assert container.process.stdout.read() == b""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        container.end()
 
 
 def test_invalid_utf_8_is_text():

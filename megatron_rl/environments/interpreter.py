@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -72,23 +73,28 @@ class Session:
         try:
             if self._container is None:
                 # Seconds of CPU over all calls of a conversation; each call has its wall clock.
-                self._container = self._start(DRIVER.encode(), cpu_s=3600, memory_mb=self.memory_mb, merge=True)
+                self._container = self._start(
+                    DRIVER.encode(), cpu_s=3600, memory_mb=self.memory_mb, stderr=subprocess.STDOUT
+                )
         except (OSError, ImportError) as error:
             raise ToolLost(str(error)) from None
         if self._ended:  # while the container was started
             self._drop()
             raise ToolError("the conversation has ended")
+        self._container.thaw()
         outputs, reason = sandbox.watch(
             self._container,
             b"%d %s\n%s" % (len(encoded), mark, encoded),
             timeout_s=self.timeout_s,
-            memory_mb=self.memory_mb,
             output_bytes=OUTPUT_BYTES,
             until=mark,
         )
         (output,) = outputs
         if reason == "ok" and output.endswith(mark):
-            return output.removesuffix(mark).decode(errors="replace").rstrip("\n")
+            self._container.freeze()  # nobody looks at it until the next call
+            if not self._container.is_over():
+                return output.removesuffix(mark).decode(errors="replace").rstrip("\n")
+            reason = "memory"
         started = reason != "ok" or self._container.started
         self._drop()
         text = bytes(output[:OUTPUT_BYTES]).decode(errors="replace")

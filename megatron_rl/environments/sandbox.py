@@ -17,9 +17,12 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from megatron_rl.environments import cgroup
 
 Reason = Literal["ok", "error", "timeout", "memory", "output", "refused"]
 
@@ -28,6 +31,11 @@ PYTHON = "/usr/bin/python3"
 NOBODY = 65534
 PROCESSES = 16
 TMP_BYTES = 64 * 2**20
+KERNEL_BYTES = 64 * 2**20
+"""Memory of the kernel's for a container, where a control group counts it: pipes, sockets, names of files."""
+MOST_FILES = 20_000
+OWN_PROCESSES = 4
+"""Processes of bubblewrap's beside a program's."""
 LOOK_S = 0.1
 """Seconds between two looks at the memory of all processes."""
 END_S = 5.0
@@ -70,7 +78,7 @@ FORBIDDEN = (
         "quotactl",
         "syslog",
     ),
-    *("shmget", "msgget", "semget", "memfd_create", "mq_open"),  # memory that no limit counts
+    *("shmget", "msgget", "semget", "memfd_create", "memfd_secret", "mq_open"),  # memory that no limit counts
 )
 _NEW_USER_NAMESPACE = 0x10000000
 
@@ -123,7 +131,11 @@ def _disable_userns(bwrap: str) -> bool:
 
 
 def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, memory_mb: int) -> list[str]:
-    command = [bwrap, "--unshare-all", "--unshare-user"]
+    # Before bubblewrap, so that nothing in the container is without them; and its first process is the program itself. The
+    # limit on processes counts those of one user in a namespace, so it is set within.
+    limits = [f"--cpu={cpu_s}:{cpu_s + 1}", f"--as={memory_mb * 2**20}", f"--fsize={TMP_BYTES}", "--nofile=64"]
+    command = ["prlimit", *limits, "--core=0", "--memlock=0", "--msgqueue=0", "--"]
+    command += [bwrap, "--unshare-all", "--unshare-user", "--as-pid-1"]
     command += ["--disable-userns"] if _disable_userns(bwrap) else []
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
@@ -138,9 +150,7 @@ def _command(bwrap: str, seccomp: int, script: int, status: int, *, cpu_s: int, 
     command += ["--ro-bind-data", str(script), "/main.py", "--remount-ro", "/dev", "--remount-ro", "/"]
     command += ["--chdir", "/tmp", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin"]
     command += ["--setenv", "LANG", "C.UTF-8", "--seccomp", str(seccomp), "--json-status-fd", str(status), "--"]
-    limits = [f"--cpu={cpu_s}:{cpu_s + 1}", f"--as={memory_mb * 2**20}", f"--fsize={TMP_BYTES}", f"--nproc={PROCESSES}"]
-    limits += ["--nofile=64", "--core=0", "--memlock=0", "--msgqueue=0"]
-    return [*command, "prlimit", *limits, "--", PYTHON, "-I", "-S", "-B", "-u", "/main.py"]
+    return [*command, "prlimit", f"--nproc={PROCESSES}", "--", PYTHON, "-I", "-S", "-B", "-u", "/main.py"]
 
 
 class Container:
@@ -149,8 +159,17 @@ class Container:
     It also dies with the thread that made it (PR_SET_PDEATHSIG), so that nothing outlives a run that is killed.
     """
 
-    def __init__(self, script: bytes, *, cpu_s: int, memory_mb: int, merge: bool = False) -> None:
-        """cpu_s: CPU seconds of each of its processes; merge: what it writes to stderr comes out of stdout.
+    def __init__(
+        self,
+        script: bytes,
+        *,
+        cpu_s: int,
+        memory_mb: int,
+        stdin: int = subprocess.PIPE,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.PIPE,
+    ) -> None:
+        """cpu_s: CPU seconds of each of its processes. stdin, stdout, stderr: descriptors, or as `subprocess` has them.
 
         Errors: OSError or ImportError where it could not be started; whether it was contained says `started`.
         """
@@ -164,13 +183,18 @@ class Container:
         self._started = False
         files = [_file(filtered), _file(script)]
         # By a program of its own: Popen(user=...) forks, and so copies the page tables of all that the trainer holds.
-        as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
+        command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
+        command += _command(bwrap, files[0], files[1], status, cpu_s=cpu_s, memory_mb=memory_mb)
+        self._memory = memory_mb * 2**20
+        self._group = cgroup.make(self._memory + 2 * TMP_BYTES + KERNEL_BYTES, PROCESSES + OWN_PROCESSES)
+        if self._group:
+            command = ["/bin/sh", "-c", f'{self._group.join} && exec "$@"', "sandbox", *command]
         try:
             self.process = subprocess.Popen(
-                as_nobody + _command(bwrap, files[0], files[1], status, cpu_s=cpu_s, memory_mb=memory_mb),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT if merge else subprocess.PIPE,
+                command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
                 pass_fds=(*files, status),
                 env={"PATH": "/usr/bin:/bin"},
                 cwd="/",
@@ -179,6 +203,8 @@ class Container:
             )
         except BaseException:
             os.close(self._status)
+            if self._group:
+                self._group.remove()
             raise
         finally:
             for descriptor in (*files, status):
@@ -196,22 +222,56 @@ class Container:
             self._status = None
         return self._started
 
+    def processes(self) -> list[int]:
+        """Its processes, bubblewrap's outer one first."""
+        found, frontier = [], [self.process.pid]
+        while frontier:
+            pid = frontier.pop()
+            with contextlib.suppress(OSError, ValueError):
+                children = [(task / "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+                found.append(pid)
+                frontier += [int(child) for of_task in children for child in of_task]
+        return found
+
     def memory(self) -> int:
         """Resident bytes of all processes of the container."""
         found = 0
-        for pid in self._processes():
+        for pid in self.processes():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return found
 
-    def _processes(self) -> list[int]:
-        """Ids of bubblewrap's outer process and of all that descend from it."""
-        found = [self.process.pid]
-        for pid in found:  # which grows meanwhile
-            with contextlib.suppress(OSError, ValueError):
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    found += map(int, (task / "children").read_text().split())
+    def files(self) -> int:
+        """Files in its folders in memory, each of which takes a KiB of the kernel's, whatever is in it."""
+        found = 0
+        for pid in self.processes()[1:2]:
+            for folder in ("tmp", "dev/shm"):
+                with contextlib.suppress(OSError):
+                    room = os.statvfs(f"/proc/{pid}/root/{folder}")
+                    if (
+                        room.f_blocks * room.f_frsize == TMP_BYTES
+                    ):  # while it is being made, the folder is the machine's
+                        found += room.f_files - room.f_ffree
         return found
+
+    def is_over(self) -> bool:
+        """Whether it holds more memory or files than it may."""
+        return self.memory() > self._memory or self.files() > MOST_FILES
+
+    def freeze(self) -> None:
+        """Stop all of its processes, until `thaw`: none can allocate, compute or start another one."""
+        stopped: set[int] = set()
+        while new := {*self.processes()[1:]} - stopped:
+            for pid in new:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGSTOP)
+            stopped |= new
+
+    def thaw(self) -> None:
+        """Let its processes go on."""
+        for pid in self.processes()[1:]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill it with all that it started."""
@@ -222,7 +282,7 @@ class Container:
         # is stopped starts none and buries none: what is found below it is all there is, and each id is what it was.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGSTOP)
-            for pid in self._processes()[1:]:
+            for pid in self.processes()[1:]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -239,10 +299,22 @@ class Container:
         if self._status is not None:
             os.close(self._status)
             self._status, self._started = None, False
+        if self._group:
+            self._group.remove()
+
+    def was_refused(self, wait_s: float = END_S) -> bool:
+        """Whether it has ended, or does within `wait_s`, without beginning the script: for no reason of the script's."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(wait_s)
+        return self.process.returncode is not None and not self.started and not self.was_out_of_memory()
+
+    def was_out_of_memory(self) -> bool:
+        """Whether the kernel has ended one of its processes for its memory."""
+        return self._group is not None and self._group.out_of_memory()
 
 
 def watch(
-    container: Container, stdin: bytes, *, timeout_s: float, memory_mb: int, output_bytes: int, until: bytes = b""
+    container: Container, stdin: bytes, *, timeout_s: float, output_bytes: int, until: bytes = b""
 ) -> tuple[list[bytearray], Reason]:
     """Feed and read a container until it has closed its output, has written `until`, or breaks a limit.
 
@@ -267,7 +339,7 @@ def watch(
                 return outputs, "timeout"
             if now - looked >= LOOK_S:
                 looked = now
-                if container.memory() > memory_mb * 2**20:
+                if container.is_over():
                     return outputs, "memory"
             for key, _ in ready.select(min(LOOK_S, deadline - now)):
                 output: bytearray | None = key.data
@@ -297,6 +369,29 @@ def watch(
     return outputs, "ok"
 
 
+def last_words(container: Container, *, beside: Sequence[Container], timeout_s: float) -> str:
+    """What a container writes to its standard error until it closes it, at most 4 KiB.
+
+    It is '' where the container or one beside it breaks a limit. Errors: OSError where it was not contained.
+    """
+    stream, deadline, output = container.process.stderr, time.monotonic() + timeout_s, b""
+    assert stream  # it is a pipe
+    os.set_blocking(stream.fileno(), False)
+    with selectors.DefaultSelector() as ready:
+        ready.register(stream, selectors.EVENT_READ)
+        while (left := deadline - time.monotonic()) > 0 and len(output) < 4096:
+            if any(one.is_over() for one in (container, *beside)):
+                return ""
+            if not ready.select(min(LOOK_S, left)):
+                continue
+            if not (read := os.read(stream.fileno(), 4096)):
+                if container.was_refused():
+                    raise OSError(f"bubblewrap contains nothing here: {output.decode(errors='replace')[:300]}")
+                return output.decode(errors="replace")
+            output += read
+    return ""
+
+
 def run_python(
     code: str, *, stdin: str = "", timeout_s: float = 10.0, memory_mb: int = 512, output_bytes: int = 65536
 ) -> Outcome:
@@ -304,14 +399,14 @@ def run_python(
 
     Never raises because of what the program does; `reason` is refused where this machine cannot contain it.
     """
+    if "\0" in code:  # behind it Python would read no more
+        return Outcome("", "SyntaxError: source code cannot contain null bytes\n", 1, "error")
     try:
         container = Container(_encode(code), cpu_s=int(timeout_s) + 1, memory_mb=memory_mb)
     except (OSError, ImportError) as error:
         return Outcome("", str(error), None, "refused")
     try:
-        outputs, reason = watch(
-            container, _encode(stdin), timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=output_bytes
-        )
+        outputs, reason = watch(container, _encode(stdin), timeout_s=timeout_s, output_bytes=output_bytes)
         if reason == "ok":
             try:
                 container.process.wait(max(0.1, timeout_s))
@@ -320,6 +415,8 @@ def run_python(
         stdout, stderr = (bytes(output[:output_bytes]).decode(errors="replace") for output in outputs)
         if reason == "ok" and not container.started:
             return Outcome("", f"bubblewrap contains nothing here: {' '.join(stderr.split())[:300]}", None, "refused")
+        if reason == "ok" and container.was_out_of_memory():
+            reason = "memory"
     finally:
         container.end()
     if reason != "ok":

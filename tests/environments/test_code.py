@@ -51,20 +51,6 @@ def test_tests_decide(response, right):
 
 
 @contained
-@pytest.mark.parametrize(
-    "response",
-    [
-        "import os; os._exit(0)",
-        "raise SystemExit",
-        "import sys\ndef double(x): sys.exit(0)",
-        "import os, signal\nos.kill(os.getpid(), 9)",
-    ],
-)
-def test_an_early_end_is_no_success(response):
-    assert passes_tests(f"```python\n{response}\n```", TESTS, PROMPT, timeout_s=3.0)["correct"] == 0.0
-
-
-@contained
 def test_a_task_of_programs(tmp_path):
     rows = [{"prompt": f"# {i}\n{PROMPT}", "answer": TESTS} for i in range(20)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -85,7 +71,7 @@ def test_a_machine_that_cannot_contain_programs_refuses(tmp_path, monkeypatch):
     ):
         build_task(DataConfig(path=str(tmp_path / "a.jsonl"), verifier="code"))
     with pytest.raises(UserError, match="data.verifier: code: bubblewrap"):
-        passes_tests("x = 1", "")
+        passes_tests("x = 1", "assert x == 1")
 
 
 def test_a_game_of_several_attempts():

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(sandbox.problem()), reas
 
 
 def passes(problem: dict[str, str], body: str) -> bool:
-    tests = f"{problem['test']}\ncheck({problem['entry_point']})\n"
+    tests = problem["test"]
     return passes_tests(body, tests, problem["prompt"], timeout_s=60.0)["correct"] == 1.0
 
 

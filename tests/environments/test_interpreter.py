@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_errors_are_shown_and_lose_nothing(session):
         ("while True: print('x' * 1000)", f"more than {OUTPUT_BYTES} bytes"),
         ("import os; os._exit(1)", "interpreter ended"),
         ("import os; os.close(1)", "interpreter ended|longer than"),
-        ("import os; os.kill(os.getpid(), 9)", "interpreter ended"),
+        ("import os; os.abort()", "interpreter ended"),
     ],
 )
 def test_a_call_that_breaks_a_limit_starts_anew(session, code, problem):
@@ -68,6 +69,49 @@ def test_a_call_that_breaks_a_limit_starts_anew(session, code, problem):
     session.timeout_s = patient_s
     assert "variables are lost" in str(found.value)
     assert "NameError" in session.run("x")
+
+
+def test_its_own_signals_do_not_end_it(session):
+    """It is the first process of its container."""
+    session.run("import os, signal; x = 3")
+    assert session.run("os.kill(os.getpid(), 9); os.kill(1, signal.SIGTERM); x") == "3"
+
+
+BUSY = """
+import os, threading, time
+def work():
+    kept = []
+    while True:
+        kept.append(bytearray(2**16))
+        time.sleep(0.0005)
+for _ in range(2):
+    if os.fork() == 0:
+        work()
+threading.Thread(target=work, daemon=True).start()
+'returned'
+"""
+
+
+def test_nothing_runs_between_calls(session):
+    """Or else processes in the background would hold memory and compute while nobody looks."""
+    assert session.run(BUSY) == "'returned'"
+    container, deadline = session._container, time.monotonic() + 30
+
+    def look() -> tuple[set[str], int]:
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in container.processes()[1:]]
+        return {stat.rpartition(")")[2].split()[0] for stat in stats}, container.memory()
+
+    seen = [look()]
+    while (seen[-1] != look() or seen[-1][0] != {"T"}) and time.monotonic() < deadline:  # a signal takes a moment
+        seen.append(look())
+    assert len(container.processes()) == 4 and seen[-1][0] == {"T"}
+    time.sleep(0.3)  # of what would hold 100 MB more
+    assert look() == seen[-1] and seen[-1][1] < 256 * 2**20
+    assert session.run("1 + 1") == "2"
+
+
+def test_code_with_a_nul_is_an_error(session):
+    assert "null bytes" in session.run("print(1)\0print(2)") and session.run("3") == "3"
 
 
 def test_it_reads_no_input_and_sees_no_calls(session):

@@ -59,6 +59,7 @@ REFUSED = {
     "another namespace by clone": SYSCALL + "call(56, 0x10000000 | 17, 0, 0, 0, 0)",
     "another namespace by clone3": SYSCALL + "call(435, 0, 0)",
     "memory without a file": SYSCALL + "call(319, b'x', 0)",
+    "memory that the kernel itself does not see": SYSCALL + "call(447, 0)",
     "another process's memory": SYSCALL + "call(310, 1, 0, 0, 0, 0, 0)",
     "the kernel's keys": SYSCALL + "call(250, 0, 0, 0, 0, 0)",
     "bpf": SYSCALL + "call(321, 0, 0, 0)",
@@ -85,6 +86,8 @@ STOPPED = {
         "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
         "timeout",
     ),
+    "files without end": ("i = 0\nwhile True:\n    i += 1\n    open(f'/tmp/{i}', 'w').close()", "memory"),
+    "folders without end": ("import os\ni = 0\nwhile True:\n    i += 1\n    os.mkdir(f'/dev/shm/{i}')", "memory"),
     "threads without end": (
         "import threading, time\nwhile True:\n    try:\n        threading.Thread(target=time.sleep, args=(99,)).start()\n    except RuntimeError:\n        pass",
         "timeout",
@@ -96,7 +99,8 @@ STOPPED = {
     "a flood of errors": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
     "a deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", "error memory timeout"),
     "a wild pointer": ("import ctypes; ctypes.string_at(0)", "error"),
-    "its own end": ("import os; os.kill(os.getpid(), 9)", "error"),
+    "its own end": ("import os; os.kill(os.getpid(), 9)", "ok"),  # a first process is not ended by its own signals
+    "an abort": ("import os; os.abort()", "error"),
     "the end of all that it sees": ("import os\nos.kill(-1, 9)", "ok error timeout"),
     "the end of its first process": ("import os\nos.kill(1, 9)\nprint('still here')", "ok error timeout"),
 }
@@ -112,6 +116,32 @@ def test_what_is_stopped(name):
     assert found.reason in reason.split(), found
     assert time.monotonic() - begun < limits["timeout_s"] + sandbox.END_S + 60, "programs sleep for 600 s"
     assert len(found.stdout) <= LIMITS["output_bytes"] and len(found.stderr) <= LIMITS["output_bytes"]
+
+
+def test_the_program_is_the_first_process_and_has_the_limits():
+    """There is no process that has none of them, and whose memory a program of the same user could write."""
+    code = "import os\nprint(os.getpid(), [p for p in os.listdir('/proc') if p.isdigit()])\nprint(open('/proc/1/limits').read())"
+    found = run_python(code, **PATIENT)
+    who, _, limits = found.stdout.partition("\n")
+    assert who == "1 ['1']", found
+    hard = {line[:25].strip(): line[26:].split()[1] for line in limits.splitlines()[1:] if line}
+    assert hard["Max cpu time"] == str(int(PATIENT["timeout_s"]) + 2)
+    assert hard["Max address space"] == str(PATIENT["memory_mb"] * 2**20)
+    assert hard["Max file size"] == str(sandbox.TMP_BYTES) and hard["Max processes"] == str(sandbox.PROCESSES)
+    assert hard["Max open files"] == "64" and hard["Max core file size"] == hard["Max locked memory"] == "0"
+
+
+def test_a_program_with_a_nul_is_an_error():
+    """Python would read what is before it, and drop the rest."""
+    for code in ("print(1)\0print(2)", "\0", "# a\0\nprint(3)"):
+        found = run_python(code, **PATIENT)
+        assert (found.stdout, found.exit_code, found.reason) == ("", 1, "error") and "null bytes" in found.stderr
+
+
+def test_it_is_contained_without_a_control_group_too(monkeypatch):
+    monkeypatch.setattr(sandbox.cgroup, "make", lambda *limits: None)
+    assert run_python("print(1)", **PATIENT).stdout == "1\n"
+    assert run_python("x = [0] * 10**9", **PATIENT).reason == "memory"
 
 
 def processes_of(marker: str) -> list[int]:

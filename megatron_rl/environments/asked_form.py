@@ -1,0 +1,157 @@
+"""The form that a question asks for: an answer of the right value in another one is the question said again."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sympy import Add, Expr, Integer, Mul, Pow, Rational, Symbol, preorder_traversal
+from sympy.core.relational import Relational
+
+from megatron_rl.environments.number_answer import Number
+
+_SIMPLE = re.compile(r"simpl|reduc|lowest terms|collect|combine", re.IGNORECASE)
+_RATIONAL = re.compile(rf"rationaliz|{_SIMPLE.pattern}", re.IGNORECASE)
+_FRACTION = re.compile(
+    r"lowest terms|common fraction|reduced fraction|reduce the fraction|as a fraction|simplest form", re.IGNORECASE
+)
+_FACTOR = re.compile(r"\bfactor(?!ial)", re.IGNORECASE)
+_EXPAND = re.compile(r"\bexpand|\bmultiply out", re.IGNORECASE)
+_SOLVE = re.compile(r"\bsolve|\bisolate|in terms of", re.IGNORECASE)
+_DERIVE = re.compile(
+    r"derivative|differentiate|integral|integrate|\\frac\{d\}|\\int|evaluate|compute|calculate|what is|find",
+    re.IGNORECASE,
+)
+
+
+def squeeze(text: str) -> str:
+    """The text in one notation, to look for an expression in it."""
+    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
+    text = re.sub(r"\\times|\\cdot", "*", text).replace(r"\div", "/")
+    return re.sub(r"\\(?:[,;!()\[\]])|[\s${}]|(?<=\d),(?=\d{3})", "", text)
+
+
+def has_form_of_number(number: Number, gold: Number, prompt: str) -> bool:
+    """Whether a number is written as the prompt asks for, by its words, and is not the one that the prompt has written."""
+    prompt = squeeze_spaces(prompt)
+    if number.fraction and (_SIMPLE.search(prompt) or _FRACTION.search(prompt)) and not number.reduced:
+        return False
+    if gold.fraction and not number.fraction and _FRACTION.search(prompt):
+        return False
+    if re.search(r"as a decimal|in decimal", prompt) and gold.decimals is not None and number.decimals is None:
+        return False
+    if "mixed number" in prompt and number.mixed != gold.mixed:
+        return False
+    if "scientific notation" in prompt and number.mantissa != gold.mantissa:
+        return False
+    squeezed = squeeze(prompt)
+    if number.fraction and not gold.fraction and "/".join(map(str, number.fraction)) in squeezed:
+        return False
+    return not (number.scientific and not gold.scientific and re.search(r"10\^|\de\d", squeezed))
+
+
+def squeeze_spaces(text: str) -> str:
+    """The text with one blank in the place of each run of white space."""
+    return re.sub(r"\s+", " ", text)
+
+
+def has_form(expression: Any, gold: Any, shown: str, expected: str, prompt: str) -> bool:
+    """Whether an expression has the form that the prompt asks for, and is not what the prompt has written.
+
+    expression, gold: as they were parsed, with nothing computed; shown, expected: their texts.
+    """
+    ours, theirs, asked = (squeeze(text) for text in (shown, expected, prompt))
+    if len(ours) > 2 and re.search(r"\W", ours.strip("-+()")) and ours in asked and ours != theirs:
+        return False
+    if _SOLVE.search(prompt) and _is_solved(gold) and isinstance(expression, Relational):
+        return _is_solved(expression)
+    if not isinstance(expression, Expr) or not isinstance(gold, Expr):
+        return True
+    if _FACTOR.search(prompt):
+        return _factors(expression) == _factors(gold) if not gold.free_symbols else _degree(expression) >= _degree(gold)
+    if _EXPAND.search(prompt):
+        return not any(_has_brackets(node) for node in preorder_traversal(expression)) and _is_collected(expression)
+    if _RATIONAL.search(prompt) and _has_root_below(expression) and not _has_root_below(gold):
+        return False
+    if _SIMPLE.search(prompt):
+        return _is_collected(expression) and _size(expression) <= _size(gold)
+    return _size(expression) <= 2 * _size(gold) + 4 or not _DERIVE.search(prompt)
+
+
+def _factors(product: Any) -> list[str]:
+    """The factors of a product of numbers with their exponents, 1 and -1 left out."""
+    found = []
+    for factor in Mul.make_args(product):
+        base, exponent = factor.as_base_exp() if isinstance(factor, Pow) else (factor, 1)
+        found += (
+            [str(base)] * int(exponent)
+            if getattr(exponent, "is_Integer", True) and 0 < exponent < 200
+            else [str(factor)]
+        )
+    return sorted(factor for factor in found if factor not in ("1", "-1"))
+
+
+def _degree(product: Any) -> int:
+    """The number of factors with letters, each as often as its exponent says; 0 where one is no polynomial."""
+    count = 0
+    for factor in Mul.make_args(product):
+        base, exponent = factor.args if isinstance(factor, Pow) else (factor, Integer(1))
+        if not base.free_symbols:
+            continue
+        if not (exponent.is_Integer and exponent >= 0 and base.is_polynomial(*base.free_symbols)):
+            return 0
+        count += int(exponent)
+    return count
+
+
+def _has_brackets(node: Any) -> bool:
+    """Whether a sum is multiplied there, or raised to a power."""
+    if isinstance(node, Mul):
+        return sum(isinstance(factor, Add) for factor in node.args) > 0 and len([f for f in node.args if f != -1]) > 1
+    return isinstance(node, Pow) and isinstance(node.base, Add) and node.exp.is_Integer and node.exp > 1
+
+
+def _is_collected(expression: Any) -> bool:
+    """Whether no two terms or factors could be one, and no square is under a root."""
+    for node in preorder_traversal(expression):
+        if isinstance(node, Add):
+            parts = [term.doit().as_coeff_Mul()[1] for term in node.args]
+        elif isinstance(node, Mul):
+            parts = [factor.as_base_exp()[0] for factor in node.args if factor.free_symbols]
+        else:
+            if (
+                isinstance(node, Pow)
+                and node.base.is_Integer
+                and node.exp.is_Number
+                and not node.exp.is_Integer
+                and Pow(node.base, Rational(str(node.exp))) != node
+            ):
+                return False
+            continue
+        if len({*parts}) < len(parts):
+            return False
+    return True
+
+
+def _is_solved(relation: Any) -> bool:
+    """Whether one side of a relation is a letter that the other one has not."""
+    if not isinstance(relation, Relational):
+        return False
+    left, right = relation.lhs, relation.rhs
+    return any(isinstance(a, Symbol) and a not in b.free_symbols for a, b in ((left, right), (right, left)))
+
+
+def _has_root_below(expression: Any) -> bool:
+    """Whether a root of a number is in a denominator."""
+    return any(
+        isinstance(node, Pow)
+        and node.exp.is_negative
+        and not node.free_symbols
+        and any(isinstance(n, Pow) and n.exp.is_Integer is False for n in preorder_traversal(node))
+        for node in preorder_traversal(expression)
+    )
+
+
+def _size(expression: Any) -> int:
+    """Numbers and letters of an expression; -1 as a factor or an exponent is a sign."""
+    return sum(not node.args and node != -1 for node in preorder_traversal(expression))

@@ -91,7 +91,7 @@ class RowTask(Task):
     tokens that were sampled, in data.tokens_key.
     """
 
-    known_options: tuple[str, ...] = ("verifier_timeout_s",)
+    known_options: tuple[str, ...] = ("verifier_timeout_s", "isolated")
     generates = False
     """Whether there are rows without data.path."""
 
@@ -103,7 +103,11 @@ class RowTask(Task):
         check_options(data, self.known_options)
         self.prepare = resolve("function", data.prepare, {}, "data.prepare") if data.prepare else None
         timeout_s = float(data.options.get("verifier_timeout_s", VERIFIER_TIMEOUT_S))
-        self.verify = RowVerifier(data.verifier or self.verifier or "exact", tuple(data.rewards), timeout_s=timeout_s)
+        alone = data.options.get("isolated", False)
+        if not isinstance(alone, bool):
+            raise UserError(f"config: data.options.isolated = {alone!r} is neither true nor false")
+        name = data.verifier or self.verifier or "exact"
+        self.verify = RowVerifier(name, tuple(data.rewards), timeout_s=timeout_s, alone=alone)
         if data.verifier == "code" and not demonstrations and (problem := sandbox.problem()):
             raise UserError(f"config: data.verifier: code: {problem}")
         self.parts = self.verify.parts
@@ -247,10 +251,14 @@ class RowTask(Task):
         else:
             text = self.data.template.replace("{prompt}", prompt)
             messages = [{"role": "user", "content": text}] if self.data.chat else None
+        if answer is MISSING:
+            answer = None
+        elif not self.demonstrations:
+            answer = self.verify.expected(row, answer, text)
         return Prompt(
             prompt_id=where,
             text=text,
-            answer=None if answer is MISSING else answer,
+            answer=answer,
             response=response if response is None or isinstance(response, list) else str(response),
             messages=messages,
         )
@@ -308,7 +316,7 @@ class FileTask(RowTask):
 class HubTask(RowTask):
     """Rows of a Hugging Face data set; options: subset, split, eval_split."""
 
-    known_options = ("verifier_timeout_s", "subset", "split", "eval_split")
+    known_options = (*RowTask.known_options, "subset", "split", "eval_split")
 
     def _training_rows(self) -> Iterator[Row]:
         options = self.data.options

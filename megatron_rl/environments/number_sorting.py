@@ -83,7 +83,7 @@ class NumberSorting(Task):
     @override
     def extract(self, text: str) -> str:
         numbers = read_numbers(text)
-        return text.strip() if numbers is None else " ".join(f"{n:g}" for n in numbers)
+        return text.strip() if numbers is None else " ".join(f"{float(n):g}" for n in numbers)
 
     @override
     def demonstration(self, prompt: Prompt, rng: random.Random) -> str:

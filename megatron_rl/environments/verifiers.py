@@ -9,22 +9,18 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
-from megatron_rl.environments.code import passes_tests, program_of
+from megatron_rl.environments import isolated
+from megatron_rl.environments.code import last_block, passes_tests, tests_of_row
 from megatron_rl.environments.instructions import PARTS, follows
-from megatron_rl.environments.math_answer import (
-    Literal,
-    clean,
-    only_number,
-    repeats,
-    squeeze,
-    stated_number,
-    statements,
-)
+from megatron_rl.environments.math_answer import math_answer
+from megatron_rl.environments.math_verifier import compare_math
+from megatron_rl.environments.stated_answer import extract_answer
 from megatron_rl.environments.task import Parts, Prompt
 from megatron_rl.environments.worker_pool import Failure, WorkerPool
 from megatron_rl.errors import UserError
@@ -32,42 +28,13 @@ from megatron_rl.registry import resolve
 
 log = logging.getLogger(__name__)
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_PHRASE = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)+\s*:?\s*(.+)", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
-
-
-def extract_answer(text: str, *, multiline: bool = False) -> str:
-    r"""The answer in a response: the last <answer> tag, `\boxed{}` or 'The answer is ...', else the last line.
-
-    multiline: without a marker the whole text is the answer (for answers that are grids).
-    """
-    if tags := _TAG.findall(text):
-        return tags[-1].strip()
-    if (boxed := last_boxed(text)) is not None:
-        return boxed.strip()
-    if phrases := _PHRASE.findall(text):
-        return phrases[-1].strip().removesuffix(".").strip("*` ")
-    text = text.strip()
-    return text if multiline or not text else text.splitlines()[-1].strip()
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{...}`, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for end in range(start + 6, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start + 7 : end]
-    return None
 
 
 def exact(text: str, answer: Any) -> Parts:
     """1 if the extracted answer equals the expected one, apart from white space around them."""
-    return {"correct": float(extract_answer(text) == str(answer).strip())}
+    found = extract_answer(text)
+    return {"correct": float(found != "" and found == str(answer).strip())}
 
 
 def number_list(text: str, answer: Sequence[float] | str) -> Parts:
@@ -75,9 +42,9 @@ def number_list(text: str, answer: Sequence[float] | str) -> Parts:
 
     answer: the numbers, or a text like '3 6 12 15'.
     """
-    expected = read_numbers(answer) if isinstance(answer, str) else [float(n) for n in answer]
+    expected = read_numbers(answer) if isinstance(answer, str) else [Decimal(str(n)) for n in answer]
     found = read_numbers(text)
-    return {"correct": float(found is not None and found == expected), "answered": float(found is not None)}
+    return {"correct": float(bool(found) and found == expected), "answered": float(found is not None)}
 
 
 def zigzag(text: str, question: str) -> Parts:
@@ -92,70 +59,10 @@ def zigzag(text: str, question: str) -> Parts:
     return {"correct": float(right and turns), "answered": float(found is not None)}
 
 
-def read_numbers(text: str) -> list[float] | None:
-    """The numbers of a text that is nothing but numbers and separators, or None."""
+def read_numbers(text: str) -> list[Decimal] | None:
+    """The numbers of a text that is nothing but numbers and separators, exactly, or None."""
     words = [word for word in re.split(r"[\s,;\[\]()]+", text) if word]
-    return [float(w) for w in words] if words and all(_NUMBER.fullmatch(w) for w in words) else None
-
-
-def math_answer(text: str) -> str:
-    """The number that a response gives as its final answer, or where there is none what it states last."""
-    stated = statements(clean(text))
-    numbers = filter(None, map(stated_number, stated))
-    return next((number.text for number in numbers), stated[0].text.strip() if stated else "")
-
-
-def compare_math(text: str, answer: Any, prompt: str = "", truncated: bool = False) -> Parts:
-    """1 if the final answer of a response is the expected one; math-verify compares the two.
-
-    Where a number is expected, a literal has to be given: in a box, after a marker, or as the last of the last line. What
-    repeats the question, and a response that was cut off, is no answer. Errors: ValueError where `answer` is no mathematical
-    expression. It runs inside a worker, which has no need of that library's own (alarm-based) limits.
-    """
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
-    expected = clean(str(answer).rpartition("####")[2]).strip()
-    number = only_number(expected)
-    gold = _parse(number.text if number else expected, parse)
-    if not gold:
-        raise ValueError(f"the expected answer {answer!r} is not a mathematical expression")
-    found = []
-    if not truncated:
-        found = _given_number(text, number, prompt, parse) if number else _given(text, expected, prompt, parse)
-    correct = bool(found) and verify(gold, found, timeout_seconds=None)
-    return {"correct": float(correct), "answered": float(bool(found))}
-
-
-def _given_number(text: str, gold: Literal, prompt: str, parse: Callable[..., list]) -> list:
-    """The final answer, parsed, where a number is expected."""
-    for stated in statements(clean(text)):
-        if number := stated_number(stated):
-            asked_for = number.fraction and not gold.fraction and squeeze(number.text) in squeeze(prompt)
-            return [] if asked_for else _parse(number.text, parse)
-        if stated.kind == "boxed":
-            return [] if repeats(stated.text, prompt) else _parse(stated.text, parse)
-    return []
-
-
-def _given(text: str, gold: str, prompt: str, parse: Callable[..., list]) -> list:
-    """The final answer, parsed, where an expression is expected: what is stated last."""
-    for stated in statements(clean(text)):
-        content = stated.text.strip().removesuffix(".").strip("*` ")
-        if stated.kind == "line":
-            found = parse(content, parsing_timeout=None)
-            content = next((part for part in found if isinstance(part, str)), content)
-        else:
-            found = _parse(content, parse)
-        if found:
-            return [] if repeats(content, prompt) and squeeze(content) != squeeze(gold) else found
-    return []
-
-
-def _parse(text: str, parse: Callable[..., list]) -> list:
-    """math-verify wants LaTeX between dollars."""
-    in_tex = "$" in text or "\\boxed" in text or "\\(" in text
-    return parse(text if in_tex else f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None)
+    return [Decimal(w) for w in words] if words and all(_NUMBER.fullmatch(w) for w in words) else None
 
 
 def unjudged(text: str, answer: Any) -> Parts:
@@ -174,10 +81,14 @@ class Verifier:
     """Modules that its worker processes import first; None: it is quick on any text, and needs no worker."""
     extract: Callable[[str], str] = lambda text: extract_answer(text.rpartition("####")[2])
     """The answer inside a response, for maj@n and distinct@n."""
+    expected: Callable[[dict[str, Any], Any, str], Any] | None = None
+    """(row, answer, prompt) -> the answer as the function takes it. Errors: ValueError saying why the row cannot be used."""
 
 
 VERIFIERS = {
-    "code": Verifier(passes_tests, pooled=("megatron_rl.environments.code",), extract=program_of),
+    "code": Verifier(
+        passes_tests, pooled=("megatron_rl.environments.code",), extract=last_block, expected=tests_of_row
+    ),
     "exact": Verifier(exact, parts=("correct",)),
     "instructions": Verifier(
         follows, PARTS, pooled=("megatron_rl.environments.instruction_checkers",), extract=lambda text: text.strip()
@@ -253,23 +164,34 @@ class RowVerifier:
     in worker processes with a hard limit for each call.
     """
 
-    def __init__(self, name: str, weighted: Sequence[str], *, timeout_s: float):
-        """weighted: the parts that data.rewards names. Errors: UserError where there is no such function."""
+    def __init__(self, name: str, weighted: Sequence[str], *, timeout_s: float, alone: bool = False):
+        """weighted: the parts that data.rewards names. alone: each call of the user's own is in a process that only computes.
+
+        Errors: UserError where there is no such function, and for `alone` where it cannot be.
+        """
         found = resolve("verifier", name, VERIFIERS, "data.verifier")
         if not isinstance(found, Verifier):
             found = Verifier(found, tuple(weighted) or ("correct",), pooled=())
         self.parts, self.extract, self._function = found.parts, found.extract, found.function
+        self.expected = found.expected or (lambda row, answer, prompt: answer)
+        if alone and name in VERIFIERS:
+            raise UserError(f"config: data.options.isolated is for a verifier of your own, and '{name}' is built in")
+        if alone and (problem := isolated.problem()):
+            raise UserError(f"config: data.options.isolated: {problem}")
+        self._before: tuple[Any, ...] = (name, timeout_s) if alone else ()
         self._extras, self._timeout_s = _extras(self._function, name), timeout_s
-        limit_s = timeout_s + (GRACE_S if "timeout_s" in self._extras else 0.0)
+        limit_s = timeout_s + (GRACE_S if alone or "timeout_s" in self._extras else 0.0)
         self.pooled: PooledCalls | None = None
         if found.pooled is not None:
             target = f"{found.function.__module__}:{found.function.__name__}" if name in VERIFIERS else name
+            if alone:
+                target = f"{__name__}:{judge_alone.__name__}"
             self.pooled = PooledCalls(target, self.parts, timeout_s=limit_s, imports=found.pooled)
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
         """Parts of texts[i] as a response to prompts[i]."""
         cut = truncated or [False] * len(texts)
-        calls = [(text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
+        calls = [(*self._before, text, prompt.answer) for prompt, text in zip(prompts, texts, strict=True)]
         own = {"timeout_s": self._timeout_s}
         extras = [{"prompt": p.text, "truncated": bool(c)} | own for p, c in zip(prompts, cut, strict=True)]
         keywords = [{name: extra[name] for name in self._extras} for extra in extras]
@@ -281,6 +203,20 @@ class RowVerifier:
         """End the workers, where there are some."""
         if self.pooled:
             self.pooled.close()
+
+
+def judge_alone(name: str, limit_s: float, text: str, answer: Any, /, **extras: Any) -> Mapping[str, float]:
+    """A verifier of the user's, in a process of its own that can only compute. A worker calls it.
+
+    Errors: TimeoutError; Unscored.
+    """
+    function: Callable[..., Any] = resolve("verifier", name, {}, "data.verifier")
+
+    def judge() -> Mapping[str, float]:
+        found = function(text, answer, **extras)
+        return found if isinstance(found, Mapping) else {"correct": float(found)}
+
+    return isolated.call(judge, (), timeout_s=limit_s)
 
 
 def _extras(function: Callable, name: str) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, override
 
 from megatron_rl.config import DataConfig
+from megatron_rl.credentials import RUN_KEY
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.environments.tools import ToolLost
 from megatron_rl.errors import UserError
@@ -83,7 +84,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             limit=MOST_BYTES,
-            env=os.environ | {"PATH": f"{Path(self._command[0]).parent}:{os.environ.get('PATH', os.defpath)}"},  # uv
+            env=_environment(Path(self._command[0]).parent),
             start_new_session=True,  # a Ctrl-C is ours: it ends when we say so
         )
         ready = self._waiting[None] = loop.create_future()
@@ -131,11 +132,18 @@ class Worker:
         await process.wait()
 
 
+def _environment(programs: Path) -> dict[str, str]:
+    """Variables of a worker's: with uv, and without the secret by which the run's processes know each other."""
+    ours = {name: value for name, value in os.environ.items() if name != RUN_KEY}
+    return ours | {"PATH": f"{programs}:{os.environ.get('PATH', os.defpath)}"}
+
+
 class VerifiersPackage(Task):
     """Tasks, agent and rewards of an environment of `verifiers`; the policy is behind the recording endpoint.
 
     data.options: `environment` (its config, as in the package's own files, but for taskset.id, which data.task names),
-    `limit` (tasks that are taken), `python` (of the environment that has the package).
+    `limit` (tasks that are taken), `python` (of the environment that has the package), `network` (whether episodes have one
+    beside the way to the policy, as judges need), `isolated` (false plays them with all rights of this user).
     """
 
     parts = ("reward",)
@@ -145,7 +153,7 @@ class VerifiersPackage(Task):
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
-        check_options(data, ("environment", "limit", "python"))
+        check_options(data, ("environment", "isolated", "limit", "network", "python"))
         name = data.task.partition(":")[2]
         if not name:
             raise UserError(
@@ -159,9 +167,13 @@ class VerifiersPackage(Task):
             )
         config = json.dumps(environment_config(name, data.options.get("environment", {})))
         limit = str(int(data.options.get("limit", 10_000)))
+        settings = {"isolated": data.options.get("isolated", True), "network": data.options.get("network", False)}
+        for key, value in settings.items():
+            if not isinstance(value, bool):
+                raise UserError(f"config: data.options.{key} = {value!r} is neither true nor false")
         # -P: a module beside the worker has the name of the package
         command = [str(python), "-P", str(WORKER)]
-        self._worker = Worker([*command, "serve", limit, config])
+        self._worker = Worker([*command, "serve", limit, config, json.dumps(settings)])
         self._split = split_by_hash(self._load([*command, "prompts", limit, config]))
 
     def _load(self, command: Sequence[str]) -> list[Prompt]:

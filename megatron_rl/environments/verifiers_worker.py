@@ -1,25 +1,53 @@
 """Runs environments of the `verifiers` package, in the Python that has it; nothing of megatron_rl is imported here.
 
-    python verifiers_worker.py prompts LIMIT CONFIG     one line of JSON for each task
-    python verifiers_worker.py serve LIMIT CONFIG       requests on standard input, answers on standard output
+    python verifiers_worker.py prompts LIMIT CONFIG            one line of JSON for each task
+    python verifiers_worker.py serve LIMIT CONFIG SETTINGS     requests on standard input, answers on standard output
 
-CONFIG: an environment's config of `verifiers.v1` as JSON. A request {"id", "task", "base_url", "model"} is answered by
-{"id", "reward"} or {"id", "error"}; {"id"} alone gives it up. It ends when its standard input does, so never outlives who
-started it.
+CONFIG: an environment's config of `verifiers.v1` as JSON. SETTINGS: {"isolated", "network"}. A request {"id", "task",
+"base_url", "model"} is answered by {"id", "reward"} or {"id", "error"}; {"id"} alone gives it up. It ends when its standard
+input does, so never outlives who started it.
+
+Each episode is played and judged in a fork, so what it changes ends with it. Isolated, the fork has no privileges, writes into
+a folder of its own alone (Landlock, where the kernel has it), sees no other processes, and has no network but a way to the
+policy.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import fcntl
 import itertools
 import json
 import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
 import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
+
+END_S = 5.0
+"""Longest wait for an episode that was given up to end what it has started."""
+MOST_BYTES = 4096
+"""Of an episode's answer."""
+_PDEATHSIG, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 24, 38
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_WRITES = {1: sum(1 << bit for bit in (1, *range(4, 13))), 2: 1 << 13, 3: _TRUNCATE}
+"""Rights to write, by the version of Landlock that knows them: files and folders, names across folders, shorter files."""
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def chat_message(message: Any) -> dict[str, str]:
@@ -39,6 +67,107 @@ def prompt(data: vf.TaskData) -> dict[str, Any]:
     return {"text": data.prompt_text, "messages": messages, "name": data.name or data.id or ""}
 
 
+@dataclass
+class Settings:
+    """How episodes are played."""
+
+    isolated: bool = True
+    network: bool = False
+
+
+# -- what an episode may do --------------------------------------------------------------------------------------------
+
+
+def isolate(folder: str, network: bool) -> None:
+    """Leave this process, and what it starts, a folder to write into, and no other rights. It cannot be undone.
+
+    Its next child is the first process of a namespace, with which all others in it end. Errors: OSError.
+    """
+    user, group = os.geteuid(), os.getegid()
+    flags = os.CLONE_NEWPID | os.CLONE_NEWIPC | (0 if network else os.CLONE_NEWNET)
+    os.unshare(flags | (os.CLONE_NEWUSER if user else 0))
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if not network:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:  # SIOCSIFFLAGS: up, running
+            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 0x1 | 0x40))
+    for capability in range(64):
+        LIBC.prctl(_CAPBSET_DROP, capability)
+    LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # version 3, this process
+    LIBC.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _write_into(folder)
+
+
+def _write_into(folder: str) -> None:
+    """Landlock, where the kernel has it: nothing is written but into the folder, and to devices that keep nothing."""
+    version = LIBC.syscall(_LANDLOCK_CREATE, None, 0, 1)
+    rights = sum(bits for since, bits in _WRITES.items() if since <= version)
+    if not rights:
+        return
+    ruleset = LIBC.syscall(_LANDLOCK_CREATE, ctypes.byref(ctypes.c_uint64(rights)), 8, 0)
+    of_files = rights & (_WRITE_FILE | _TRUNCATE)
+    for path, allowed in (
+        (folder, rights),
+        ("/dev/null", of_files),
+        ("/dev/zero", of_files),
+        ("/dev/urandom", of_files),
+    ):
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, descriptor))
+        if LIBC.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0):
+            raise OSError(ctypes.get_errno(), f"Landlock: {path}")
+        os.close(descriptor)
+    if LIBC.syscall(_LANDLOCK_RESTRICT, ruleset, 0):
+        raise OSError(ctypes.get_errno(), "Landlock")
+    os.close(ruleset)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while part := await reader.read(65536):
+            writer.write(part)
+            await writer.drain()
+    with contextlib.suppress(ConnectionError, RuntimeError):
+        writer.write_eof()
+
+
+async def _join(opened: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass on what comes, in both directions."""
+    with contextlib.suppress(OSError):
+        further, back = await opened()
+        await asyncio.gather(_pump(reader, back), _pump(further, writer))
+        back.close()
+    writer.close()
+
+
+def start_relay(path: str, host: str, port: int) -> int:
+    """A process that passes on, to the policy, what comes to a local socket: all that episodes without a network reach."""
+
+    async def relay() -> None:
+        opened = lambda: asyncio.open_connection(host, port)  # noqa: E731
+        server = await asyncio.start_unix_server(lambda r, w: _join(opened, r, w), sock=listening)
+        await server.serve_forever()
+
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen(1024)
+    child = os.fork()
+    if not child:
+        try:
+            LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
+            os.closerange(0, 2)
+            asyncio.run(relay())
+        finally:
+            os._exit(1)
+    listening.close()
+    return child
+
+
+# -- an episode --------------------------------------------------------------------------------------------------------
+
+
 async def play(env: vf.Env, task: vf.Task, request: dict[str, Any]) -> float:
     """The reward of one episode. Errors: RuntimeError where it did not run to its end."""
     import verifiers.v1 as vf  # where it is called: the trainer has no such package
@@ -53,39 +182,224 @@ async def play(env: vf.Env, task: vf.Task, request: dict[str, Any]) -> float:
     return sum(trace.reward for trace in episode.traces) / max(1, len(episode.traces))
 
 
-async def serve(env: vf.Env, tasks: list[vf.Task], answers: TextIO) -> None:
-    """Answer requests until there are no more, each as it comes."""
-    loop = asyncio.get_running_loop()
-    requests = asyncio.StreamReader(limit=2**24)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
-    playing: dict[int, asyncio.Task] = {}
+async def _episode(env: vf.Env, task: vf.Task, request: dict[str, Any], relay: str) -> float:
+    """Play it with servers of its own; SIGTERM gives it up, and ends them."""
+    playing = asyncio.current_task()
+    assert playing is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
+    async with contextlib.AsyncExitStack() as stack:
+        if relay:
+            address = urlsplit(request["base_url"])
+            opened = lambda: asyncio.open_unix_connection(relay)  # noqa: E731
+            bridge = await asyncio.start_server(lambda r, w: _join(opened, r, w), "127.0.0.1", address.port)
+            await stack.enter_async_context(bridge)
+            request = request | {"base_url": address._replace(netloc=f"127.0.0.1:{address.port}").geturl()}
+        await stack.enter_async_context(env.serving())
+        return await play(env, task, request)
 
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
 
-    async def one(request: dict[str, Any]) -> None:
+def _work_in(folder: str) -> None:
+    """Temporary files and the folders of programs lie in the folder."""
+    from verifiers.v1.runtimes import subprocess as runtime
+
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    runtime.CACHE_DIR = Path(folder)
+
+
+def _child(work: Any, told: int, folder: str, settings: Settings) -> None:
+    """Never returns. It writes the answer to `told`, and ends with status 0."""
+    status = 1
+    try:
+        LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+        os.dup2(told, 3)
+        os.closerange(4, 4096)
+        if settings.isolated:
+            isolate(folder, settings.network)
+            inner = os.fork()
+            if inner:  # this process passes on signals and the status
+                signal.signal(signal.SIGTERM, lambda *_: os.kill(inner, signal.SIGTERM))
+                status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+                os._exit(status if status >= 0 else 128 - status)
+            LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
+        os.write(3, json.dumps(work()).encode()[:MOST_BYTES])
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _end_of(pid: int) -> int:
+    """The exit status of a process that has told all it had to tell; it is killed where it goes on."""
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@dataclass
+class Episode:
+    """A fork that plays one."""
+
+    number: int
+    pid: int
+    told: int
+    folder: str
+    heard: bytes = b""
+    given_up: float = 0.0
+    """When it is killed; 0 where it goes on."""
+
+
+@dataclass
+class Episodes:
+    """All that are played, each in its fork."""
+
+    env: Any
+    tasks: list[Any]
+    answers: TextIO
+    settings: Settings
+    playing: dict[int, Episode] = field(default_factory=dict)
+    relay: str = ""
+
+    def __post_init__(self) -> None:
+        self.ready = selectors.DefaultSelector()
+        self.base = tempfile.mkdtemp(prefix="megatron_rl-verifiers-")
+        self._relaying = 0
+
+    def answer(self, message: dict[str, Any]) -> None:
+        """Tell the trainer."""
+        self.answers.write(json.dumps(message) + "\n")
+        self.answers.flush()
+
+    def fork(self, work: Any, number: int) -> Episode:
+        """Do something in a process of its own."""
+        folder = tempfile.mkdtemp(dir=self.base)
+        hear, told = os.pipe()
+        pid = os.fork()
+        if not pid:
+            _work_in(folder)
+            _child(work, told, folder, self.settings)
+        os.close(told)
+        episode = Episode(number, pid, hear, folder)
+        self.ready.register(hear, selectors.EVENT_READ, episode)
+        return episode
+
+    def begin(self, request: dict[str, Any]) -> None:
+        """Play what is asked for."""
+        if self.settings.isolated and not self.settings.network and not self.relay:
+            address = urlsplit(request["base_url"])
+            self.relay = f"{self.base}/policy"
+            self._relaying = start_relay(self.relay, str(address.hostname), int(address.port or 80))
+
+        def work() -> dict[str, Any]:
+            try:
+                return {"reward": asyncio.run(_episode(self.env, self.tasks[request["task"]], request, self.relay))}
+            except Exception as error:
+                return {"error": f"{type(error).__name__}: {error}"[:700]}
+
+        self.playing[request["id"]] = self.fork(work, request["id"])
+
+    def give_up(self, number: int) -> None:
+        """Let an episode end what it has started; it is killed where it does not."""
+        episode = self.playing.get(number)
+        if episode and not episode.given_up:
+            episode.given_up = time.monotonic() + END_S
+            os.kill(episode.pid, signal.SIGTERM)
+
+    def hear(self, episode: Episode) -> bool:
+        """Read what it says; at its end pass that on. Returns whether it has ended."""
+        part = os.read(episode.told, MOST_BYTES)
+        episode.heard += part
+        if part and len(episode.heard) <= MOST_BYTES:
+            return False
+        self.ready.unregister(episode.told)
+        os.close(episode.told)
+        status = _end_of(episode.pid)
+        shutil.rmtree(episode.folder, ignore_errors=True)
+        self.playing.pop(episode.number, None)
         try:
-            answer({"id": request["id"], "reward": await play(env, tasks[request["task"]], request)})
-        except Exception as error:
-            answer({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
+            found = json.loads(episode.heard)
+            said = {"reward": float(found["reward"])} if "reward" in found else {"error": str(found["error"])}
+        except (ValueError, TypeError, KeyError):
+            said = {"error": f"its process has ended with status {status}; see its messages above"}
+        self.answer({"id": episode.number, **said})
+        return True
+
+    def wait(self, also: int | None = None) -> bool:
+        """Hear episodes until `also` can be read. Returns whether it can; False where nothing is played any more."""
+        while True:
+            now = time.monotonic()
+            for episode in [*self.playing.values()]:
+                if episode.given_up and now > episode.given_up:
+                    os.kill(episode.pid, signal.SIGKILL)
+            found = {key.fd: key.data for key, _ in self.ready.select(0.5)}
+            for descriptor, episode in found.items():
+                if descriptor != also:
+                    self.hear(episode)
+            if also in found:
+                return True
+            if also is None and not self.playing:
+                return False
+
+    def serve(self) -> None:
+        """Answer requests until there are no more, each as it comes."""
+        self.ready.register(0, selectors.EVENT_READ)
+        waiting = b""
+        while self.wait(0) and (part := os.read(0, 65536)):
+            *lines, waiting = (waiting + part).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                (self.begin(request) if "task" in request else self.give_up(request["id"]))
+        self.ready.unregister(0)
+
+    def close(self) -> None:
+        """End all that is played, and remove its folders."""
+        for number in [*self.playing]:
+            self.give_up(number)
+        self.wait()
+        if self._relaying:
+            os.kill(self._relaying, signal.SIGKILL)
+        shutil.rmtree(self.base, ignore_errors=True)
+
+
+async def prepare(env: vf.Env) -> None:
+    """Do once what each episode would do again: start and end its servers, install the clients of its agents."""
+    from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
 
     async with env.serving():
-        answer({"id": None})  # ready
-        async for line in requests:
-            request = json.loads(line)
-            number = request["id"]
-            if "task" in request:
-                playing[number] = asyncio.create_task(one(request))
-                playing[number].add_done_callback(lambda _, number=number: playing.pop(number))
-            elif number in playing:
-                playing[number].cancel()
-        for task in playing.values():
-            task.cancel()
-        await asyncio.gather(*playing.values(), return_exceptions=True)
+        for name, harness in env._harnesses.items():
+            if isinstance(config := env._agent_specs[name].runtime, SubprocessConfig):
+                runtime = SubprocessRuntime(config)
+                await runtime.start()
+                try:
+                    await harness.setup(runtime)
+                finally:
+                    await runtime.teardown()
 
 
-def main(kind: str, limit: str, config: str) -> None:
+def problem_of(episodes: Episodes) -> str:
+    """Why episodes cannot be isolated on this machine; ''."""
+    said: list[dict[str, Any]] = []
+    episodes.answer = said.append  # type: ignore[method-assign]
+    try:
+        tried = episodes.fork(lambda: {"reward": 0.0}, -1)
+        while not episodes.hear(tried):
+            pass
+    finally:
+        del episodes.answer
+    if "error" not in said[0]:
+        return ""
+    return (
+        "episodes cannot be isolated here (user namespaces are forbidden?); data.options.isolated: false plays them as this"
+        " user"
+    )
+
+
+def main(kind: str, limit: str, config: str, settings: str = "{}") -> None:
     """See the module."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -94,7 +408,15 @@ def main(kind: str, limit: str, config: str) -> None:
     env = load_environment(resolve_env_config(json.loads(config)))
     tasks = list(itertools.islice(env.taskset, int(limit)))
     if kind == "serve":
-        asyncio.run(serve(env, tasks, answers))
+        episodes = Episodes(env, tasks, answers, Settings(**json.loads(settings)))
+        try:
+            asyncio.run(prepare(env))
+            problem = problem_of(episodes)
+            episodes.answer({"id": None, "error": problem} if problem else {"id": None})
+            if not problem:
+                episodes.serve()
+        finally:
+            episodes.close()
         return
     for task in tasks:
         answers.write(json.dumps(prompt(task.data)) + "\n")

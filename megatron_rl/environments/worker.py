@@ -55,5 +55,7 @@ def call(target: str, arguments: tuple, keywords: dict[str, Any]) -> Any:
         return resolve("function", target, {}, "data.verifier")(*arguments, **keywords)
     except UserError as error:
         return Failure(str(error), fatal=True)
+    except TimeoutError as error:
+        return Failure(str(error), timed_out=True)
     except (Exception, SystemExit) as error:
         return Failure(f"{type(error).__name__}: {error}"[:500])

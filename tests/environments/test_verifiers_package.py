@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import create_server
 
 import pytest
 
 from megatron_rl.config import DataConfig
+from megatron_rl.credentials import RUN_KEY
 from megatron_rl.environments import build_task
 from megatron_rl.environments.event_loop import EventLoop
 from megatron_rl.environments.tools import ToolLost
-from megatron_rl.environments.verifiers_package import Worker, environment_config
+from megatron_rl.environments.verifiers_package import WORKER as WORKER_FILE
+from megatron_rl.environments.verifiers_package import Worker, _environment, environment_config
 from megatron_rl.errors import UserError
 from tests.preloaded import PYTHON_WITH_VERIFIERS
 
 TASKS = Path(__file__).with_name("verifiers_tasks")
+
+
+def test_a_worker_does_not_know_the_secret_of_the_runs_processes(monkeypatch):
+    """An episode's program could sign what they unpickle."""
+    monkeypatch.setenv(RUN_KEY, "secret")
+    monkeypatch.setenv("OF_A_JUDGE", "kept")
+    found = _environment(Path("/x/bin"))
+    assert RUN_KEY not in found and found["OF_A_JUDGE"] == "kept" and found["PATH"].startswith("/x/bin:")
 
 
 @pytest.mark.slow
@@ -83,3 +98,79 @@ def test_a_worker_learns_what_is_given_up_and_may_end_by_itself(tmp_path):
     loop.close()
     assert (tmp_path / "heard").read_text().splitlines() == [*["['id', 'task']"] * 2, "['id']", "['id', 'task']"]
     assert (tmp_path / "ended").exists(), "it has seen the end of its input, and could clean up"
+
+
+class Policy(BaseHTTPRequestHandler):
+    """Says aab, in a stream."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        chunk = {"id": "a", "object": "chat.completion.chunk", "created": 0, "model": "policy"}
+        said = [({"role": "assistant", "content": "aab"}, None), ({}, "stop")]
+        choices = [{"index": 0, "delta": delta, "finish_reason": reason} for delta, reason in said]
+        lines = [json.dumps({**chunk, "choices": [choice]}) for choice in choices]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def policy() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Policy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def play_all(lines: list[str], tmp_path: Path, policy: str, monkeypatch, **settings: bool) -> dict[str, float | str]:
+    """What becomes of each task of tests/environments/verifiers_tasks/hostile.py, all played at once by one worker."""
+    (tmp_path / "tasks").write_text("\n".join(lines))
+    monkeypatch.setenv("HOSTILE_TASKS", str(tmp_path / "tasks"))
+    monkeypatch.setenv("PYTHONPATH", str(TASKS))
+    config = json.dumps(environment_config("hostile", {}))
+    worker = Worker([PYTHON_WITH_VERIFIERS, "-P", str(WORKER_FILE), "serve", "100", config, json.dumps(settings)])
+    loop = EventLoop()
+
+    async def one(task: int) -> float | str:
+        try:
+            return await worker.play({"task": task, "base_url": policy, "model": "policy"})
+        except ToolLost as error:
+            return str(error)
+
+    async def everything() -> list[float | str]:
+        return await asyncio.gather(*(one(task) for task in range(len(lines))))
+
+    try:
+        return dict(zip([line.split()[0] for line in lines], loop.run(everything()), strict=True))
+    finally:
+        loop.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("network", [False, True])
+def test_an_episode_can_do_no_harm_and_is_forgotten(network, tmp_path, policy, monkeypatch):
+    """A part 10 would count the episodes that its process has seen before."""
+    with create_server(("127.0.0.1", 0)) as other:
+        lines = [
+            f"write {tmp_path}/canary",
+            f"connect {other.getsockname()[1]}",
+            "processes x",
+            "root x",
+        ]
+        found = play_all([*lines, "own x", "end x"], tmp_path, policy, monkeypatch, isolated=True, network=network)
+    ended = found.pop("end")
+    assert ended == "its process has ended with status 3; see its messages above"
+    assert found == {"write": 0.0, "connect": float(network), "processes": 0.0, "root": 0.0, "own": 1.0}
+    assert not (tmp_path / "canary").exists()
+
+
+def test_settings_are_checked():
+    for key in ("isolated", "network"):
+        with pytest.raises(UserError, match=f"config: data.options.{key} = 'no' is neither true nor false"):
+            build_task(DataConfig(task="verifiers:letters", options={key: "no", "python": sys.executable}))

@@ -99,8 +99,8 @@ def test_episodes_of_verifiers(play, monkeypatch):
         return choose
 
     agents, collect = play("openai_agent", LETTERS, {"time_limit_s": 550})
-    with pytest.raises(UserError, match="all 2 conversations failed, .*the worker of verifiers has ended"):
-        collect(words(41, 42))  # that one ends the worker; another is started
+    with pytest.raises(UserError, match="all 2 conversations failed, .*its process has ended with status 3"):
+        collect(words(41, 42))  # that one ends its process; the worker goes on
     found = collect(words(38, 41))
     judged, refused = [t for t in found if not t.masked], [t for t in found if t.masked]
     assert len(judged) == 4 and {t.group_id for t in refused} == {2}, "what could not be judged does not train"

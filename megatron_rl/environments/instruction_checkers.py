@@ -5,6 +5,7 @@ Importing this module imports them, which takes seconds: where a worker imports 
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -12,10 +13,11 @@ from unittest import mock
 
 import langdetect
 import nltk
-from if_verifiable.common import get_loose_transformations, strip_thinking
+from if_verifiable.common import get_loose_transformations
 from if_verifiable.ifeval.instructions_registry import INSTRUCTION_CONFLICTS, conflict_make
 from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT as IFEVAL
 
+from megatron_rl.environments.stated_answer import behind_thinking
 from megatron_rl.registry import nearest
 
 # The package downloads data of NLTK when it is imported, from each process, and waits minutes for a network that is not there.
@@ -80,19 +82,41 @@ def build(instruction: str, arguments: Mapping[str, Any]) -> tuple[Any, str]:
     return checker, text
 
 
+_OF_A_LANGUAGE = ("language:", "change_case:english_")
+"""Beginnings of instructions whose checkers take a text for theirs where langdetect finds no language: 12345, say."""
+
+
 def follow(response: str, instruction: str, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a response follows an instruction: strictly, and loosely as IFEval and IFBench have it.
 
-    Loosely is without its first or last line, or its asterisks. A text at which the checker fails follows nothing.
+    Loosely is without its first or last line, or its asterisks. A text at which the checker fails follows nothing, nor does one
+    that shows nothing, or, where a language is asked for, has none. What must not be there is found in any width of its signs.
     """
     checker, _ = build(instruction, arguments)
 
     def holds(text: str) -> bool:
         try:
-            return bool(text.strip() and checker.check_following(text))
-        except Exception:  # of checkers that take texts to be well-formed
+            if instruction.startswith(_OF_A_LANGUAGE):
+                langdetect.detect(text)
+            return bool(_is_visible(text) and checker.check_following(text))
+        except Exception:  # of checkers that take texts to be well-formed, and of langdetect
             return False
 
-    text = strip_thinking(response)
+    text = behind_thinking(response)
+    if instruction in ("punctuation:no_comma", "keywords:forbidden_words"):
+        text = "".join(map(_usual, unicodedata.normalize("NFKC", text)))
     strict = holds(text)
     return strict, strict or any(map(holds, get_loose_transformations(text)))
+
+
+def _usual(sign: str) -> str:
+    """A comma of any script as ASCII's, nothing for a sign that does not show (a soft hyphen), others as they are."""
+    kind = unicodedata.category(sign)
+    if kind == "Po" and "COMMA" in unicodedata.name(sign, ""):
+        return ","
+    return "" if kind == "Cf" else sign
+
+
+def _is_visible(text: str) -> bool:
+    """Whether there is anything in a text but blanks and signs of no width."""
+    return any(unicodedata.category(sign)[0] not in "ZC" for sign in text)

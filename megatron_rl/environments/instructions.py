@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from megatron_rl.environments.stated_answer import behind_thinking
 from megatron_rl.errors import UserError
 
 Instruction = tuple[str, dict[str, Any]]
 """Its name, such as keywords:existence, and its arguments."""
-PARTS = ("correct", "followed", "correct_loose", "followed_loose")
+PARTS = ("correct", "followed", "correct_loose", "followed_loose", "content")
+WORDS, SHARED = 20, 2
+"""Different words of a response, and of these in the prompt, with which it has all of the part content."""
 
 
-def follows(response: str, answer: Any) -> dict[str, float]:
+def follows(response: str, answer: Any, prompt: str = "") -> dict[str, float]:
     """correct: all instructions are followed; followed: the share that is; and both as the benchmarks' loose criterion has it.
 
-    answer: in a form of `listed`. It runs inside a worker. Errors: UserError where an instruction cannot be checked here.
+    content: how much a response says beside the form (`content_of`), which the benchmarks do not look at. answer: in a form of
+    `listed`. It runs inside a worker. Errors: UserError where an instruction cannot be checked here.
     """
     from megatron_rl.environments.instruction_checkers import follow, lacking
 
@@ -28,7 +33,28 @@ def follows(response: str, answer: Any) -> dict[str, float]:
     found = [follow(response, name, arguments) for name, arguments in wanted]
     strict, loose = zip(*found, strict=True)
     shares = [sum(strict) / len(found), sum(loose) / len(found)]
-    return dict(zip(PARTS, (float(all(strict)), shares[0], float(all(loose)), shares[1]), strict=True))
+    values = (float(all(strict)), shares[0], float(all(loose)), shares[1], content_of(response, prompt))
+    return dict(zip(PARTS, values, strict=True))
+
+
+def content_of(response: str, prompt: str) -> float:
+    """How much a response says, from 0 to 1: half of it for its different words, half for those that it shares with the prompt.
+
+    An empty form has next to none, whatever the form. In scripts without blanks each letter is a word.
+    """
+    own, asked = (_words(text) for text in (behind_thinking(response), prompt))
+    long = {word for word in asked if len(word) > 3}
+    shared = min(1.0, len(own & long) / min(SHARED, len(long))) if long else 1.0
+    said = min(1.0, len(own) / WORDS)
+    return 0.5 * said + 0.5 * said * shared
+
+
+def _words(text: str) -> set[str]:
+    found = set(re.findall(r"[^\W\d_]+", text.casefold()))
+    without_blanks = {word for word in found if any(sign >= "\u0e00" and not word.isascii() for sign in word)}
+    return {word for word in found - without_blanks if len(word) > 1} | {
+        sign for word in without_blanks for sign in word
+    }
 
 
 def listed(value: Any) -> list[Instruction]:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, override
 
+import httpx2
 from mcp import Client, MCPError, StdioServerParameters, types
+from mcp.client.stdio import get_default_environment, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from pydantic import ValidationError
 
+from megatron_rl import credentials
 from megatron_rl.environments.tools import Tool, ToolError, ToolLost
 from megatron_rl.errors import UserError
 
@@ -20,6 +29,50 @@ PING_TIMEOUT_S = 5.0
 ATTEMPTS = 3
 """Times that a server is opened in a row before a call gives up; a pause before each but the first."""
 PAUSE_S = 1.0
+MOST_BYTES = 8 * 2**20
+"""Of a message: a larger one would hold up all conversations for longer than a tenth of a second."""
+HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
+"""As the package mcp has it: an answer may be a stream that stays open."""
+PLAIN = {"Accept-Encoding": "identity"}
+RELAY = Path(__file__).with_name("mcp_relay.py")
+
+
+@contextlib.asynccontextmanager
+async def _bounded(target: str | StdioServerParameters) -> AsyncIterator[Any]:
+    """The connection to a server, with a bound on the size of its messages."""
+    if isinstance(target, str):
+        hooks = {"response": [_bound]}
+        async with httpx2.AsyncClient(timeout=HTTP_TIMEOUT, headers=PLAIN, event_hooks=hooks) as http:
+            yield streamable_http_client(target, http_client=http, max_sse_event_size=MOST_BYTES)
+        return
+    path = (get_default_environment() | (target.env or {})).get("PATH")
+    if not target.cwd and not shutil.which(target.command, path=path):
+        raise FileNotFoundError(f"there is no command {target.command!r}")
+    arguments = ["-I", "-S", str(RELAY), str(MOST_BYTES), target.command, *target.args]
+    yield stdio_client(target.model_copy(update={"command": sys.executable, "args": arguments}), errlog=sys.stderr)
+
+
+async def _bound(response: httpx2.Response) -> None:
+    """Events are bounded one by one; other answers are one message."""
+    response.headers.pop("Content-Encoding", None)  # a small answer might become a large one: it is taken as it came
+    if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _BoundedStream(response.stream)
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for part in self._stream:
+            if (size := size + len(part)) > MOST_BYTES:
+                raise httpx2.StreamError(f"a message of more than {MOST_BYTES} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 class Server:
@@ -28,10 +81,18 @@ class Server:
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         """settings: as in the `mcpServers` of other clients, {command, args, env, cwd} or {url}. Errors: UserError."""
         self.name = name
+        key = f"agent.mcp_servers.{name}"
         try:
-            self._target: Any = settings["url"] if "url" in settings else StdioServerParameters(**settings)
-        except Exception as error:  # pydantic's
-            reason = " ".join(str(error).split())[:200]
+            given = dict(settings)
+            if isinstance(given.get("env"), dict):
+                given["env"] = {n: credentials.read(str(v), f"{key}.env.{n}") for n, v in given["env"].items()}
+            self._target: Any = (
+                credentials.read(given["url"], f"{key}.url") if "url" in given else StdioServerParameters(**given)
+            )
+        except ValidationError as error:
+            reason = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)
+            )[:200]
             raise UserError(
                 f"config: agent.mcp_servers.{name}: neither a url nor a command with args: {reason}"
             ) from None
@@ -64,7 +125,7 @@ class Server:
 
     async def _own(self, entered: asyncio.Future[Client], leave: asyncio.Event) -> None:
         try:
-            async with Client(self._target) as client:
+            async with _bounded(self._target) as transport, Client(transport) as client:
                 if not entered.cancelled():
                     entered.set_result(client)
                 await leave.wait()
@@ -142,4 +203,4 @@ def _reason(error: BaseException) -> str:
     """The first plain exception of a group, on one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {credentials.hide(' '.join(str(error).split()))[:300]}"  # it may quote the address

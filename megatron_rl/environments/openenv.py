@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from megatron_rl.config import DataConfig
+from megatron_rl.credentials import hide
 from megatron_rl.environments.environment import Environment, Said, Waiting
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options
 from megatron_rl.environments.tools import ToolError, ToolLost
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 HELD_OUT_SIZE = 1000
 PAUSE_S = 1.0
 """Before a first observation is asked for again."""
+MOST_BYTES = 16 * 2**20
+"""Of an answer, pictures included: a larger one would hold up all conversations while it is read."""
+MOST_UNREAD = 64
+"""Messages that nobody asked for and nobody has read, behind which a server has to wait."""
 _OF_THE_ACTION = ("INVALID_JSON", "VALIDATION_ERROR", "EXECUTION_ERROR")
 """Codes of errors that an action of the model's brings about."""
 
@@ -51,6 +56,9 @@ class Server:
         self.url, self.sessions, self.timeout_s = url.rstrip("/"), sessions, timeout_s
         self._open: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
+    def __str__(self) -> str:
+        return f"OpenEnv server {hide(self.url)}"
+
     @asynccontextmanager
     async def session(self, waiting: Waiting = nullcontext) -> AsyncIterator[Session]:
         """An environment of one's own, as long as the context. waiting: around the wait for one. Errors: ToolLost."""
@@ -59,7 +67,10 @@ class Server:
             await free.acquire()
         try:
             try:
-                async with aiohttp.ClientSession(self.url) as http, http.ws_connect("/ws", max_msg_size=0) as socket:
+                async with (
+                    aiohttp.ClientSession(self.url) as http,
+                    http.ws_connect("/ws", max_msg_size=MOST_BYTES) as socket,
+                ):
                     session = Session(self, socket)
                     try:
                         yield session
@@ -68,7 +79,7 @@ class Server:
                     finally:
                         session.reading.cancel()
             except (aiohttp.ClientError, OSError) as error:
-                raise ToolLost(f"OpenEnv server {self.url}: {error!r}") from error
+                raise ToolLost(f"{self}: {hide(repr(error))}") from error
         finally:
             free.release()
 
@@ -78,8 +89,8 @@ class Server:
             timeout = aiohttp.ClientTimeout(self.timeout_s)
             async with aiohttp.ClientSession(self.url, timeout=timeout, raise_for_status=True) as http:
                 return (await (await http.get("/schema")).json())["action"]
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
-            raise ToolLost(f"OpenEnv server {self.url} gives no /schema: {error!r}") from error
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ToolLost(f"{self} gives no /schema: {hide(repr(error))}") from error
 
 
 class Session:
@@ -87,14 +98,14 @@ class Session:
 
     def __init__(self, server: Server, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._server, self._socket = server, socket
-        self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(MOST_UNREAD)
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         """Read all the time: pings are answered while it does, and a server ends a session that answers none."""
         while True:
             message = await self._socket.receive()
-            self._answers.put_nowait(message)
+            await self._answers.put(message)
             if message.type is not aiohttp.WSMsgType.TEXT:
                 return
 
@@ -103,16 +114,14 @@ class Session:
         try:
             return await self._ask("reset", arguments)
         except ToolError as error:
-            raise UserError(
-                f"data.options.reset: OpenEnv server {self._server.url} does not take it: {error}"
-            ) from None
+            raise UserError(f"data.options.reset: {self._server} does not take it: {error}") from None
 
     async def step(self, action: Mapping[str, Any]) -> Result:
         """Errors: ToolError for an action that the environment does not take, ToolLost."""
         return await self._ask("step", action)
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Result:
-        where = f"OpenEnv server {self._server.url}"
+        where = str(self._server)
         try:
             async with asyncio.timeout(self._server.timeout_s):
                 await self._socket.send_json({"type": kind, "data": dict(data)})
@@ -120,7 +129,10 @@ class Session:
         except TimeoutError:
             raise ToolLost(f"{where}: no answer to {kind} within {self._server.timeout_s:g} s") from None
         if answer.type is not aiohttp.WSMsgType.TEXT:
-            raise ToolLost(f"{where}: the connection ended at {kind} ({answer.type.name})")
+            why = (
+                f": {answer.data}" if isinstance(answer.data, Exception) else ""
+            )  # such as an answer that is too large
+            raise ToolLost(f"{where}: the connection ended at {kind} ({answer.type.name}{why})")
         try:
             message = json.loads(answer.data)
             content = message["data"]
@@ -135,7 +147,7 @@ class Session:
             if not math.isfinite(reward):
                 raise ToolLost(f"{where}: the reward of {kind} is {reward}")
             return Result(dict(content["observation"]), reward, bool(content.get("done")))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ToolLost(f"{where}: its answer to {kind} is none of OpenEnv's: {error!r}") from error
 
 
@@ -221,7 +233,7 @@ class OpenEnv(Task):
         if self.shown is not None:
             if self.shown not in observation:
                 raise ToolLost(
-                    f"data.options.observation: {self.server.url} gives no '{self.shown}', but {', '.join(observation)}"
+                    f"data.options.observation: {self.server} gives no '{self.shown}', but {', '.join(observation)}"
                 )
             return str(observation[self.shown])
         texts = [value for value in observation.values() if isinstance(value, str)]
@@ -305,7 +317,7 @@ class Episode(Environment):
         shown = self.task.data.template.replace("{prompt}", self.task.text(result.observation))
         if shown != self.prompt.text:
             raise ToolLost(
-                f"OpenEnv server {self.task.server.url}: two resets with seed {self.prompt.metadata['seed']} begin with"
+                f"{self.task.server}: two resets with seed {self.prompt.metadata['seed']} begin with"
                 " different observations; the environment has to heed its seed, or data.options.reset to fix the episode"
             )
 

@@ -38,6 +38,7 @@ class VerifyIF(PublicSet):
         if not isinstance(self.turns, int) or self.turns < 1:
             raise UserError(f"config: data.options.turns = {self.turns!r} is no number of turns")
         super().__init__(data, demonstrations)
+        self.main_parts = ("correct", "content")
         if any(prompt.metadata for prompts in self._split.values() for prompt in prompts):
             self.program = "agent"
 

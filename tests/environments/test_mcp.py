@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from megatron_rl.config import AgentConfig
@@ -119,6 +120,79 @@ def test_a_server_that_hangs_is_left(world, monkeypatch):
         os.kill(int(process), signal.SIGKILL)
         world.back()
     assert world.run(("add", {"a": 1, "b": 1})) == ["2"]
+
+
+ENDLESS = r"""
+import json, sys
+def say(request, result): print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("method") == "initialize":
+        about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "endless", "version": "1"}}
+        say(request, about | {"protocolVersion": request["params"]["protocolVersion"]})
+    elif request.get("method") == "tools/list":
+        schema = {"type": "object", "properties": {"bytes": {"type": "integer"}}}
+        say(request, {"tools": [{"name": "say", "description": "", "inputSchema": schema}]})
+    elif request.get("method") == "tools/call":
+        print("no message", "[" * 10000, "[1, 2]", sep="\n", flush=True)
+        text = "x" * request["params"]["arguments"]["bytes"]
+        say(request, {"content": [{"type": "text", "text": text}], "isError": False})
+    elif "id" in request:
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32601, "message": "no"}}), flush=True)
+"""
+
+
+def test_a_message_without_bounds_ends_its_server_and_holds_up_nobody(tmp_path, capfd):
+    """One of 50 MB was put together, part by part, in the event loop of all conversations, until the time was over."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    settings = {"endless": {"command": sys.executable, "args": ["-S", str(tmp_path / "endless.py")]}}
+    box = Toolbox(AgentConfig(mcp_servers=settings, tool_timeout_s=200, max_tool_response=10**9))
+    box.open()
+    try:
+        for size in (1, 7 * 2**20):
+            assert box.loop.run(box.call("say", {"bytes": size}, {})) == "x" * size
+        for size in (mcp_tools.MOST_BYTES, 50 * 2**20):
+            with pytest.raises(ToolLost, match="MCP server endless, say: .*Connection closed"):
+                box.loop.run(box.call("say", {"bytes": size}, {}))
+            assert box.loop.run(box.call("say", {"bytes": 2}, {})) == "xx", "it is started again"
+    finally:
+        box.close()
+    said = capfd.readouterr().err.splitlines()
+    assert sum("lines that are no messages; they are left out: b'no message\\n'" in line for line in said) == 3, (
+        "once each"
+    )
+    assert not any("Traceback" in line for line in said)
+
+
+def test_an_answer_in_one_piece_has_bounds_too():
+    """What is taken is not decoded, and no more is read than the bound."""
+    sent = []
+
+    async def endless():
+        while True:
+            sent.append(2**20)
+            yield b"x" * sent[-1]
+
+    def answer(request):
+        assert request.headers["Accept-Encoding"] == "identity"
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        return httpx2.Response(200, headers=headers, content=endless())
+
+    async def work():
+        transport, hooks = httpx2.MockTransport(answer), {"response": [mcp_tools._bound]}
+        async with httpx2.AsyncClient(transport=transport, headers=mcp_tools.PLAIN, event_hooks=hooks) as http:
+            await http.get("http://server/")
+
+    with pytest.raises(httpx2.StreamError, match=f"more than {mcp_tools.MOST_BYTES} bytes"):
+        asyncio.run(work())
+    assert sum(sent) == mcp_tools.MOST_BYTES + 2**20
+
+
+def test_a_command_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(mcp_tools, "PAUSE_S", 0.0)
+    settings = {"gone": {"command": "no-such-command"}}
+    with pytest.raises(UserError, match="MCP server gone does not open: .*no command 'no-such-command'"):
+        Toolbox(AgentConfig(mcp_servers=settings)).open()
 
 
 def test_a_server_that_does_not_start_is_told():

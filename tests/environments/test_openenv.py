@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from megatron_rl.config import AgentConfig, DataConfig
-from megatron_rl.environments import build_task
+from megatron_rl.environments import build_task, openenv
 from megatron_rl.environments.openenv import to_action
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolError, ToolLost
@@ -169,3 +173,56 @@ def test_numbers_become_actions_and_several_fields_want_json():
     assert to_action("7", {"required": ["cell"], "properties": {"cell": {"type": "integer"}}}) == {"cell": 7}
     with pytest.raises(ToolError, match="JSON object with row, column"):
         to_action("7", {"required": ["row", "column"]})
+
+
+async def answered_with(*texts: str) -> tuple[openenv.Result, int]:
+    """What a step gives where a server answers it with these, and how many answers then wait to be read."""
+
+    async def talk(request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        with suppress(ConnectionError):
+            for text in texts:
+                await socket.send_str(text)
+            await socket.receive()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", talk)
+    async with (
+        TestServer(app) as made,
+        openenv.Server(str(made.make_url("")), sessions=1, timeout_s=60).session() as session,
+    ):
+        found = await session.step({})
+        deadline = time.monotonic() + 30
+        while len(texts) > 1 and session._answers.qsize() < openenv.MOST_UNREAD and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1 * (len(texts) > 1))
+        return found, session._answers.qsize()
+
+
+RIGHT = '{"type": "observation", "data": {"observation": {"text": "%s"}, "reward": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RIGHT % ("x" * openenv.MOST_BYTES), "the connection ended at step .*exceeds limit"),
+        ("[" * 100_000, "is none of OpenEnv's: RecursionError"),
+        (RIGHT.replace("1}", "9" * 400 + "}") % "", "is none of OpenEnv's: OverflowError"),
+        (RIGHT.replace("1}", "NaN}") % "", "the reward of step is nan"),
+        ("null", "is none of OpenEnv's"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_answers_that_are_none_lose_their_conversation(text, message):
+    with pytest.raises(ToolLost, match=message) as error:
+        asyncio.run(answered_with(text))
+    assert len(str(error.value)) < 500
+
+
+def test_messages_that_nobody_asked_for_do_not_fill_the_memory():
+    found, waiting = asyncio.run(answered_with(*[RIGHT % "x"] * 10 * openenv.MOST_UNREAD))
+    assert waiting == openenv.MOST_UNREAD
+    assert found.observation == {"text": "x"} and found.reward == 1.0

@@ -76,7 +76,9 @@ def test_a_checker_on_its_own_examples(name, request):
         request.getfixturevalue("nltk_data")
     arguments, good, bad = EXAMPLES[name]
     row = ifeval({name: arguments})
-    assert follows(good, row) == dict.fromkeys(("correct", "followed", "correct_loose", "followed_loose"), 1.0)
+    found = follows(good, row)
+    assert 0 <= found.pop("content") <= 1
+    assert found == dict.fromkeys(("correct", "followed", "correct_loose", "followed_loose"), 1.0)
     assert follows(bad, row)["correct"] == follows(bad, row)["followed"] == 0.0
 
 
@@ -254,7 +256,8 @@ def test_rows_of_the_public_sets_and_one_that_takes_for_ever(tmp_path):
         found = task.score([*train[:2], light, sections, sections], texts)
         assert [parts["followed"] for parts in found] == [1.0, 0.5, 1.0, 0.0, 1.0]
         assert task.verify.pooled.timeouts == 1 and task.verify.pooled.errors == 0
-        assert task.weights == {"correct": 1.0, "followed": 0.0, "correct_loose": 0.0, "followed_loose": 0.0}
+        forms = {"correct": 1.0, "followed": 0.0, "correct_loose": 0.0, "followed_loose": 0.0}
+        assert task.weights == forms | {"content": 1.0}
     finally:
         task.close()
 
@@ -380,20 +383,36 @@ def test_an_episode_of_several_turns(tmp_path):
         assert len(two.metadata[TURNS]) == 1
 
         found, seen = play(task, three, ["It rains.", "<<Rain>>\nIt rains.", "<<Rain>>\nIt rains 3 of 7 days."])
-        assert found.reward == 1.0 and found.finish_reason == "stop" and len(seen) == 3
+        parts = found.reward_parts
+        assert parts["correct"] == 1.0 and found.finish_reason == "stop" and len(seen) == 3
         assert turns[1][0] in seen[1] and turns[2][0] not in seen[1] and turns[2][0] in seen[2]
         assert [turn.role for turn in found.turns] == ["assistant", "user", "assistant", "user", "assistant"]
 
         found, _ = play(task, three, ["It rains.", "<<Rain>>\nIt rains, again.", "<<Rain>>\n3, 7"])
         parts = found.reward_parts
-        assert found.reward == parts["correct"] == pytest.approx(1 / 3), "the first turn alone follows all"
+        assert found.reward == parts["correct"] + parts["content"] and parts["correct"] == pytest.approx(1 / 3), (
+            "the first turn alone follows all"
+        )
         assert parts["followed"] == pytest.approx((1 + 1 / 2 + 2 / 3) / 3)
 
         found, _ = play(task, three, ["It rains.", "<<Rain>>\nIt rains."], max_turns=2)
-        assert found.finish_reason == "turns" and found.reward == pytest.approx(2 / 3)
+        assert found.finish_reason == "turns" and found.reward_parts["correct"] == pytest.approx(2 / 3)
         found, _ = play(task, three, ["It rains.", "It rains " * 4000])
-        assert found.finish_reason == "tokens" and found.reward == pytest.approx(1 / 3)
+        assert found.finish_reason == "tokens" and found.reward_parts["correct"] == pytest.approx(1 / 3)
         found, _ = play(task, two, ["It rains, or so.", "<<Rain>>\nIt rains."])
-        assert found.reward == 0.5
+        assert found.reward_parts["correct"] == 0.5
     finally:
         task.close()
+
+
+@pytest.mark.parametrize("comma", [",", "\uff0c", "\u3001", "\u060c", "\ufe50", "\ufe10"])
+def test_a_comma_is_one_in_any_script(comma):
+    assert checkers.follow(f"red{comma} green", "punctuation:no_comma", {}) == (False, False)
+    assert checkers.follow("red and green", "punctuation:no_comma", {}) == (True, True)
+
+
+@pytest.mark.parametrize("word", ["thunder", "Thunder", "thun\u00adder", "thun\u200bder", "\uff54hunder"])
+def test_a_forbidden_word_is_found_in_any_width_and_with_signs_that_do_not_show(word):
+    forbidden = {"forbidden_words": ["thunder"]}
+    assert checkers.follow(f"There is {word} here.", "keywords:forbidden_words", forbidden) == (False, False)
+    assert checkers.follow("It blunders here.", "keywords:forbidden_words", forbidden) == (True, True)

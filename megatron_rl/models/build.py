@@ -220,7 +220,7 @@ class Model:
 
     def _files(self, folder: Path) -> PreTrainedCausalLM:
         check_weight_files(folder)
-        source = PreTrainedCausalLM.from_pretrained(folder)
+        source = PreTrainedCausalLM.from_pretrained(folder, trust_remote_code=False)
         source.config = cast("Any", self.hf_config)  # declared as AutoConfig, which no config is
         return source
 

@@ -41,6 +41,7 @@ from megatron_rl.models.parallel_check import (
 from megatron_rl.models.peft_folder import CONFIG, merge_folder
 from megatron_rl.models.stream import FolderSource, checkpoint_tasks, shard_bytes
 from megatron_rl.models.verify import Checksums
+from megatron_rl.processes import join
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Megatron's options for sharded weights, the same as in the trainer's checkpoints."""
@@ -236,7 +237,7 @@ def _checkpoint_tasks(
 def _readable(checkpoint: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError) as error:
+    except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError, ValueError) as error:
         raise UserError(
             f"checkpoint {checkpoint}: damaged, or not of the model in its hf folder ({one_line(error)})"
         ) from None
@@ -302,13 +303,8 @@ def _parallel_state(hf_dir: Path, parallel: ParallelConfig) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     own = not dist.is_initialized()
-    if own and "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    elif own:
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]: its documented name
-            "127.0.0.1", 0, 1, is_master=True, timeout=timeout
-        )
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    if own:
+        join(backend, timeout)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.checkpoint_reader import untrusted
 from megatron_rl.models.parallel_check import one_line
 
 logging.getLogger(filesystem_async.__name__).setLevel(logging.CRITICAL)  # it logs what it raises
@@ -54,21 +55,23 @@ def write(state: dict[str, Any], folder: Path, source: Callable[[Tensor], Tensor
 
 
 def read(state: dict[str, Any], folder: Path, *, part: bool = False) -> dict[str, Any]:
-    """Load into a sharded state dict, after its files were compared with the manifest (all ranks call).
+    """Load into a sharded state dict, after its files were compared with the manifest (all ranks call). Runs nothing of them.
 
     part: the state is a part of what the folder has, of which all are read from files that are compared already.
     Errors: those of dist_checkpointing.load.
     """
     strategy: Any = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
-    loaded = dist_checkpointing.load(
-        state, str(folder), sharded_strategy=strategy, verify_integrity=not part, validate_access_integrity=not part
-    )
+    with untrusted():
+        loaded = dist_checkpointing.load(
+            state, str(folder), sharded_strategy=strategy, verify_integrity=not part, validate_access_integrity=not part
+        )
     return cast("dict[str, Any]", loaded)  # alone, as missing keys are not asked for
 
 
 def verify_files(folder: Path) -> None:
     """Compare all files with the manifest (all ranks call). Errors: CheckpointingException."""
-    verify_integrity_manifest(str(folder))
+    with untrusted():
+        verify_integrity_manifest(str(folder))
 
 
 class Write:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.parallel_check import reason
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1024**3
@@ -28,9 +29,11 @@ def check_weight_files(folder: Path) -> None:
     if (folder / INDEX).is_file():
         try:
             where = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError):
+            files = [folder / name for name in sorted(set(where.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"model folder {folder}: {INDEX} is damaged") from None
-        files = [folder / name for name in sorted(set(where.values()))]
+        if outside := [file for file in files if file.parent != folder]:
+            raise UserError(f"model folder {folder}: {INDEX} names {outside[0]}, which is no file of the folder")
     if not files:
         raise UserError(
             f"model folder {folder}: has no .safetensors files (other formats: save it again with transformers)"
@@ -59,14 +62,17 @@ def weights_digest(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with path.open("rb") as file:
-                header = file.read(int.from_bytes(file.read(8), "little"))
+                size = int.from_bytes(file.read(8), "little")
+                if size > path.stat().st_size:
+                    raise ValueError(f"a header of {size} bytes")
+                header = file.read(size)
                 digest.update(path.name.encode() + header)
                 for name, tensor in sorted(json.loads(header).items()):
                     if name != "__metadata__":
                         start, end = tensor["data_offsets"]
                         file.seek(8 + len(header) + start)
                         digest.update(file.read(min(end - start, _DIGESTED_BYTES)))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"model folder {folder}: {path.name} cannot be read ({error})") from None
     return digest.hexdigest()
 
@@ -86,7 +92,7 @@ def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> Non
     """
     if Path(folder).resolve() == Path(other).resolve():
         return
-    ours, theirs = (_vocabulary(Path(each)) for each in (folder, other))
+    ours, theirs = (read_tokenizer(each).get_vocab() for each in (folder, other))
     if different := sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0])):
         token = different[0][0]
         found = (f"{what} {names.get(token, 'none')}" for what, names in (("here", theirs), ("there", ours)))
@@ -94,7 +100,8 @@ def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> Non
             f"config: {key} = {other}: has another tokenizer than {folder} (token {token!r} is {', '.join(found)}); take a"
             " model with the same one"
         )
-    vocabulary = getattr(AutoConfig.from_pretrained(other, local_files_only=True), "vocab_size", 0)
+    config = AutoConfig.from_pretrained(other, local_files_only=True, trust_remote_code=False)
+    vocabulary = getattr(config, "vocab_size", 0)
     if vocabulary <= max(ours.values(), default=0):
         raise UserError(
             f"config: {key} = {other}: has embeddings of {vocabulary} tokens, and the tokenizer {max(ours.values()) + 1}; take"
@@ -102,13 +109,15 @@ def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> Non
         )
 
 
-def _vocabulary(folder: Path) -> dict[str, int]:
+def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local model folder, by classes of transformers: code of the folder is never run.
+
+    Errors: UserError for one that cannot be read so.
+    """
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"model folder {folder}: its tokenizer cannot be read ({' '.join(str(error).split())[:200]})"
-        ) from None
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"model folder {folder}: its tokenizer cannot be read ({reason(error)})") from None
 
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:

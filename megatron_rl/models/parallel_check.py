@@ -25,7 +25,8 @@ CLASSIFIER = "ForSequenceClassification"
 def read_hf_config(path: str | Path) -> PreTrainedConfig:
     """Read config.json of a local model folder.
 
-    Errors: UserError when the folder or the file is missing, is not JSON, or describes a model that is not supported.
+    Errors: UserError when the folder or the file is missing, is not JSON, describes a model that is not supported, or names
+    code of the folder itself, which is never run.
     """
     folder = Path(path)
     if not str(path):
@@ -35,9 +36,9 @@ def read_hf_config(path: str | Path) -> PreTrainedConfig:
     if not (folder / "config.json").is_file():
         raise UserError(f"model folder {folder}: has no config.json")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model folder {folder}: config.json cannot be read ({one_line(error)})") from None
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"model folder {folder}: config.json cannot be read ({reason(error)})") from None
     _check_supported(config, folder)
     return config
 
@@ -165,6 +166,13 @@ def _check_supported(config: PreTrainedConfig, folder: Path) -> None:
 def _choices(total: int) -> str:
     divisors = [str(n) for n in range(1, min(total, 1024) + 1) if total % n == 0]
     return f"choose one of {', '.join(divisors[:12])}"
+
+
+def reason(error: BaseException) -> str:
+    """An error of transformers' Auto classes on one line; in place of their advice to run the folder's own code, ours."""
+    if "trust_remote_code" in str(error):
+        return "it names code of the folder itself (auto_map), which is never run; save it with a class of transformers"
+    return one_line(error)
 
 
 def one_line(error: BaseException | str) -> str:

@@ -83,7 +83,7 @@ def load(folder: Path) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "experts_implementation": "eager"}
     if torch.cuda.is_available():
         options["device_map"] = "auto"
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
 def calibrate(model: PreTrainedModel, form: Format, keep_layers: list[int], passes: Callable[[], None]) -> None:

@@ -1,13 +1,52 @@
-"""Tensors of a model folder by name: what is read, and how often a file is opened for it."""
+"""Model folders: tensors by name, and how often a file is opened for them; code that a folder brings along."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import json
+import shutil
+from pathlib import Path
+
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.errors import UserError
 from megatron_rl.models import hf_folder
 from megatron_rl.models.fp8 import Dequantized
-from megatron_rl.models.hf_folder import OpenFiles
+from megatron_rl.models.hf_folder import (
+    INDEX,
+    OpenFiles,
+    check_same_tokenizer,
+    check_weight_files,
+    read_tokenizer,
+    weights_digest,
+)
+from megatron_rl.models.parallel_check import read_hf_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["[" * 50_000, "5", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../b.safetensors"}}'],
+)
+def test_an_index_that_is_damaged_or_leads_elsewhere(index, tmp_path):
+    (folder := tmp_path / "model").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "b.safetensors")
+    (folder / INDEX).write_text(index)
+    with pytest.raises(
+        UserError, match=rf"model folder {folder}: {INDEX} (is damaged|names .*b.safetensors, which is no)"
+    ):
+        check_weight_files(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 8 + b"{}", b"[" * 50_000, b"\2" + b"\0" * 7 + b"[]", b"x"])
+def test_weights_that_are_none_are_named(content, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
+        weights_digest(tmp_path)
 
 
 def test_a_file_is_opened_once_and_a_look_for_a_name_reads_nothing(tmp_path, monkeypatch):
@@ -22,3 +61,48 @@ def test_a_file_is_opened_once_and_a_look_for_a_name_reads_nothing(tmp_path, mon
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor)
     assert sorted(opened) == ["part-0.safetensors", "part-1.safetensors"]
+
+
+@pytest.fixture
+def with_code(tiny_model, tmp_path, monkeypatch) -> Path:
+    """A model folder whose own code writes a file when it is imported; a question on the terminal is answered by yes."""
+    asked = []
+    monkeypatch.setattr(builtins, "input", lambda *_: asked.append(True) or "y")
+    folder = shutil.copytree(tiny_model("qwen3", "--layers", "2"), tmp_path / "model")
+    mark = tmp_path / "written"
+    (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Own: pass\n")
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
+    for name in ("config.json", "tokenizer_config.json"):
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": own}))
+    yield folder
+    assert not asked and not mark.exists()
+
+
+def test_code_of_a_folder_that_is_not_needed_is_left_alone(with_code, tiny_model):
+    assert read_hf_config(with_code).model_type == "qwen3"
+    plain = tiny_model("qwen3", "--layers", "2")
+    assert read_tokenizer(with_code).get_vocab() == read_tokenizer(plain).get_vocab()
+    check_same_tokenizer(plain, with_code, "critic.path")
+
+
+def test_a_folder_that_needs_its_own_code_is_refused(with_code):
+    for file, key in (("config.json", "model_type"), ("tokenizer_config.json", "tokenizer_class")):
+        path = with_code / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: "MadeUp"}))
+    for read, what in ((read_hf_config, r"config\.json"), (read_tokenizer, "its tokenizer")):
+        wanted = rf"{with_code}: {what} cannot be read \(it names code of the folder itself .* never run; [^\n]*\)$"
+        with pytest.raises(UserError, match=wanted):
+            read(with_code)
+
+
+def test_no_call_leaves_it_to_transformers_whether_code_is_run():
+    found = 0
+    for path in sorted([*(ROOT / "megatron_rl").rglob("*.py"), *(ROOT / "tools").glob("*.py")]):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func)
+            if name.endswith(".from_pretrained") and name.startswith(("Auto", "transformers.Auto", "PreTrained")):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                assert given.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
+                found += 1
+    assert found > 4

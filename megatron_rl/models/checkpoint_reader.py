@@ -1,0 +1,148 @@
+"""Read a checkpoint of torch.distributed.checkpoint that somebody else may have written: nothing in it is executed.
+
+Its `.metadata` is a pickle, which torch loads whatever it calls, and so is each object among the tensors. Here the first may
+name the classes of which metadata consist and nothing else, and the others are read as torch reads weights alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import torch as strategies
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint._nested_dict import set_element  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from megatron_rl.models.parallel_check import one_line
+
+_CLASSES = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
+}
+"""All that torch's and Megatron's writers put into metadata, beside dtypes."""
+
+
+class CheckpointReader(FileSystemReader):
+    """torch's reader of a checkpoint's folder, for one that is not trusted.
+
+    Errors: CheckpointingException naming the file, for a pickle of anything but metadata or plain data, and for metadata that
+    name files outside of the folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        # Here, as torch logs an error of `read_metadata` with its traceback, and looks for metadata of each rank instead.
+        self._metadata = _read_metadata(Path(folder) / ".metadata")
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint has, and where."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for. Errors: as the class has them; OSError."""
+        assert isinstance(planner, DefaultLoadPlanner)  # Megatron's is one, too
+        planner.load_bytes = functools.partial(self._load_object, planner)  # torch's would call what the pickle names
+        return super().read_data(plan, planner)
+
+    def _load_object(self, planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            found = torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:  # as above
+            file = self.storage_data[read_item.storage_index].relative_path
+            raise CheckpointingException(
+                f"{file} cannot be read: {read_item.storage_index.fqn}: {_why(error)}"
+            ) from None
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[read_item.dest_index.fqn], found)
+        else:
+            planner.state_dict[read_item.dest_index.fqn] = found
+
+
+@contextlib.contextmanager
+def untrusted() -> Iterator[None]:
+    """Have Megatron's dist_checkpointing read by `CheckpointReader`; it has no argument for a reader.
+
+    Errors: CheckpointingException naming the file, in place of torch's, which have tracebacks.
+    """
+
+    def reader(folder: str | Path, *_: Any, **__: Any) -> CheckpointReader:
+        return CheckpointReader(folder)
+
+    with (
+        mock.patch.object(strategies, "_get_filesystem_reader", reader),
+        mock.patch.object(serialization, "_get_filesystem_reader", reader),
+    ):
+        try:
+            yield
+        except CheckpointException as error:  # by rank; each reads alone
+            raise CheckpointingException(one_line(next(iter(error.failures.values()))[0])) from None
+        except pickle.UnpicklingError as error:
+            raise CheckpointingException(f"{COMMON_STATE_FNAME} cannot be read: {_why(error)}") from None
+        except (AttributeError, TypeError, RecursionError) as error:  # Megatron takes what their JSON has as it is
+            raise CheckpointingException(f"metadata.json or integrity.json cannot be read: {one_line(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    """The reason without torch's advice how to load it nevertheless."""
+    return one_line(str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0])
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"holds {type(metadata).__name__}, not metadata")
+        for info in metadata.storage_data.values():
+            if not isinstance(info, _StorageInfo) or Path(info.relative_path).name != info.relative_path:
+                raise pickle.UnpicklingError("names a file outside of the checkpoint")
+    except OSError:
+        raise
+    except Exception as error:  # a broken pickle raises of any kind
+        raise CheckpointingException(f"{path.name} cannot be read: {one_line(error)}") from None
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"names {module}.{name}, which is no part of a checkpoint's metadata and may be code of whoever wrote it"
+        )

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -17,7 +18,9 @@ from types import FrameType
 import psutil
 
 from megatron_rl import __version__
+from megatron_rl.credentials import RUN_KEY, hide
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.supervise import follow_parent
 
 CONFIG_COMMANDS = {
     "train": "reinforcement learning from a config; goes on from the run's newest checkpoint",
@@ -176,6 +179,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, 1 of a certificate that fails, or 2 after a one-line error for the user."""
     arguments = sys.argv[1:] if arguments is None else arguments
     args, rest = make_parser().parse_known_args(arguments)
+    # Runs have prompts, responses and weights, and what they start inherits it; a converted folder is as open as a copy.
+    umask = None if args.command == "convert" else os.umask(0o077)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun that is killed leaves its processes behind
+        follow_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.WARNING, format="megatron-rl: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its start-up notes drown ours
     try:
@@ -199,6 +206,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         _say_once(problem)
         os._exit(1)  # the groups are broken: taking them down would wait for the others
+    finally:
+        if umask is not None:
+            os.umask(umask)
 
 
 def _say_once(problem: str) -> None:
@@ -220,11 +230,12 @@ def _say_once(problem: str) -> None:
             claims.mkdir(parents=True, exist_ok=True)
             (claims / hashlib.sha256(problem.encode()).hexdigest()[:16]).open("x").close()
         except FileExistsError:
-            return
+            if claims.is_dir() and claims.stat().st_uid == os.getuid():  # in /tmp it may be somebody else's
+                return
         except OSError:
             pass  # rather twice than never
     of_rank = f" (rank {rank})" if rank != "0" else ""
-    print(f"megatron-rl: error{of_rank}: {problem}", file=sys.stderr, flush=True)
+    print(f"megatron-rl: error{of_rank}: {hide(' '.join(problem.splitlines()))}", file=sys.stderr, flush=True)
 
 
 def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
@@ -307,6 +318,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     # Told before torch and its neighbors are imported, which takes long.
     from megatron_rl.environments.build import check_data
     from megatron_rl.launch.plan import FROM_DATA, check_group
+    from megatron_rl.rollout.leftovers import compiled
 
     check_data(config.data)
     if args.command == "train":
@@ -315,6 +327,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.sync.allocator import allocator_settings
 
         os.environ.update(allocator_settings(config, os.environ))
+    if own := compiled():
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
     if _needs_torchrun(args.nproc):
         return _torchrun(args.nproc, arguments, failing=1 if args.command == "certify" else None)
     if args.command == "certify":
@@ -369,22 +383,34 @@ def _torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> i
     at = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--nproc")
     # Its parser would take our --nproc for an abbreviation of its own option.
     arguments = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
+    from megatron_rl.rollout.leftovers import own_folder
+
+    os.environ.setdefault(RUN_KEY, secrets.token_hex())
+    # Rank 0's store listens on this machine alone, torchrun's on all of its addresses.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _pass_on)
     try:
-        torchrun(
-            [
-                "--standalone",
-                "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
-                f"--nproc-per-node={nproc}",
-                "--no-python",
-                sys.executable,
-                "-m",
-                "megatron_rl.cli",
-                *arguments,
-            ]
-        )
+        # What torchrun unpickles of those that meet lies in a folder of our own, and not behind a port.
+        with own_folder() as own:
+            torchrun(
+                [
+                    "--nnodes=1",
+                    "--rdzv-backend=c10d",
+                    "--rdzv-conf=store_type=file",
+                    f"--rdzv-endpoint={own['TMPDIR']}/rendezvous",
+                    f"--rdzv-id={secrets.token_hex(8)}",
+                    "--local-addr=127.0.0.1",
+                    "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
+                    f"--nproc-per-node={nproc}",
+                    "--no-python",
+                    sys.executable,
+                    "-m",
+                    "megatron_rl.cli",
+                    *arguments,
+                ]
+            )
     except BaseException as error:  # torchrun's ChildFailedError prints a report of its own: ours is already out
         if type(error).__name__ == "SignalException":
             raise KeyboardInterrupt from None

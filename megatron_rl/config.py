@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, dataclass_transform
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -27,6 +29,23 @@ Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Secret = Annotated[str, Field(pattern=r"^(env|file):.+")]
+"""Where a secret is: env:NAME or file:PATH (credentials.py)."""
+
+
+def _run_name(name: str) -> str:
+    """It becomes a folder, and a part of job scripts and of other services' names."""
+    part = r"\w(?:[\w .()+=,@-]*[\w.()+=,@-])?"
+    if len(name.encode()) > 200 or not re.fullmatch(f"{part}(?:/{part})*", name):
+        raise PydanticCustomError(
+            "run_name",
+            "a run's name has letters, digits and any of _.-()+=,@ and blanks, begins with a letter, a digit or _, and has at"
+            " most 200 bytes; / makes folders of runs",
+        )
+    return name
+
+
+RunName = Annotated[str, AfterValidator(_run_name)]
 
 
 @section
@@ -276,6 +295,8 @@ class ScorerConfig:
     address: str | None = None
     """An SGLang server (http://host:port) that serves it (--is-embedding). With a path that folder's tokenizer and chat
     template make what it is sent, else the policy's tokens are."""
+    api_key: Secret | None = None
+    """Where the key of that server is: env:NAME or file:PATH."""
     shift: float = 0.0
     """Subtracted from a score; then it is divided by scale."""
     scale: PositiveFloat = 1.0
@@ -352,6 +373,8 @@ class DistillationConfig:
     address: str | None = None
     """In its place an SGLang server of the teacher (http://host:port), which tells the log-probs of what was sampled
     (placement: advantage)."""
+    api_key: Secret | None = None
+    """Where the key of that server is: env:NAME or file:PATH."""
     recorded: bool = False
     """In its place the log-probs that the demonstrations' rows have of it (rollout.demonstrations.top_log_probs): the loss is
     the divergence between the recorded tokens and one class for all others (sft; forward or reverse)."""
@@ -631,11 +654,15 @@ class RolloutConfig:
     address_folder: str | None = None
     """Folder with a file *.address for each external SGLang server, as tools/serve.py writes them: servers may come and go
     while the run goes on. At the start it waits for rollout.server.count of them (default 1)."""
+    api_key: Secret | None = None
+    """Where the key of external servers is, and of their router (SGLang's --api-key and --admin-api-key): env:NAME or
+    file:PATH. tools/serve.py gives it to a server. By default it is the file server.key in rollout.address_folder, which is
+    made there; servers that the trainer starts have a random one in each run."""
     health_check_interval_s: PositiveFloat = 10.0
-    """Time between two looks at each external server while it is asked; what one that is gone has not answered is asked
+    """Time between two looks at each server while it is asked; what one that is gone, or hangs, has not answered is asked
     elsewhere."""
     health_check_timeout_s: PositiveFloat = 30.0
-    """Longest wait for a sign of life of an external server."""
+    """Longest wait for a sign of life of a server."""
     colocate: bool = False
     """Servers that the trainer starts share its GPUs: they sleep while it trains, and it sleeps while they generate."""
     server: ServerConfig = ServerConfig()
@@ -696,7 +723,7 @@ class AgentConfig:
     conversation_start_date, each a line of the system message, which null leaves out. The others have none."""
     function: str | None = None
     """An agent of your own, module:name or path/to/file.py:name, for rollout.program: openai_agent: a function
-    (prompt, base_url) -> reward that talks to the policy with any OpenAI client."""
+    (prompt, base_url) -> reward that talks to the policy with any OpenAI client; with a parameter reward_url it may post it."""
     tools: list[str] = dataclasses.field(default_factory=list)
     """calculator | python (a contained interpreter, stateful within a conversation) | search (over a folder), or a function or
     class of your own as module:name or path/to/file.py:name."""
@@ -852,6 +879,11 @@ class LoggingConfig:
     wandb_project: str | None = None
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of rank 0's machine at which Prometheus finds the newest values, as megatron_rl_metric{run, metric}."""
+    prometheus_address: str = "127.0.0.1"
+    """Address of rank 0's machine on which that port listens; 0.0.0.0: all of its addresses. Another than this machine's own
+    needs logging.prometheus_api_key."""
+    prometheus_api_key: Secret | None = None
+    """Where the key is that Prometheus has to send (authorization.credentials in its configuration)."""
     samples: Count = 8
     """Rollouts of each step that are kept for the report: best-paid, most frequent, and others from prompt to prompt."""
     profile_steps: list[Positive] = dataclasses.field(default_factory=list)
@@ -862,8 +894,8 @@ class LoggingConfig:
 class Config:
     """The whole tree of a run."""
 
-    name: str = "run"
-    """The run's folder under runs_dir."""
+    name: RunName = "run"
+    """The run's folder under runs_dir: letters, digits and any of _.-()+=,@ and blanks; a/b is a folder in a folder."""
     runs_dir: str = "runs"
     seed: int = 0
     steps: Positive = 100

@@ -17,6 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.config import Config
+from megatron_rl.credentials import hidden, hide, is_secret
 from megatron_rl.errors import UserError
 
 
@@ -39,7 +40,7 @@ def key_paths(tree: Any = None, prefix: str = "") -> dict[str, Any]:
 
 def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
     if not isinstance(values, dict):
-        raise UserError(f"config: '{prefix[:-1]}' is a section: give keys below it, not {values!r}")
+        raise UserError(f"config: '{prefix[:-1]}' is a section: give keys below it, not {hide(repr(values)):.60}")
     hints = _fields(tree)
     for name, value in values.items():
         if name not in hints:
@@ -125,6 +126,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_INT), list("-
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 
 
+def yaml_problem(error: Exception) -> str:
+    """What is wrong and where, on one line: without the line itself, as PyYAML shows it, which may have a secret in it."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+
+
 def parse_yaml(text: str) -> Any:
     """The value of a YAML text, with floats as in YAML 1.2."""
     return yaml.load(text, _Loader)
@@ -147,6 +156,10 @@ def _parse_value(text: str, kind: Any) -> Any:
     return text if wants_text and not isinstance(parsed, str) and not (optional and parsed is None) else parsed
 
 
+_OPEN = ("agent.mcp_servers", "agent.tool_options", "data.options")
+"""Keys below which users have keys of their own."""
+
+
 def parse_overrides(arguments: list[str]) -> dict:
     """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; values are YAML (`_parse_value`)."""
     tree: dict = {}
@@ -166,6 +179,11 @@ def parse_overrides(arguments: list[str]) -> dict:
         parsed = _parse_value(value, paths.get(key))
         for part in reversed(key.split(".")):
             parsed = {part: parsed}
+        if key.startswith(_OPEN) and hidden(parsed) != parsed:
+            remedy = "write env:NAME or file:PATH" if key.startswith(_OPEN[0]) else "write it in the config file"
+            raise UserError(
+                f"command line: --{key} has a secret in it, which everybody on this machine can read: {remedy}"
+            )
         tree = _merge(tree, parsed)
     return tree
 
@@ -178,7 +196,9 @@ def _explain(error: ValidationError, source: str) -> str:
         choices = [c.strip("' ") for c in first.get("ctx", {})["expected"].replace(" or ", ",").split(",")]
         close = difflib.get_close_matches(str(first["input"]), choices, 1, 0.3)
         near = f"; did you mean '{close[0]}'?" if close else ""
-    return f"config {source}: '{key}' = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{near}"
+    secret = key.startswith("agent.mcp_servers") or any(is_secret(str(part)) for part in first["loc"])
+    given = "" if secret else f" = {hide(repr(first['input']))}"
+    return f"config {source}: '{key}'{given}: {first['msg'][0].lower()}{first['msg'][1:]}{near}"
 
 
 def build_config(values: dict, source: str = "") -> Config:
@@ -197,12 +217,20 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         values = parse_yaml(Path(path).read_text()) or {}
     except OSError as error:
         raise UserError(f"config {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"config {path}: no text: {error}") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # the latter of dates that are none, and of deep nests
+        raise UserError(f"config {path}: not YAML: {yaml_problem(error)}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"config {path}: it has no mapping of keys to values, but a {type(values).__name__}")
     return build_config(_merge(values, parse_overrides(overrides or [])), str(path))
 
 
 def to_yaml(config: Config) -> str:
-    """The whole tree in YAML, defaults included, as it is stored in a run's config.yaml."""
+    """The whole tree in YAML, defaults included, as it is stored in a run's config.yaml: without secrets."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")
-    return yaml.safe_dump(plain, sort_keys=False)
+    return yaml.safe_dump(hidden(plain), sort_keys=False)

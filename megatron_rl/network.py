@@ -1,9 +1,10 @@
-"""Which of its addresses this machine is known by, and whether another one can be reached."""
+"""Addresses of this machine, and whether another one can be reached."""
 
 from __future__ import annotations
 
 import socket
 import time
+from ipaddress import ip_address
 
 
 def own_address(host: str, port: int = 80) -> str:
@@ -25,3 +26,11 @@ def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
             if left <= 0:
                 raise TimeoutError(f"nothing listens there ({error.strerror or error})") from None
         time.sleep(0.2)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell if an address or name is this machine's own alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -104,6 +104,7 @@ def rank_environment(rank: int, world_size: int, reserved: socket.socket) -> dic
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(reserved.getsockname()[1]),
+        "MEGATRON_RL_RUN_KEY": "of this test",
     }
 
 

@@ -28,12 +28,15 @@ def file_of(folder: Path, step: int, data_rank: int) -> Path:
 
 
 def save_trajectories(path: Path, trajectories: list[Trajectory]) -> None:
-    """Write trajectories to `path` (a temporary file that is renamed)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write trajectories to `path` (a temporary file that is renamed). Errors: UserError naming it, of a full disk."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        write_trajectories(file, trajectories)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            write_trajectories(file, trajectories)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; free some space, or leave rollout.record out") from None
 
 
 def write_trajectories(file: IO[bytes], trajectories: list[Trajectory], **more: np.ndarray) -> None:

@@ -18,7 +18,7 @@ def changed_keys(file: Path, now: str) -> list[str]:
     """
     try:
         before = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     if not isinstance(before, dict):
         return []

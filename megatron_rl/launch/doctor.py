@@ -65,6 +65,8 @@ def examine() -> list[Finding]:
         _extension,
         _wandb,
         _sandbox,
+        _control_groups,
+        _scorers,
         lambda: _sglang(engine),
     ]
     findings = []
@@ -310,9 +312,32 @@ def _sandbox() -> Finding:
     if problem := sandbox.problem():
         return Finding("sandbox", "missing", "model-written code is refused", problem)
     version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=20).stdout.strip()
-    return Finding(
-        "sandbox", "ok", version, "contained: no network, no files of this machine, limits on time and memory"
-    )
+    user = "as nobody" if os.geteuid() == 0 else "as this user, who is nobody there"
+    held = f"{version}, user namespaces, seccomp, {user}"
+    return Finding("sandbox", "ok", held, "contained: no network, no files of this machine, limits on time and memory")
+
+
+def _control_groups() -> Finding:
+    """What bounds the memory of all processes of a container, and the kernel's for them."""
+    from megatron_rl.environments import cgroup
+
+    name = "control groups"
+    if version := cgroup.version():
+        return Finding(name, "ok", version, "the kernel bounds a container's memory, its own for it included")
+    note = "a container's memory is looked at ten times a second instead; the kernel's for it (pipes, sockets) is not counted"
+    return Finding(name, "missing", "none can be made by this user", note)
+
+
+def _scorers() -> Finding:
+    """What isolates scorers that others wrote."""
+    from megatron_rl.environments import isolated
+
+    name = "scorers of others"
+    if problem := isolated.problem():
+        return Finding(name, "missing", "reasoning_gym tasks are refused", problem)
+    if os.geteuid() == 0:
+        return Finding(name, "ok", "seccomp, as nobody" if isolated.drops_user() else "seccomp, without capabilities")
+    return Finding(name, "ok", "seccomp, as this user", "they can read what this user can, and tell nobody")
 
 
 # -- SGLang's environment ----------------------------------------------------------------------------------------------

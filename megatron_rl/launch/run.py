@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.config_file import to_yaml
@@ -24,8 +26,9 @@ from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import data_hooks, update_hooks
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, reference_of
 from megatron_rl.launch.preflight import preflight
-from megatron_rl.launch.run_lock import lock
+from megatron_rl.launch.run_lock import lock, make_private
 from megatron_rl.metrics.logger import RunLogger
+from megatron_rl.models.hf_folder import read_tokenizer
 from megatron_rl.models.precision import slow_bf16, this_machine
 from megatron_rl.rollout.finished import forget
 from megatron_rl.rollout.later_rewards import LaterRewards, names_of
@@ -99,7 +102,7 @@ class Run:
         self.kind: Kind = kind
         self.hf_config, self.plan, self.support = preflight(config, kind)
         self.ranks = parallel.initialize(config.parallel, config.seed)
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.tokenizer = read_tokenizer(config.model.path)
         program = rollout_program(config.rollout.program)
         self.task = build_task(
             config.data,
@@ -122,13 +125,16 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self._lock: TextIO | None = None
         self._changes: list[str] = []
-        self.ranks.main_does(self._open_folder)
+        self.id = self.ranks.main_does(self._open_folder)
+        """Random, and the same for all processes that go on with the run; empty for one that only asks."""
         found = [] if kind in LOOKS else self.ranks.main_does(lambda: checkpoint.complete_checkpoints(self.checkpoints))
         self._found = found[-1] if found else None
         self._frozen = False
         self.step = checkpoint.step_of(self._found) if self._found else 0
         self.scores: dict[int, float] = {}
         """eval/score by step, as far as the run was evaluated; without an engine -eval/loss."""
+        self.idle_steps = 0
+        """Last ones, all of whose updates were left out."""
         self.kl = KLControl(config.algorithm.kl)
         self.rewards = LaterRewards(
             config.rewards,
@@ -314,18 +320,24 @@ class Run:
         """Whether any process was asked to stop: the run saves and ends."""
         return bool(self.ranks.maximum(int(self._stop)))
 
-    def _open_folder(self) -> None:
-        """Be its one writer, and keep the config there; who only asks leaves a run's config as it is."""
+    def _open_folder(self) -> str:
+        """Be its one writer, and keep the config there; who only asks leaves a run's config as it is. -> the run's id."""
         file, text = self.folder / "config.yaml", to_yaml(self.config)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
             if self.kind in LOOKS and self.kind != "prune":
                 if not file.exists():
                     file.write_text(text)
-                return
+                return ""
             self._lock = lock(self.folder)
             self._changes = changed_keys(file, text)
             file.write_text(text)
+            identity = self.folder / "run_id"
+            known = identity.read_text(errors="replace").strip() if identity.exists() else ""
+            if not re.fullmatch(r"[0-9a-f]{16}", known):  # none yet, or a power cut has left something else
+                known = secrets.token_hex(8)
+                identity.write_text(known)
+            return known
         except OSError as error:
             raise UserError(
                 f"run folder {self.folder}: {error.strerror}; set runs_dir to a folder in which files can be written"

@@ -1,4 +1,4 @@
-"""One process writes a run's folder at a time."""
+"""A run's folder is its owner's alone, and one process writes it at a time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from megatron_rl.credentials import command_line
 from megatron_rl.errors import UserError
 
 NAME = "writer.lock"
+
+
+def make_private(folder: Path) -> None:
+    """Make a run's folder, or take one that is there, for its owner's eyes alone. Errors: OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid == os.geteuid():
+        folder.chmod(0o700)
 
 
 def lock(folder: Path) -> TextIO | None:
@@ -35,7 +43,7 @@ def lock(folder: Path) -> TextIO | None:
             f"run folder {folder}: another process writes there ({holder}); wait for it or end it, or choose another --name"
         ) from None
     file.truncate(0)
-    command = " ".join(["megatron-rl", *sys.argv[1:]])
+    command = command_line(["megatron-rl", *sys.argv[1:]])
     file.write(f"process {os.getpid()} on {socket.gethostname()}: {command}\n")
     file.flush()
     return file

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import check_group, make_plan
+from megatron_rl.launch.run_lock import make_private
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout, which jobs run in."""
@@ -66,7 +67,7 @@ class Job:
         serve = f", {serving} serve" if serving else " and serve" * (self.command == "train")
         gpus = f" ({self.nodes * self.gpus_per_node} GPUs)" if self.gpus_per_node else ""
         options = {
-            "job-name": self.name.replace("/", "-"),
+            "job-name": shlex.quote(self.name.replace("/", "-")),
             "nodes": self.nodes,
             **({"gpus-per-node": self.gpus_per_node} if self.gpus_per_node else {}),
             "exclusive": None,
@@ -150,6 +151,11 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
             overrides += [f"--{key}", str(Path(path).resolve())]
     variables = {"CONTAINER": args.container, "MOUNTS": args.mounts}
     named = {"account": args.account, "partition": args.partition}
+    for option in [*filter(None, named.values()), *args.option]:
+        if len(option.splitlines()) > 1:
+            raise UserError(
+                f"launch: option {option!r} has a line break, and would be a command of the script; leave it out"
+            )
     job = Job(
         name=config.name,
         config=str(Path(args.config).resolve()),
@@ -180,7 +186,7 @@ def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence
     if shutil.which("sbatch") is None:
         raise UserError("launch: there is no sbatch here: call this where jobs are submitted, or add --dry-run")
     script = config.run_dir.resolve() / "job.sbatch"
-    script.parent.mkdir(parents=True, exist_ok=True)
+    make_private(script.parent)
     script.write_text(job.script())
     try:
         done = subprocess.run(

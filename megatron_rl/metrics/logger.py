@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import importlib.util
 import json
 import math
@@ -11,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_rl.config import Config
+from megatron_rl.credentials import bearer, hidden, key_of
 from megatron_rl.errors import UserError
+from megatron_rl.network import is_loopback
 
 METRICS_FILE = "metrics.jsonl"
 SCORES_FILE = "evals/scores.jsonl"
@@ -68,6 +71,8 @@ class JsonLines:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
+            with suppress(OSError, UserError):  # what it still holds cannot be written either
+                self.close()
             raise UserError(
                 f"{self.path}: {error.strerror}; free some space and start the run again to go on"
             ) from None
@@ -80,9 +85,14 @@ class JsonLines:
         os.replace(temporary, self.path)
 
     def close(self) -> None:
-        """Close the file, if it was opened."""
-        if self._file is not None:
-            self._file.close()
+        """Close the file, if it was opened. Errors: UserError where what it holds cannot be written."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}; its last line is lost") from None
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -98,7 +108,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             operator.index(record["step"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             if number == len(lines):
                 break
             raise UserError(f"{path}, line {number}: not a JSON object with a step; remove this line") from None
@@ -217,7 +227,7 @@ class RunLogger:
 
     def _prometheus(self) -> Callable[[Mapping[str, float], int], None]:
         """Errors: UserError where the port is taken: told at the start, and not at the first line."""
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+        from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app, start_http_server
 
         registry = CollectorRegistry()
         newest = Gauge(
@@ -226,12 +236,21 @@ class RunLogger:
         at = Gauge("megatron_rl_step", "Steps that have been made", ["run"], registry=registry)
         when = Gauge("megatron_rl_last_step_timestamp_seconds", "When the last one ended", ["run"], registry=registry)
         run, port = self.config.name, self.config.logging.prometheus_port or 0
+        address, setting = self.config.logging.prometheus_address, "logging.prometheus_api_key"
+        key = key_of(self.config.logging.prometheus_api_key, setting)
+        if not key and not is_loopback(address):
+            raise UserError(
+                f"config: {setting}: everybody who reaches {address} would see the metrics; set it to where a key is"
+                " (env:NAME or file:PATH)"
+            )
         try:
-            server, thread = start_http_server(port, registry=registry)
+            server, thread = start_http_server(port, address, registry=registry)
         except OSError as error:
             raise UserError(
-                f"config: logging.prometheus_port: {port}: {error.strerror}; set it to a free one"
+                f"config: logging.prometheus_port: {port}: {error.strerror}; set it to a free one of this machine's address"
+                f" {address} (logging.prometheus_address)"
             ) from None
+        server.set_app(_for_holders_of(key, make_wsgi_app(registry)))
         self._open.callback(thread.join, 5.0)
         self._open.callback(server.server_close)
         self._open.callback(server.shutdown)
@@ -256,10 +275,23 @@ class RunLogger:
             id=id_file.read_text(),
             resume="allow",
             dir=str(self.run_dir),
-            config=dataclasses.asdict(self.config),
+            config=hidden(dataclasses.asdict(self.config)),
         )
         self._open.callback(run.finish)
         return run.log
+
+
+def _for_holders_of(key: str, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """A WSGI application for those who send the key, or for all where it is empty."""
+    wanted = bearer(key).get("Authorization", "")
+
+    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if key and not hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), wanted.encode()):
+            start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
+            return [b""]
+        return app(environ, start_response)
+
+    return checked
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config_file import parse_yaml
+from megatron_rl.config_file import parse_yaml, yaml_problem
+from megatron_rl.credentials import hidden
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.logger import METRICS_FILE, SAMPLES_FILE, SCORES_FILE, read_json_lines
 from megatron_rl.metrics.mismatch import BELOW
@@ -59,9 +61,9 @@ def read_run(folder: Path) -> RunLog:
         raise UserError(f"{folder} holds no run (neither config.yaml nor {METRICS_FILE})")
     try:
         config = parse_yaml(config_file.read_text()) if config_file.exists() else {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{config_file}: not YAML: {' '.join(str(error).split())}") from None
-    config = config if isinstance(config, dict) else {}
+        config = hidden(config) if isinstance(config, dict) else {}  # an older run has its secrets there
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{config_file}: not YAML: {yaml_problem(error)}") from None
     samples = [s for s in read_json_lines(folder / SAMPLES_FILE) if isinstance(s.get("response"), str)]
     name = str(config.get("name") or folder.resolve().name)
     lines = read_json_lines(folder / METRICS_FILE) or read_json_lines(folder / SCORES_FILE)
@@ -70,8 +72,8 @@ def read_run(folder: Path) -> RunLog:
 
 def number(value: Any) -> float | None:
     """The value where it is a finite number."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and abs(value) <= sys.float_info.max else None
 
 
 def points(lines: Lines, metric: str) -> Points:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import struct
 import time
 from dataclasses import asdict, dataclass, field
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
+from megatron_rl.credentials import hide
 from megatron_rl.launch.run_lock import NAME as LOCK
 from megatron_rl.metrics.logger import METRICS_FILE
 from megatron_rl.metrics.runlog import RunLog, number, read_run
@@ -57,6 +60,7 @@ def status_of(folder: Path) -> Status:
     found = sorted(p.name for p in checkpoints.glob("step_*")) if checkpoints.is_dir() else []
     whole = [name for name in found if not name.endswith(".tmp")]
     steps, step = log.setting("steps"), log.last_step
+    steps = steps if isinstance(steps, int) and steps > 0 else None
     writer, held = _writer(folder / LOCK)
     ended = bool(steps) and f"step_{steps:06d}" in whole
     state = "unknown" if held is None else "running" if held else "finished" if ended else "stopped"
@@ -82,7 +86,7 @@ def status_of(folder: Path) -> Status:
 
 def as_table(status: Status) -> Table:
     """For the terminal."""
-    table = Table(show_header=False, box=None, title=f"{status.name} ({status.folder})", title_justify="left")
+    table = Table(show_header=False, box=None, title=Text(f"{status.name} ({status.folder})"), title_justify="left")
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     pace = "" if status.seconds_per_step is None else f", {status.seconds_per_step:.3g} s a step"
@@ -99,7 +103,7 @@ def as_table(status: Status) -> Table:
     }
     for name, text in rows.items():
         if text:
-            table.add_row(name, text)
+            table.add_row(name, Text(text))
     return table
 
 
@@ -117,8 +121,8 @@ def clock(seconds: float) -> str:
 def _writer(path: Path) -> tuple[str, bool | None]:
     """(who locked the folder last, whether it still does; None: the file system has no locks)."""
     try:
-        with path.open() as file:
-            writer = file.read().strip()
+        with path.open(errors="replace") as file:
+            writer = hide(file.read().strip())
             # Asked, and not taken: a trainer that starts at this moment would find it locked.
             wanted = struct.pack(FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
             try:
@@ -158,7 +162,7 @@ def _logs(folder: Path, name: str) -> list[str]:
     root = folder.resolve()
     for _ in Path(name).parts:
         root = root.parent
-    jobs = (root.parent / "logs").glob(f"{name.replace('/', '-')}-*/attempt-*")
+    jobs = (root.parent / "logs").glob(f"{glob.escape(name.replace('/', '-'))}-*/attempt-*")
     attempts = sorted(jobs, key=lambda path: path.stat().st_mtime)
     return found + [f"{path}/" for path in attempts[-1:]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Clock, Run
 from megatron_rl.metrics.agents import agent_metrics
 from megatron_rl.metrics.hardware import hardware_metrics, per_second
@@ -21,6 +22,9 @@ from megatron_rl.metrics.reduce import Metric, Metrics, derived, figures, maximu
 from megatron_rl.metrics.responses import readable
 from megatron_rl.metrics.samples import choose
 from megatron_rl.trainer.trainer import Update
+
+MOST_IDLE_STEPS = 10
+"""Steps in a row without an update, after which a run ends: the weights, and with them the responses, stay what they are."""
 
 
 def log_step(
@@ -54,7 +58,31 @@ def log_line(
     mine = [measured, skipped, hardware_metrics(run, trained, times)]
     if run.ranks.rank == 0:  # an update's metrics are those of all ranks
         mine += [{name: total(seconds) for name, seconds in times.items()}, *(update.metrics for update in updates)]
-    run.logger.log_step(run.step, figures(over_ranks(run.ranks, mine)))
+    found = figures(over_ranks(run.ranks, mine))
+    run.logger.log_step(run.step, found)
+    run.idle_steps = idle_steps(run.idle_steps, len(updates), found)
+
+
+def idle_steps(before: int, updates: int, found: Mapping[str, Any]) -> int:
+    """Steps in a row, this one included, in which all updates were left out. before: those until this one.
+
+    found: the step's figures. Errors: UserError, the same on all processes, where they are MOST_IDLE_STEPS.
+    """
+    if not updates:  # the critic alone learns
+        return before
+    if found["update/skipped"] < updates:
+        return 0
+    if before + 1 < MOST_IDLE_STEPS:
+        return before + 1
+    raise UserError(
+        f"nothing was learned in {MOST_IDLE_STEPS} steps: "
+        + (
+            "no token counts in any update, since all responses are masked; look at response/truncated and"
+            " agent.on_truncation, and at correction.mode, its bounds and its veto"
+            if math.isfinite(found["update/grad_norm"])
+            else "no gradient norm is finite (update/grad_norm); look at mismatch/not_finite, and lower optimizer.lr"
+        )
+    )
 
 
 def reward_metrics(config: Config, trajectories: list[Trajectory]) -> Metrics:

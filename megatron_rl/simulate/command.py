@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megatron_rl.config import Count, Positive, section
-from megatron_rl.config_file import parse_yaml
+from megatron_rl.config_file import parse_yaml, yaml_problem
 from megatron_rl.errors import UserError
 from megatron_rl.simulate.costs import Costs, Hardware, Lengths, Mode, Model, Setting
 from megatron_rl.simulate.step import Simulated, simulate
@@ -109,7 +109,7 @@ def read_scenario(path: Path) -> tuple[Scenario, Costs]:
             f"simulate {path}: {getattr(error, 'strerror', None) or 'not a text'}; name a YAML file"
         ) from None
     except yaml.YAMLError as error:
-        raise UserError(f"simulate {path}: not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"simulate {path}: not YAML: {yaml_problem(error)}") from None
     if not isinstance(values, dict):
         raise UserError(f"simulate {path}: not a mapping of keys; examples/simulate_qwen3_30b.yaml is one")
     prefix, known = "", Scenario

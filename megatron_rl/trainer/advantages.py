@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import advantages
 from megatron_rl.config import AlgorithmConfig, Config, DistillationConfig
+from megatron_rl.credentials import key_of
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.trajectory import OVERLONG, Trajectory
@@ -65,7 +66,8 @@ class Advantages:
         What is masked gets none, and the others' baseline leaves it out. Where tokens are looked at later, it is the reward.
         """
         if self._teacher and self._teacher.address:
-            self._ask_teacher(self._teacher.address, trajectories)
+            key = key_of(self._teacher.api_key, "distillation.api_key")
+            self._ask_teacher(self._teacher.address, key, trajectories)
         judged = [t for t in trajectories if not t.masked and not t.part and not self._goes_on(t)]
         found = self._seen([t.reward for t in judged])
         if self._config.advantage == "reinforce_plus_plus_baseline":
@@ -82,11 +84,11 @@ class Advantages:
                     advantage = self._penalty(trajectory) if self._goes_on(trajectory) else next(mine)
             trajectory["advantages"] = advantage
 
-    def _ask_teacher(self, address: str, trajectories: list[Trajectory]) -> None:
+    def _ask_teacher(self, address: str, key: str, trajectories: list[Trajectory]) -> None:
         """Errors: UserError on all processes, for a server that does not answer."""
         asked = [t for t in trajectories if not t.masked]
         ranks = self._trainer.ranks
-        ranks.leaders_do(lambda: teacher_log_probs(address, asked, timeout_s=self._timeout_s), patient=True)
+        ranks.leaders_do(lambda: teacher_log_probs(address, asked, timeout_s=self._timeout_s, key=key), patient=True)
 
     def _goes_on(self, trajectory: Trajectory) -> bool:
         """Whether it was cut off, and its last state's value stands for what would have come: a score would count twice."""

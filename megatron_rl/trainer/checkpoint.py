@@ -27,6 +27,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.checkpoint_reader import untrusted
 from megatron_rl.models.dist_write import Write, read
 from megatron_rl.models.freeze import ADAPTER, HEAD
 from megatron_rl.models.hf_folder import weights_digest
@@ -230,7 +231,7 @@ class Save:
         os.replace(self._partial, self.path)
         for old in complete_checkpoints(self.path.parent)[: -self._keep]:
             if step_of(old) not in self._best:
-                shutil.rmtree(old)
+                _remove(old)
 
     def _attempt(self, everywhere: Callable[[Callable[[], T]], T], work: Callable[[], T]) -> T:
         """`work` where it is to be done; after an error nothing is left of the folder, as the disk may be full of it."""
@@ -247,6 +248,14 @@ class Save:
             if self._ranks.rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
             raise
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; of one that was moved elsewhere, and left a link here, the link alone."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    else:
+        shutil.rmtree(checkpoint)
 
 
 def save(folder: Path, step: int, trainer: Trainer, ranks: Ranks, extra: dict[str, Any], keep: int) -> Path:
@@ -357,7 +366,8 @@ def load_weights(path: Path, trainer: Trainer, *, hooks: bool = False) -> None:
 def read_common(path: Path) -> dict[str, Any]:
     """The part of a checkpoint that is the same on all ranks. Errors: UserError, also for a key that an older one lacks."""
     try:
-        run = dist_checkpointing.load_common_state_dict(str(path))["run"]
+        with untrusted():
+            run = dist_checkpointing.load_common_state_dict(str(path))["run"]
     except (OSError, KeyError, CheckpointingException, RuntimeError, EOFError, ValueError) as error:
         raise UserError(
             f"checkpoint {path}: not a checkpoint of megatron_rl, or damaged ({_one_line(error)})"
@@ -416,7 +426,7 @@ def _separate_steps(trainer: Trainer) -> None:
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         return read(state, path)
-    except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError) as error:
+    except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError, ValueError) as error:
         raise UserError(
             f"checkpoint {path}: damaged or of another model ({_one_line(error)}); remove it to go on from an older one"
         ) from None

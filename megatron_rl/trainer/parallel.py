@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import threading
 import time
@@ -20,9 +19,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import together
 from megatron_rl.models.parallel_check import expert_tensor_size
-from megatron_rl.network import wait_for_listener
+from megatron_rl.processes import dumps, join, loads
 from megatron_rl.sync import nccl
-from megatron_rl.trainer.gloo_device import share_device
 
 T = TypeVar("T")
 
@@ -119,7 +117,7 @@ class Ranks:
         parcels = [b""] * self.world_size
         if self.is_leader:
             for leader, value in zip(self.leaders, outgoing, strict=True):
-                parcels[leader] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if leader != self.rank else b""
+                parcels[leader] = dumps(value) if leader != self.rank else b""
         sizes = torch.tensor([len(parcel) for parcel in parcels])
         found = torch.empty_like(sizes)
         dist.all_to_all_single(found, sizes, group=self.world_group)
@@ -130,7 +128,7 @@ class Ranks:
         if not self.is_leader:
             return []
         parts = arrived.split(found.tolist())
-        return [outgoing[self.data_rank] if r == self.rank else pickle.loads(parts[r].numpy()) for r in self.leaders]
+        return [outgoing[self.data_rank] if r == self.rank else loads(parts[r].numpy().tobytes()) for r in self.leaders]
 
     def maximum(self, value: int) -> int:
         """Largest value over all processes."""
@@ -173,16 +171,6 @@ def in_background[R](work: Callable[[], R]) -> Future[R]:
     return done
 
 
-def _reach_rank_0(timeout_s: float) -> None:
-    """Wait for the store of rank 0: where nobody has it, torch tries to connect for twice as long as it is told."""
-    if os.environ["RANK"] == "0":
-        return
-    try:
-        wait_for_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
-    except TimeoutError as error:
-        raise dist.DistNetworkError(str(error)) from None
-
-
 def initialize(config: ParallelConfig, seed: int) -> Ranks:
     """Start torch.distributed (from torchrun's environment; one process without it) and Megatron's parallel state.
 
@@ -196,16 +184,7 @@ def initialize(config: ParallelConfig, seed: int) -> Ranks:
     for name, value in nccl.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not dist.is_initialized():
-        share_device()
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-        if "RANK" in os.environ:
-            _reach_rank_0(config.timeout_s)
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]: its documented name
-                "127.0.0.1", 0, 1, is_master=True, timeout=timeout
-            )
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        join("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,

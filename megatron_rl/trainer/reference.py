@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.parallel_check import one_line
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.units import Table, UnitPasses
@@ -61,8 +61,9 @@ class Reference:
         try:
             with np.load(self._file) as found:
                 return {name: torch.from_numpy(found[name]) for name in found.files}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"{self._file}: damaged ({error}); remove it to have it computed again") from None
+        except Exception as error:  # a broken archive raises of any kind
+            what = f"{type(error).__name__}: {one_line(error)}"
+            raise UserError(f"{self._file}: damaged ({what}); remove it to have it computed again") from None
 
     def _write(self) -> None:
         partial = self._file.with_suffix(".partial.npz")

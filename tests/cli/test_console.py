@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -55,6 +58,34 @@ def test_a_conversion_that_cannot_be_spread_says_so(tiny_model, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     said = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl: error")]
     assert done.returncode == 2 and len(said) == 1 and "pipeline = 3" in said[0]
+
+
+RANK = """
+import os, time
+from megatron_rl import cli
+cli._dispatch = lambda *_: (print(os.getpid(), flush=True), time.sleep(300))
+cli.main(["doctor"])
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_processes_end_with_torchrun_that_is_killed(launched):
+    """And go on without whoever else has started them."""
+    own = {"TORCHELASTIC_RUN_ID": "x"} if launched else {}
+    command = [sys.executable, "-c", LAUNCHER, RANK]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | own)
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    death = os.pidfd_open(rank)
+    try:
+        launcher.kill()
+        launcher.wait(60)
+        assert bool(select.select([death], [], [], 60 if launched else 0.5)[0]) == launched
+    finally:
+        signal.pidfd_send_signal(death, signal.SIGKILL) if not launched else None
+        os.close(death)
+        launcher.stdout.close()
 
 
 def test_slow_bf16_is_said():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.environments import sandbox
+from megatron_rl.environments import cgroup, isolated, sandbox
 from megatron_rl.launch import doctor
 from tests.preloaded import PYTHON_WITH_TRAINER
 
@@ -120,6 +120,35 @@ def test_the_sandbox_is_probed(monkeypatch):
     monkeypatch.setattr(sandbox, "problem", lambda: "no user namespaces; do this")
     found = doctor._sandbox()
     assert (found.part, found.state) == ("sandbox", "missing") and found.note == "no user namespaces; do this"
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "words"),
+    [("v1", "ok", "the kernel bounds"), ("v2", "ok", "the kernel bounds"), ("", "missing", "ten times a second")],
+)
+def test_control_groups_are_tried(monkeypatch, version, state, words):
+    monkeypatch.setattr(cgroup, "version", lambda: version)
+    found = doctor._control_groups()
+    assert (found.state, found.found) == (state, version or "none can be made by this user") and words in found.note
+
+
+@pytest.mark.parametrize(
+    ("user", "drops", "found"),
+    [
+        (0, True, "seccomp, as nobody"),
+        (0, False, "seccomp, without capabilities"),
+        (1000, True, "seccomp, as this user"),
+    ],
+)
+def test_how_scorers_are_isolated(monkeypatch, user, drops, found):
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: user)
+    monkeypatch.setattr(isolated, "drops_user", lambda: drops)
+    monkeypatch.setattr(isolated, "problem", lambda: "")
+    assert doctor._scorers().found == found and doctor._scorers().state == "ok"
+    monkeypatch.setattr(isolated, "problem", lambda: "do this")
+    assert doctor._scorers() == doctor.Finding(
+        "scorers of others", "missing", "reasoning_gym tasks are refused", "do this"
+    )
 
 
 def test_a_check_that_fails_becomes_a_warning(monkeypatch):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 
+import pytest
 import torch
 
+from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Clock
+from megatron_rl.metrics.step import MOST_IDLE_STEPS, idle_steps
 
 
 def test_times_add_up():
@@ -32,3 +36,18 @@ def test_a_trace_has_the_parts_and_the_operators_in_them(tmp_path):
     assert {"log_probs", "train", "aten::mm"} <= set(events)
     part, operator = events["train"], events["aten::mm"]
     assert part["ts"] <= operator["ts"] <= operator["ts"] + operator["dur"] <= part["ts"] + part["dur"]
+
+
+def test_a_run_that_learns_nothing_ends():
+    """After so many steps in a row; one in which the critic alone learns says nothing."""
+    done, left_out = ({"update/skipped": skipped, "update/grad_norm": 1.0} for skipped in (1.0, 2.0))
+    idle = 0
+    for found, updates in (
+        [(left_out, 2)] * (MOST_IDLE_STEPS - 1) + [(done, 2)] + [(left_out, 2)] * (MOST_IDLE_STEPS - 1)
+    ):
+        idle = idle_steps(idle, updates, found)
+    assert idle_steps(idle, 0, {}) == idle == MOST_IDLE_STEPS - 1
+    with pytest.raises(UserError, match=r"nothing was learned in 10 steps: no token counts.*agent\.on_truncation"):
+        idle_steps(idle, 2, left_out)
+    with pytest.raises(UserError, match=r"nothing was learned in 10 steps: no gradient norm is finite.*optimizer\.lr"):
+        idle_steps(idle, 2, left_out | {"update/grad_norm": math.nan})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,6 +19,36 @@ from megatron_rl.config_file import (
 )
 from megatron_rl.errors import UserError
 
+UNFIT_NAMES = [
+    "''",
+    "'..'",
+    "../x",
+    "a/../../x",
+    "/etc/x",
+    "a//b",
+    "a/",
+    ".hidden",
+    "a/.b",
+    "-x",
+    "'a\tb'",
+    r'"a\nsbatch"',
+    r'"a\u2028b"',
+    r'"a\0"',
+    r'"run\n"',
+    "' a'",
+    "'a '",
+    "a$(id)",
+    "a;b",
+    "'a\"b'",
+    "a`id`",
+    "a\\b",
+    "a'b",
+    "x%j",
+    "a*",
+    "n" * 201,
+    "ß" * 101,
+]
+
 
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
@@ -30,6 +61,7 @@ from megatron_rl.errors import UserError
         (["--sync.transport", "nccl"], ["sync.transport", "'distributed', 'tensor' or 'disk'"]),
         (["--steps", "0"], ["steps", "greater than or equal to 1"]),
         (["--steps", "many"], ["steps", "valid integer"]),
+        *((["--name", name], ["'name'", "a run's name has letters"]) for name in UNFIT_NAMES),
         (["--rollout.sampling", "3"], ["rollout.sampling"]),
         (["--steps"], ["--steps needs a value"]),
         (["steps", "3"], ["expected --key value, found 'steps'"]),
@@ -43,6 +75,12 @@ def test_bad_input_is_one_line_that_names_the_key(arguments, fragments):
     assert "\n" not in message
     for fragment in fragments:
         assert fragment in message
+
+
+@pytest.mark.parametrize("name", ["7", "run", "a/b_c/d-e.f", "x..y", "läuf 1 (ß)", "実験-3", "lr=1e-3,kl", "n" * 200])
+def test_names_of_runs_are_folders_below_the_runs_folder(name):
+    config = build_config(parse_overrides(["--name", name]))
+    assert config.name == name and config.run_dir.resolve().is_relative_to(Path("runs").resolve())
 
 
 def test_unknown_key_in_a_file_names_the_file_section(tmp_path):
@@ -78,7 +116,7 @@ def test_the_tree_is_frozen_and_has_few_knobs():
         config.steps = 3
     # 280, one for operators that engine and trainer share, three for gates: recorded, replayed, and the threshold below which
     # a replayed expert is given up.
-    assert len(key_paths()) <= 284
+    assert len(key_paths()) <= 289
 
 
 def test_old_names_are_errors_that_name_the_new_one():

@@ -9,7 +9,7 @@ import pytest
 from tests.faults import run
 from tests.faults.run import PATCHES, REPOSITORY, Fault, read
 
-FAULTS = 60
+FAULTS = 68
 MOST_OF_CSRC = 4
 """They cost a build each."""
 
@@ -19,7 +19,7 @@ def faults() -> list[Fault]:
     return [read(name) for name in PATCHES]
 
 
-def test_there_are_sixty_over_all_rooms(faults):
+def test_there_are_so_many_over_all_rooms(faults):
     assert len(faults) == FAULTS
     assert sum(fault.file.startswith("csrc/") for fault in faults) <= MOST_OF_CSRC
     rooms = {fault.file.split("/")[1] for fault in faults if fault.file.startswith("megatron_rl/")}

@@ -16,6 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.launch.preflight import _check_correction, _check_servers, check_memory_savers, preflight
 from megatron_rl.models.precision import Machine
 from megatron_rl.rollout.sampling import SamplingSupport
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.processors import PRUNE_TAIL
 from megatron_rl.trainer.objective import correction_of
 
 REFUSED = {
@@ -527,8 +528,7 @@ def test_the_request_of_a_support():
     assert support.request()["custom_params"] == {"log_rho": support.log_rho, "temperature": 0.5}
     for asked in (support.request(), SamplingSupport().request()):  # a server may have other defaults
         assert (asked["min_p"], asked["repetition_penalty"], asked["presence_penalty"]) == (0.0, 1.0, 0.0)
-    named = bytes.fromhex(json.loads(support.options()["custom_logit_processor"])["callable"])
-    assert named == b"cmegatron_rl_plugin.pruning\nPruneTail\n."
+    assert support.options() == {"custom_logit_processor": PRUNE_TAIL}, "a name, which the server looks up"
     assert SamplingSupport().options() == {} and SamplingSupport().log_rho is None
     assert SamplingSupport(top_p=0.9, top_k=50).options() == {"return_sampling_mask": True}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +92,60 @@ def test_a_resumed_run_names_the_keys_that_differ(model, tmp_path, capsys, alone
     with Run(config_of(model, tmp_path, optimizer={"lr": 2e-3}, steps=9), kind="train"):
         pass
     assert "config keys that differ from the run so far: optimizer.lr: 0.001 -> 0.002" in capsys.readouterr().out
+
+
+def test_a_folder_of_before_becomes_its_owners_alone(model, tmp_path, alone):
+    folder = tmp_path / "one"
+    folder.mkdir(mode=0o755)
+    with Run(config_of(model, tmp_path), kind="ask"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("before", [None, b"", b"\xff\xfe", b"\0" * 16, b"0123456789abcdef\n"])
+def test_a_run_has_one_id(before, model, tmp_path, alone):
+    """Also one of a release without ids, and one whose file a power cut has damaged."""
+    file = tmp_path / "one" / "run_id"
+    (file.parent / "checkpoints" / "step_000003").mkdir(parents=True)
+    if before is not None:
+        file.write_bytes(before)
+    with Run(config_of(model, tmp_path), kind="train") as run:
+        assert re.fullmatch("[0-9a-f]{16}", run.id) and file.read_text().strip() == run.id
+        assert not before or len(before) != 17 or run.id == "0123456789abcdef"
+
+
+def test_a_key_that_is_not_there_is_told_before_a_server_starts(model, tmp_path, monkeypatch, capsys, alone):
+    monkeypatch.delenv("NOT_SET_HERE", raising=False)
+    wrong = {
+        "rewards.models.helpful.api_key": {
+            "rewards": {"models": {"helpful": {"address": "x:1", "api_key": "env:NOT_SET_HERE"}}}
+        },
+        "distillation.api_key": {
+            "distillation": {"address": "x:1", "api_key": "env:NOT_SET_HERE", "placement": "advantage"}
+        },
+    }
+    for key, section in wrong.items():
+        with pytest.raises(UserError, match=f"config: {key}: the environment has no NOT_SET_HERE"):
+            Run(config_of(model, tmp_path, **section), kind="train")
+
+
+def test_an_error_is_one_line_without_passwords(monkeypatch, capsys):
+    def fail(*_):
+        raise UserError("http://user:hunter2@host:1: 400, message:\n  Expected HTTP/\n    ^")
+
+    monkeypatch.setattr("megatron_rl.cli._dispatch", fail)
+    assert main(["doctor"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "http://<hidden>@host:1" in line and "hunter2" not in line
+
+
+def test_the_program_leaves_the_umask_of_its_caller(tmp_path):
+    before = os.umask(0o022)
+    try:
+        for arguments in (["train", str(tmp_path / "none.yaml")], ["convert", str(tmp_path), str(tmp_path / "out")]):
+            assert main(arguments) == 2
+            assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
 
 
 def test_ctrl_c_says_what_is_saved(model, tmp_path, capsys, alone):

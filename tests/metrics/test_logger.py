@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -150,6 +151,10 @@ def test_prometheus_gets_the_newest_numbers(tmp_path):
     before = time.time()
     with RunLogger(tmp_path, config) as logger:
         assert exported() == {}
+        listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert {c.laddr.ip for c in listening if c.laddr.port == port} == {"127.0.0.1"}, (
+            "not on all addresses, unless asked"
+        )
         for step in (1, 2):
             logger.log_step(step, {"mismatch/p<0.1/abs": step / 4, "entropy": float("nan")})
         with pytest.raises(UserError, match=rf"logging.prometheus_port: {port}: .*; set it to a free one"):
@@ -161,6 +166,28 @@ def test_prometheus_gets_the_newest_numbers(tmp_path):
     assert before <= found["megatron_rl_last_step_timestamp_seconds", None] <= time.time()
     with pytest.raises(httpx.TransportError):
         exported()
+    reserved.close()
+
+
+def test_beyond_this_machine_prometheus_needs_a_key(tmp_path, monkeypatch):
+    import httpx
+
+    open_to_all = LoggingConfig(tensorboard=False, prometheus_port=1, prometheus_address="0.0.0.0")
+    with pytest.raises(UserError, match=r"logging.prometheus_api_key: everybody who reaches 0.0.0.0 would see"):
+        RunLogger(tmp_path, replace(CONFIG, logging=open_to_all))
+    reserved = reserve_port("")
+    port = reserved.getsockname()[1]
+    monkeypatch.setenv("OF_THIS_TEST", "k\N{LATIN SMALL LETTER E WITH ACUTE}y")
+    keyed = replace(open_to_all, prometheus_port=port, prometheus_api_key="env:OF_THIS_TEST")
+    with pytest.raises(UserError, match=r"logging.prometheus_api_key: the key there"):
+        RunLogger(tmp_path, replace(CONFIG, logging=keyed))
+    monkeypatch.setenv("OF_THIS_TEST", "right")
+    with RunLogger(tmp_path, replace(CONFIG, logging=keyed)):
+        for sent, status in ((None, 401), ("Bearer wrong", 401), ("right", 401), ("Bearer right", 200)):
+            headers = {"Authorization": sent} if sent else {}
+            for path in ("/metrics", "/"):
+                reply = httpx.get(f"http://127.0.0.1:{port}{path}", headers=headers, timeout=30)
+                assert reply.status_code == status and (status == 200 or not reply.content)
     reserved.close()
 
 

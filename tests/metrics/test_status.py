@@ -44,6 +44,24 @@ def test_a_run_that_stopped_and_one_that_is_finished(tmp_path):
     assert status_of(folder).state == "finished"
 
 
+@pytest.mark.parametrize("name", ["[/red]", "a [bold", "**", "a\\0b", "[a-"])
+def test_a_folder_of_somebody_else_is_shown_as_it_is(name, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(f'name: "{name}"\nsteps: 1e400\n')
+    (tmp_path / METRICS_FILE).write_text(f'{{"step": 1, "reward/mean": {10**400}, "time/step_s": 1e308}}\n')
+    (tmp_path / "writer.lock").write_bytes(b"process [/x] \xff\xfe: x")
+    assert main(["status", str(tmp_path)]) == 0
+    assert "process [/x] " in capsys.readouterr().out
+    assert main(["status", "--json", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("content", [b"a: &a [*a]", b"a: 2020-13-45", b"[" * 50_000, b"\xff", b"a: [", b"a: 'b"])
+def test_a_config_that_cannot_be_read_is_one_line(content, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert main(["status", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / 'config.yaml'}: not YAML: " in line
+
+
 def test_a_run_that_runs(tmp_path, capsys):
     """Another process has the folder."""
     folder = run_folder(tmp_path, done=30, checkpoints=())

@@ -64,7 +64,7 @@ def rounded(source: Path, to: str) -> Path:
 
 def ask(server: RolloutServer, body: dict) -> dict:
     """One request. Errors: requests.HTTPError."""
-    answer = requests.post(f"{server.address}/generate", json=body, timeout=300)
+    answer = requests.post(f"{server.address}/generate", headers=server.headers, json=body, timeout=300)
     answer.raise_for_status()
     return answer.json()
 

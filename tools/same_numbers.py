@@ -234,7 +234,9 @@ def tensor_hashes(checkpoint: Path) -> dict[str, str]:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    reader = dcp.FileSystemReader(checkpoint)
+    from megatron_rl.models.checkpoint_reader import CheckpointReader
+
+    reader = CheckpointReader(checkpoint)
     found = reader.read_metadata().state_dict_metadata
     of_tensors = {name: about for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
     state = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in of_tensors.items()}

@@ -2,9 +2,10 @@
 
     tools/serve.py CONFIG --host ADDRESS --address-file FILE [--section.key VALUE ...]
 
-Takes a free port, writes http://ADDRESS:PORT to FILE, and runs the server until it ends, or SIGTERM comes. One server over
-several machines (rollout.server.tensor above their GPUs) is started on each of them, with --nodes, --node-rank and the same
---meet; the first one writes the file.
+Takes a free port, writes http://ADDRESS:PORT to FILE, and runs the server until it ends, or SIGTERM comes. It answers those
+alone who have its key: that of rollout.api_key, else of the file server.key beside FILE, where a trainer with that folder as
+its rollout.address_folder looks for it. One server over several machines (rollout.server.tensor above their GPUs) is started
+on each of them, with --nodes, --node-rank and the same --meet; the first one writes the file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_rl.config_file import load_config
+from megatron_rl.credentials import key_of, key_of_folder
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.server import STOP_GRACE_S, SUPERVISOR, RolloutServer, reserve_port
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
@@ -31,13 +33,15 @@ def main() -> int:
     parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (0)")
     parser.add_argument("--meet", metavar="HOST:PORT", help="where they meet: a free port of the first one")
     args, overrides = parser.parse_known_args()
+    os.umask(0o077)  # the server's sockets and files are its owner's alone
     try:
         if not 0 <= args.node_rank < args.nodes or (args.nodes > 1 and not args.meet):
             raise UserError(
                 f"--nodes {args.nodes} --node-rank {args.node_rank}: ranks count from 0, and several need --meet"
             )
         config = load_config(args.config, overrides)
-        server = RolloutServer.from_config(config, pythonpath=[SERVER_PYTHONPATH])
+        key = key_of(config.rollout.api_key, "rollout.api_key") or key_of_folder(args.address_file.parent)
+        server = RolloutServer.from_config(config, pythonpath=[SERVER_PYTHONPATH], key=key)
         if config.rollout.server.tensor % args.nodes:
             raise UserError(
                 f"--nodes {args.nodes} does not divide rollout.server.tensor = {config.rollout.server.tensor}: each machine has"
@@ -51,14 +55,21 @@ def main() -> int:
     reserved.set_inheritable(True)  # outlives the exec below
     port = reserved.getsockname()[1]
     if args.node_rank == 0:
-        partial = args.address_file.with_suffix(".partial")
-        partial.write_text(f"http://{args.host}:{port}\n")
-        partial.rename(args.address_file)  # whole or not there
+        write_address(args.address_file, f"http://{args.host}:{port}")
     if args.nodes > 1:
         command += ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank), "--dist-init-addr", args.meet]
     command += ["--host", args.host, "--port", str(port)]  # of a flag given twice the last counts
     supervisor = [sys.executable, "-E", "-S", str(SUPERVISOR), "--alone", str(STOP_GRACE_S)]
     return os.execvpe(sys.executable, supervisor + command, environment)
+
+
+def write_address(file: Path, address: str) -> None:
+    """Write a server's address, whole or not at all, and not through a link that another user has put there."""
+    partial = file.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    with partial.open("x") as opened:
+        opened.write(f"{address}\n")
+    partial.rename(file)
 
 
 if __name__ == "__main__":

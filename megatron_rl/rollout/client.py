@@ -10,16 +10,19 @@ import uuid
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import batched, chain, cycle, islice
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from megatron_rl.credentials import WRONG_KEY, bearer
 from megatron_rl.data.sequence import RouterFeatures, TopLogProbs
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.slots import Slots
+from megatron_rl.sync.owner import as_own, owner_of
 
 FIRST_PAUSE_S = 0.5
 """Pause before the first retry; each further one is twice as long, up to LONGEST_PAUSE_S."""
@@ -29,6 +32,11 @@ DECODERS = 4
 NO_SIGN = "gives no sign of life"
 NEVER = -1e30
 """SGLang has its type's least number in the place of minus infinity, where a probability is 0 in fp32."""
+MOST_LOG_PROB = 1e-5
+"""Above 0 by rounding alone: a sum of a vocabulary's probabilities in fp32 is 1 to some 2^-20."""
+MOST_VOCABULARY = 2**31 - 1
+PASSING = (408, 425, 429)
+"""Refusals of a server, or of a proxy before it, that is too busy for now: they are tried again, as a 5xx is."""
 ASKS_FEATURES, ASKS_LOGITS = "router-features-", "router-logits-"
 """Beginnings of the id of a request that wants router features, or of these the logits alone (`ASKS` of the served model's
 export.py): SGLang has no field of a request's own that would reach a model."""
@@ -111,63 +119,141 @@ def parse_reply(
     features: EngineFeatures | None = None,
     kept: bool = False,
     top_log_probs: int = 0,
+    max_new_tokens: int | None = None,
+    vocabulary: int = MOST_VOCABULARY,
 ) -> Reply:
-    """One element of SGLang's answer. Errors: UserError that names the field that is missing or malformed."""
+    """One element of SGLang's answer. vocabulary: the model's tokens; max_new_tokens: that were asked for, where it is known.
+
+    Errors: UserError that names the field that is missing, malformed, or cannot be of such a request.
+    """
     try:
         meta = reply["meta_info"]
-        tokens = np.asarray(reply["output_ids"], np.int32)
+        tokens = numbers(reply["output_ids"], "output_ids", "i")
         # Those of output_token_logprobs are from before the truncation.
-        values = (
-            meta["output_token_sampling_logprobs"] if kept else [entry[0] for entry in meta["output_token_logprobs"]]
-        )
-        log_probs = np.asarray(values, np.float32)
+        name = "output_token_sampling_logprobs"
+        log_probs = numbers(meta[name], name) if kept else _firsts(meta, "output_token_logprobs")
         reason = meta["finish_reason"]
-        spans = [WeightSpan(str(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions") or []]
-        sets = [np.asarray(ids, np.int32) for ids in meta["output_token_sampling_mask"]] if kept else None
-        if not spans:
-            spans = [WeightSpan(str(meta["weight_version"]), 0, len(tokens))]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+        ended = reason["type"] if isinstance(reason, dict) else reason
+        versions = meta.get("weight_versions")
+        versions = versions or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        borders = numbers(
+            [border for s in versions for border in (s["start"], s["end"])], "weight_versions", "i"
+        ).tolist()
+        spans = [WeightSpan(str(s["version"]), *pair) for s, pair in zip(versions, batched(borders, 2), strict=True)]
+        sets = _split(meta["output_token_sampling_mask"], vocabulary) if kept else None
+        before = _firsts(meta, "input_token_logprobs", start=1) if prompt_log_probs else None
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise UserError(f"reply of SGLang is not what release 0.5.23 sends ({type(error).__name__}: {error})") from None
-    if reason["type"] == "abort" and "status_code" in reason:
-        raise UserError(f"SGLang refused a prompt of {prompt_length} tokens: {reason.get('message')}")
-    if len(log_probs) != len(tokens):
-        raise UserError(f"reply of SGLang has {len(tokens)} tokens but {len(log_probs)} log-probs")
-    fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": log_probs}
-    parsed = Reply(tokens, fields, reason["type"], spans, kept=sets, text=reply.get("text") or "")
+    if ended == "abort" and isinstance(reason, dict) and "status_code" in reason:
+        said = " ".join(str(reason.get("message")).split())[:300]
+        raise UserError(f"SGLang refused a prompt of {prompt_length} tokens: {said}")
+    if ended not in ("stop", "length", "abort"):
+        raise UserError(f"reply of SGLang has the finish_reason {ended!r:.40}, which is none of stop, length and abort")
+    count, most = len(tokens), max_new_tokens
+    if most and not 1 <= count <= most:
+        raise UserError(f"reply of SGLang has {count} tokens (finish_reason: {ended}), of {most} that were asked for")
+    if len(log_probs) != count:
+        raise UserError(f"reply of SGLang has {count} tokens but {len(log_probs)} log-probs")
+    _check_tokens(tokens, vocabulary, "a response")
+    _check_log_probs(log_probs, "a response")
+    _check_spans(spans, count)
+    tokens = tokens.astype(np.int32)
+    fields = {"loss_mask": np.ones(count, bool), "rollout_log_probs": log_probs}
+    text = reply.get("text")
+    parsed = Reply(tokens, fields, ended, spans, kept=sets, text=text if isinstance(text, str) else "")
     if sets is not None:
-        if len(sets) != len(tokens):
-            raise UserError(f"reply of SGLang has {len(tokens)} tokens but {len(sets)} sets of tokens that it kept")
-        outside = [i for i, (token, ids) in enumerate(zip(tokens, sets, strict=True)) if token not in ids]
-        if outside:
+        if len(sets) != count:
+            raise UserError(f"reply of SGLang has {count} tokens but {len(sets)} sets of tokens that it kept")
+        owners = np.repeat(np.arange(count), [len(ids) for ids in sets])
+        among = np.isin(np.arange(count), owners[np.concatenate([*sets, tokens[:0]]) == tokens[owners]])
+        if not among.all():
             raise UserError(
-                f"SGLang says that token {outside[0]} of a response is not among those it kept to sample from"
+                f"SGLang says that token {among.argmin()} of a response is not among those it kept to sample from"
             )
     if routes is not None:
         if meta.get("routed_experts") is None:
             raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
-        encoded, rows = meta["routed_experts"], prompt_length + len(tokens) - 1 - routes_start
+        encoded, rows = meta["routed_experts"], prompt_length + count - 1 - routes_start
         if routes.gates:
             parsed.routes, parsed.gates = routes.decode_with_gates(encoded, rows)
         else:
             parsed.routes = routes.decode(encoded, rows)
     if features is not None:
         entries = meta.get("router_features")
-        if entries is None or len(entries) != len(tokens):
+        if not isinstance(entries, list) or len(entries) != count:
             raise UserError(
-                f"SGLang returned router_features of {len(entries or [])} tokens for a response of {len(tokens)}:"
-                " is it served with route predictors and a feature stride?"
+                f"SGLang returned router_features of {len(entries) if isinstance(entries, list) else 0} tokens for a response"
+                f" of {count}: is it served with route predictors and a feature stride?"
             )
         parsed.features = features.decode(entries)
     if top_log_probs:
-        parsed.top = _top(meta, len(tokens), top_log_probs)
-    if prompt_log_probs:
-        entries = meta["input_token_logprobs"]
-        parsed.prompt_log_probs = np.asarray([entry[0] for entry in entries[1:]], np.float32)
+        parsed.top = _top(meta, count, top_log_probs, vocabulary)
+    if before is not None:
+        _check_log_probs(before, "a prompt")
+        parsed.prompt_log_probs = before
     return parsed
 
 
-def _top(meta: dict[str, Any], tokens: int, k: int) -> TopLogProbs:
-    """SGLang's flat form of them. Errors: UserError where they are not of each token and k."""
+def numbers(values: Any, name: str, kinds: str = "if") -> np.ndarray:
+    """[n] numbers of a JSON list: whole ones as int64, others as float32. Errors: ValueError for anything else."""
+    found = np.asarray(values)
+    if not isinstance(values, list) or found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
+        raise ValueError(f"{name}: a list of {'whole ' if kinds == 'i' else ''}numbers is wanted")
+    with np.errstate(over="ignore"):  # to an infinity, which is refused
+        return found.astype(np.int64 if kinds == "i" else np.float32)
+
+
+def _firsts(meta: dict[str, Any], name: str, start: int = 0) -> np.ndarray:
+    """[n] float32: of each entry, which has a log-prob, a token and a text. Errors: ValueError for anything else."""
+    try:
+        return numbers([entry[0] for entry in meta[name][start:]], name)
+    except (TypeError, LookupError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _split(listed: Any, vocabulary: int) -> list[np.ndarray]:
+    """Sets of tokens of a JSON list of lists, int32. Errors: as of `numbers`, and UserError for one outside the vocabulary."""
+    flat = numbers([*chain.from_iterable(listed)], "output_token_sampling_mask", "i")
+    _check_tokens(flat, vocabulary, "those it kept to sample from")
+    return np.split(flat.astype(np.int32), np.cumsum([len(ids) for ids in listed], dtype=int))[:-1]
+
+
+def _check_tokens(tokens: np.ndarray, vocabulary: int, where: str) -> None:
+    wrong = (tokens < 0) | (tokens >= vocabulary)
+    if wrong.any():
+        raise UserError(
+            f"reply of SGLang has token {tokens[wrong.argmax()]} in {where}, outside the model's vocabulary of {vocabulary}:"
+            " does the server have another model?"
+        )
+
+
+def impossible(log_probs: np.ndarray) -> np.ndarray:
+    """Mark what is no log-prob of something sampled: above 0 by more than rounding, minus infinity or no number."""
+    return ~((log_probs > -np.inf) & (log_probs <= MOST_LOG_PROB))
+
+
+def _check_log_probs(log_probs: np.ndarray, where: str) -> None:
+    if (wrong := impossible(log_probs)).any():
+        place = wrong.argmax()
+        raise UserError(
+            f"reply of SGLang has {log_probs.flat[place]:g} as log-prob of token {place} of {where}, which no probability has:"
+            " look at the server's log, its weights and its precision"
+        )
+
+
+def _check_spans(spans: Sequence[WeightSpan], count: int) -> None:
+    """Errors: UserError where they are not one behind the other, from the first token to the last."""
+    borders = [(span.start, span.end) for span in spans]
+    ends = [end for _, end in borders]
+    if [start for start, _ in borders] != [0, *ends[:-1]] or sorted({*ends}) != ends or ends[-1] != count:
+        raise UserError(
+            f"reply of SGLang has weight_versions of the tokens {borders!r:.100}, which do not follow each other from 0 to"
+            f" {count}"
+        )
+
+
+def _top(meta: dict[str, Any], tokens: int, k: int, vocabulary: int) -> TopLogProbs:
+    """SGLang's flat form of them. Errors: UserError where they are not of each token and k, or cannot be log-probs."""
     try:
         flat = [
             np.frombuffer(base64.b64decode(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype).reshape(tokens, k)
@@ -178,7 +264,10 @@ def _top(meta: dict[str, Any], tokens: int, k: int) -> TopLogProbs:
         raise UserError(f"reply of SGLang has no {k} log-probs for each of {tokens} tokens ({problem})") from None
     ids, log_probs = flat
     never = log_probs <= NEVER
-    return TopLogProbs(np.where(never, -1, ids), np.where(never, np.float32(0), log_probs))
+    ids, log_probs = np.where(never, -1, ids), np.where(never, np.float32(0), log_probs)
+    _check_tokens(ids[~never], vocabulary, "the likeliest ones")
+    _check_log_probs(log_probs, "the likeliest ones")
+    return TopLogProbs(ids, log_probs)
 
 
 class SGLangClient:
@@ -194,11 +283,16 @@ class SGLangClient:
         lost: Callable[[], bool] = lambda: False,
         health: tuple[float, float] | None = None,
         adapter: str | None = None,
+        run: str = "",
+        key: str = "",
+        vocabulary: int = MOST_VOCABULARY,
     ):
         """concurrency: responses in flight; timeout_s: of one HTTP call; lost(): whether the server is known to be dead.
 
         health: look at each server after every so many seconds, and wait so many for a sign of life; what one without has not
         answered is asked of others, at once. adapter: name of that with which servers answer; None: the model as it is.
+        run: id of the run whose weights they have; versions in replies are those of the run, its steps. key: of all servers;
+        empty: they ask for none. vocabulary: size of the model's; a reply with a token outside of it is refused.
         """
         if not addresses:
             raise UserError("no SGLang server: rollout.addresses is empty and none was started")
@@ -209,7 +303,8 @@ class SGLangClient:
         None: all do."""
         self.slots, self.timeout_s, self.retries, self.lost = Slots(concurrency), timeout_s, retries, lost
         self.step = 0
-        self.health = health
+        self._run, self._headers = run, bearer(key)
+        self.health, self.vocabulary = health, vocabulary
         self._of_all = {} if adapter is None else {"lora_path": adapter}
         """Fields of every request."""
         self.retried = 0
@@ -226,7 +321,9 @@ class SGLangClient:
 
     async def __aenter__(self) -> SGLangClient:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=min(10.0, self.timeout_s))
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=self._headers
+        )
         self._pool = ThreadPoolExecutor(DECODERS, "decode")
         self._prefixes: dict[tuple[str, tuple[int, ...]], asyncio.Task] = {}
         self._down: dict[str, str] = {}
@@ -288,17 +385,20 @@ class SGLangClient:
             asks = ASKS_FEATURES if features.hidden else ASKS_LOGITS
             body["rid"] = [f"{asks}{uuid.uuid4().hex}" for _ in prompts]
         known = {"routes_start": routes_start, "features": features, "kept": body.get("return_sampling_mask", False)}
-        known["top_log_probs"] = top_log_probs
+        known |= {"top_log_probs": top_log_probs, "vocabulary": self.vocabulary}
+        most = [each.get("max_new_tokens") for each in (sampling if isinstance(sampling, list) else [sampling])]
 
         def decode(answer: bytes) -> list[Reply]:
             try:
                 parts = json.loads(answer)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise aiohttp.ClientPayloadError(f"an answer that is not JSON ({error})") from None
             if not isinstance(parts, list) or len(parts) != len(prompts):
                 raise UserError(f"SGLang answered {len(prompts)} requests with something else")
-            pairs = zip(parts, prompts, strict=True)
-            return [parse_reply(part, len(prompt), routes, prompt_log_probs, **known) for part, prompt in pairs]
+            return [
+                parse_reply(part, len(prompt), routes, prompt_log_probs, max_new_tokens=asked, **known)
+                for part, prompt, asked in zip(parts, prompts, islice(cycle(most), len(prompts)), strict=True)
+            ]
 
         async with self.slots.take(len(prompts), self.step):
             order = server_order(number, total, len(self.addresses))
@@ -317,7 +417,10 @@ class SGLangClient:
         async def ask(address: str) -> list[Reply]:
             await self._compute(address, prefixes)
             answer = await self._post(f"{address}/generate", body)
-            replies = await asyncio.get_running_loop().run_in_executor(self._pool, decode, answer)
+            try:
+                replies = await asyncio.get_running_loop().run_in_executor(self._pool, decode, answer)
+            except UserError as error:
+                raise UserError(f"{address}: {error}") from None
             self._check_versions(address, replies)
             return replies
 
@@ -335,7 +438,9 @@ class SGLangClient:
             except TimeoutError:
                 problem = f"{address} did not answer within {self.timeout_s:g} s"
             except (aiohttp.ClientError, OSError) as error:
-                problem = f"{address}: {str(error) or type(error).__name__}"
+                problem = (
+                    f"{address}: {' '.join(str(error).split()) or type(error).__name__}"  # aiohttp has several lines
+                )
             except asyncio.CancelledError:
                 current = asyncio.current_task()
                 if address not in self._down or (current is not None and current.cancelling()):
@@ -351,11 +456,20 @@ class SGLangClient:
         raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
 
     def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
-        """Errors: ClientError for weights that this run has not pushed."""
+        """Name versions as the run does.
+
+        Errors: ClientError for weights that this run has not pushed, UserError for those of another run.
+        """
+        for reply in replies:
+            reply.weight_spans = [replace(s, version=as_own(s.version, self._run)) for s in reply.weight_spans]
         found = {span.version for reply in replies for span in reply.weight_spans}
         if self.versions is not None and (strange := found - self.versions):
-            self._down[address] = f"{address} has weights of version '{min(strange)}': it was started anew"
-            raise aiohttp.ClientError(f"weights of version '{min(strange)}', which this run has not pushed")
+            if owner_of(version := min(strange)):
+                raise UserError(
+                    f"SGLang at {address} answers with weights {version!r:.80} of another run: give each run servers of its own"
+                )
+            self._down[address] = f"{address} has weights of version {min(strange)!r:.80}: it was started anew"
+            raise aiohttp.ClientError(f"weights of version {min(strange)!r:.80}, which this run has not pushed")
 
     async def _watch(self, address: str, interval_s: float, timeout_s: float) -> None:
         """End the calls to a server that gives no sign of life."""
@@ -364,7 +478,7 @@ class SGLangClient:
             await asyncio.sleep(interval_s)
             try:
                 async with self._session.get(f"{address}/ready", timeout=timeout) as reply:
-                    if reply.status == 200:
+                    if reply.status in (200, 503):  # 503: it is paused, as in a push, or not yet warm
                         if self._down.get(address, "").endswith(NO_SIGN):
                             del self._down[address]
                         continue
@@ -399,13 +513,11 @@ class SGLangClient:
     async def _post(self, url: str, body: dict[str, Any]) -> bytes:
         """Errors: UserError for a 4xx (the request is wrong, and will be), aiohttp's and TimeoutError for the rest."""
         async with self._session.post(url, json=body) as reply:
-            if 400 <= reply.status < 500:
-                raise UserError(f"SGLang refused a request ({reply.status}): {_message(await reply.text())}")
-            if reply.status >= 500:
-                raise aiohttp.ClientError(f"answered {reply.status}: {_message(await reply.text())}")
-            return await reply.read()
-
-
-def _message(text: str) -> str:
-    """The start of an error body, on one line."""
-    return " ".join(text.split())[:300]
+            if reply.status < 400:
+                return await reply.read()
+            if reply.status in (401, 403):
+                raise UserError(f"SGLang at {url}: {WRONG_KEY.format(setting='rollout.api_key')}")
+            said = " ".join((await reply.text("utf-8", "replace")).split())[:300]
+            if reply.status < 500 and reply.status not in PASSING:
+                raise UserError(f"SGLang refused a request ({reply.status}): {said}")
+            raise aiohttp.ClientError(f"answered {reply.status}: {said}")

@@ -1,20 +1,22 @@
 """The recording endpoint: an OpenAI-compatible server in front of the policy, one session a sample.
 
 Each session has a base URL of its own, http://127.0.0.1:PORT/SESSION/v1, for the plain `openai` client and whatever is built on
-it. What is sampled there is recorded (recorder.py).
+it. What is sampled there is recorded (recorder.py). Rewards are posted to another URL, which has a secret in it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
+import reprlib
+import secrets
 from typing import Any
 
 from aiohttp import web
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.recorder import BadRequest, Session, chunks
+from megatron_rl.rollout.chat_request import BadRequest
+from megatron_rl.rollout.recorder import Session, chunks
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,10 @@ IGNORED = (
 )
 IGNORED += ("response_format", "logprobs", "top_logprobs")
 """Parameters of requests that are not heeded: the policy is sampled as rollout.sampling says."""
-MOST_BYTES = 64 * 2**20
+MOST_BYTES = 16 * 2**20
+"""Of a request: a million tokens of text that JSON escapes (six bytes a character) are fewer."""
+MOST_REWARD = 1e9
+"""Squares and sums of rewards are far from the end of fp32."""
 
 
 class Endpoint:
@@ -49,7 +54,7 @@ class Endpoint:
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/{session}/v1/models", self._models)
-        app.router.add_post("/{session}/v1/reward", self._reward)
+        app.router.add_post("/{session}/reward/{key}", self._reward)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
@@ -67,6 +72,10 @@ class Endpoint:
         """Base URL of a session."""
         return f"http://{self._host}:{self.port}/{session}/v1"
 
+    def reward_url(self, session: str) -> str:
+        """Where the session's reward may be posted; whoever knows it may."""
+        return f"http://{self._host}:{self.port}/{session}/reward/{self.sessions[session].reward_key}"
+
     def _session(self, request: web.Request) -> Session:
         found = self.sessions.get(request.match_info["session"])
         if found is None:
@@ -75,9 +84,13 @@ class Endpoint:
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         try:
-            body = await request.json()
-        except ValueError as error:
-            raise BadRequest(f"the request is not JSON ({error})") from None
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError, web.RequestPayloadError) as error:
+            raise BadRequest(f"the request is not JSON ({' '.join(str(error).split())})") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise web.HTTPRequestEntityTooLarge(
+                MOST_BYTES, text=_error(f"a request has at most {MOST_BYTES} bytes"), content_type="application/json"
+            ) from None
         if not isinstance(body, dict):
             raise BadRequest("the request is no JSON object")
         return body
@@ -91,8 +104,15 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.Response:
         """{"reward": number} or {"reward": {part: number}} of the session."""
         session = self._session(request)
+        if not secrets.compare_digest(request.match_info["key"].encode(errors="replace"), session.reward_key.encode()):
+            raise web.HTTPForbidden(
+                text=_error("this is not the session's reward URL"), content_type="application/json"
+            )
         try:
-            session.reward = reward_parts((await self._body(request)).get("reward"))
+            parts = reward_parts((await self._body(request)).get("reward"))
+            if unknown := sorted(parts.keys() - {*session.parts}):
+                raise ValueError(f"the task has no reward part {unknown[0]!r:.40}: it has {', '.join(session.parts)}")
+            session.reward = parts
         except (BadRequest, ValueError) as error:
             return web.json_response(text=_error(str(error)), status=400)
         return web.json_response({})
@@ -123,7 +143,8 @@ class Endpoint:
             if body.get(name) is not None and name not in self._told:
                 self._told.add(name)
                 log.warning(
-                    f"agent endpoint: {name} = {body[name]!r:.40} is not heeded: the policy is sampled by rollout.sampling"
+                    f"agent endpoint: {name} = {reprlib.repr(body[name])} is not heeded: the policy is sampled by"
+                    " rollout.sampling"
                 )
 
 
@@ -131,11 +152,13 @@ def reward_parts(value: Any) -> dict[str, float]:
     """Reward parts of what an agent gives: a number is the part `correct`. Errors: ValueError for anything else."""
     parts = value if isinstance(value, dict) else {"correct": value}
     try:
+        if any(isinstance(part, str | bytes) for part in parts.values()):
+            raise TypeError
         found = {str(name): float(part) for name, part in parts.items()}
-    except (TypeError, ValueError):
-        raise ValueError(f"a reward is a number, or numbers by name, not {value!r:.80}") from None
-    if not all(map(math.isfinite, found.values())):
-        raise ValueError(f"a reward is finite, not {value!r:.80}")
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"a reward is a number, or numbers by name, not {reprlib.repr(value)}") from None
+    if not all(-MOST_REWARD <= part <= MOST_REWARD for part in found.values()):  # NaN is not, either
+        raise ValueError(f"a reward is between {-MOST_REWARD:g} and {MOST_REWARD:g}, not {reprlib.repr(value)}")
     return found
 
 

@@ -124,24 +124,30 @@ class Engine:
 
         servers: ChildServers | Fleet = self._children
         if rollout.external and ranks.rank == 0:
-            servers = Fleet(self.config, self.run.hf_config, pushes=self.trains, say=self.run.logger.say)
+            servers = Fleet(
+                self.config, self.run.hf_config, pushes=self.trains, run=self.run.id, say=self.run.logger.say
+            )
+            self._stack.callback(servers.close)
 
-        def wait() -> list[str]:
+        def wait() -> tuple[list[str], str]:
             if not self._shares:  # these were waited for at their start
                 servers.wait_ready()
-            return servers.addresses
+            return servers.addresses, servers.key
 
-        addresses = ranks.main_does(wait, patient=True)
+        addresses, key = ranks.main_does(wait, patient=True)
         self.client = SGLangClient(
             addresses,
             concurrency=rollout.concurrency,
             timeout_s=rollout.request_timeout_s,
             retries=rollout.retries,
             lost=servers.lost,
-            health=(rollout.health_check_interval_s, rollout.health_check_timeout_s) if rollout.external else None,
+            health=(rollout.health_check_interval_s, rollout.health_check_timeout_s),
             adapter=SERVED if serves_adapters(self.config) and self.trains else None,
+            run=self.run.id,
+            key=key,
+            vocabulary=self.run.hf_config.vocab_size,
         )
-        sync = self._make_sync(addresses)
+        sync = self._make_sync(addresses, key)
         self._stack.callback(sync.close)
         self._stack.callback(self._cancel)
         self._turns = Turns(self._children, ranks, shared=self._shares, clock=lambda part: self.run.current_clock(part))
@@ -160,6 +166,7 @@ class Engine:
             dtype=self._dtype,
             digests=rollout.durable or (rollout.record and self._routes is not None),
             keeps_weights=self.config.sync.refresh.when == "drift",
+            run=self.run.id,
         )
         # A run that claims to be on-policy stops at a server with other weights; others push again.
         if rollout.external and self.trains and not self.config.algorithm.on_policy:
@@ -168,11 +175,11 @@ class Engine:
         self.run.pushed = lambda: self._pusher.digests
         self._stack.push(self._leave)
 
-    def _make_sync(self, addresses: list[str]) -> WeightSync | AdapterSync:
+    def _make_sync(self, addresses: list[str], key: str) -> WeightSync | AdapterSync:
         config, folder, group = self.config, self.config.run_dir / "sync", self.run.ranks.world_group
         if serves_adapters(config):
             base = Path(config.model.path)
-            return AdapterSync(config.sync, addresses, config.lora, base=base, folder=folder, group=group)
+            return AdapterSync(config.sync, addresses, config.lora, base=base, folder=folder, group=group, key=key)
         return WeightSync(
             config.sync,
             addresses,
@@ -180,6 +187,7 @@ class Engine:
             folder=folder,
             group=group,
             stay_paused=self._shares,
+            key=key,
         )
 
     def _leave(self, kind: type | None, *_: object) -> None:

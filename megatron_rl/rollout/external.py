@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
-from http.client import HTTPException
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config
+from megatron_rl.credentials import WRONG_KEY, bearer, hide
 from megatron_rl.errors import UserError
-from megatron_rl.models.parallel_check import architecture
+from megatron_rl.models.parallel_check import architecture, one_line
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, has_experts
 from megatron_rl.rollout.client import with_scheme
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import asks_gates, asks_routes, feature_stride, serves_adapters
+from megatron_rl.sync.engines import Engines
+from megatron_rl.sync.owner import FROM_FOLDER, RELEASED, owner_of
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.identical import FLAG as IDENTICAL
 
@@ -27,17 +31,31 @@ ANSWER_S = 60.0
 PHASES = ("prefill", "decode")
 
 
-def workers_of(router: str, timeout_s: float = 10.0) -> list[str] | None:
+class WrongKey(UserError):
+    """A server asks for another key."""
+
+
+def workers_of(router: str, timeout_s: float = 10.0, *, key: str = "") -> list[str] | None:
     """The servers behind SGLang's router (`sglang_router`, GET /workers). None: no router, or one that does not answer.
 
     Errors: UserError for a router with prefill and decode servers apart: a push is of whole servers.
     """
     try:
-        with urllib.request.urlopen(f"{with_scheme(router)}/workers", timeout=timeout_s) as reply:
+        asked = urllib.request.Request(f"{with_scheme(router)}/workers", headers=bearer(key))
+        with urllib.request.urlopen(asked, timeout=timeout_s) as reply:
             workers = json.load(reply)["workers"]
             found = [with_scheme(worker["url"]) for worker in workers]
             kinds = {worker.get("worker_type", "regular") for worker in workers} - {"regular"}
-    except (urllib.error.URLError, HTTPException, OSError, ValueError, LookupError, TypeError):
+    except (
+        urllib.error.URLError,
+        HTTPException,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
     if kinds:
         raise UserError(
@@ -47,36 +65,79 @@ def workers_of(router: str, timeout_s: float = 10.0) -> list[str] | None:
     return found
 
 
-def check_servers(addresses: Iterable[str], config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> None:
+def check_servers(
+    addresses: Iterable[str], config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str = "", key: str = ""
+) -> None:
     """Errors: UserError, one line, for the first server of rollout.addresses that cannot do what the config asks of it."""
     for address in addresses:
-        if found := problems_of(address, config, hf_config, pushes=pushes):
-            raise UserError(f"rollout.addresses: {address} {found}")
+        if found := problems_of(address, config, hf_config, pushes=pushes, run=run, key=key):
+            raise UserError(f"rollout.addresses: {hide(with_scheme(address))} {found}")
 
 
-def server_of(address: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def server_of(address: str, key: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
     """What a server says of itself: SGLang's /server_info and /model_info. Errors: UserError where it does not answer."""
-    return _get(address, "server_info"), _get(address, "model_info")
+    return _get(address, "server_info", key), _get(address, "model_info", key)
 
 
-def problems_of(address: str, config: Config, hf_config: PreTrainedConfig, *, pushes: bool) -> str:
+def asks_for_no_key(address: str) -> bool:
+    """Whether a server tells anybody of itself."""
+    try:
+        return bool(_get(address, "model_info"))
+    except UserError:
+        return False
+
+
+def release(addresses: Iterable[str], run: str, key: str = "") -> None:
+    """Let another run push to the servers that have weights of this one; those that do not answer are left."""
+    for address in addresses:
+        with contextlib.suppress(UserError):
+            if owner_of(_get(address, "model_info", key).get("weight_version")) == run:
+                engines = Engines([with_scheme(address)], ANSWER_S, key=key)
+                engines.attempt("/update_weight_version", {"new_version": RELEASED, "abort_all_requests": False})
+                engines.close()
+
+
+def problems_of(
+    address: str, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str = "", key: str = ""
+) -> str:
     """What a server cannot do of what the config asks, as predicates with the remedy; empty: it can do all.
 
     Errors: UserError where it does not answer.
     """
-    info, model = server_of(address)
-    found = problems(info, model, config, hf_config, pushes=pushes)
+    info, model = server_of(address, key)
+    found = problems(info, model, config, hf_config, pushes=pushes, run=run)
     return f"{'; it '.join(found)}; start it through tools/serve.py with this config" if found else ""
 
 
 def problems(
-    info: Mapping[str, Any], model: Mapping[str, Any], config: Config, hf_config: PreTrainedConfig, *, pushes: bool
+    info: Mapping[str, Any],
+    model: Mapping[str, Any],
+    config: Config,
+    hf_config: PreTrainedConfig,
+    *,
+    pushes: bool,
+    run: str = "",
 ) -> list[str]:
     """The problems of a server, as predicates of a sentence, each with the flag to mend it.
 
     info, model: what SGLang's /server_info (arguments as they were resolved) and /model_info answer. pushes: weights go
-    there; else it answers with those that it has.
+    there; else it answers with those that it has. run: id of this run, whose own weights it may have.
     """
+    try:
+        return _problems(info, model, config, hf_config, pushes=pushes, run=run)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # of fields that are of other types
+        return [f"says of itself what SGLang 0.5.23 does not ({type(error).__name__}: {one_line(error)})"]
+
+
+def _problems(
+    info: Mapping[str, Any],
+    model: Mapping[str, Any],
+    config: Config,
+    hf_config: PreTrainedConfig,
+    *,
+    pushes: bool,
+    run: str,
+) -> list[str]:
     precision, context, routes = config.precision, config.rollout.context_length, asks_routes(config)
     support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
     found: list[str] = []
@@ -91,6 +152,14 @@ def problems(
         elsewhere = folder is not None and Path(folder).resolve() != Path(config.model.path).resolve()
         refuse(elsewhere, f"answers with the weights of {folder}: set model.path to it")
         refuse(info.get("load_format") == "dummy", "has random weights (--load-format dummy), and none are pushed")
+    version = model.get("weight_version") or FROM_FOLDER
+    refuse(
+        not pushes and version != FROM_FOLDER, f"has weights that a run pushed ({version!r:.80}), and not its folder's"
+    )
+    refuse(
+        pushes and owner_of(version) not in ("", run),
+        f"has weights of another run ({version!r:.80}), which may still push to it",
+    )
     dtype, wanted = info.get("dtype"), str(ROLLOUT_DTYPES[precision.rollout]).removeprefix("torch.")
     refuse(dtype not in ("auto", wanted), f"runs with --dtype {dtype}, and precision.rollout is {precision.rollout}")
     head = bool(info.get("enable_fp32_lm_head"))
@@ -160,12 +229,21 @@ def problems(
     return found
 
 
-def _get(address: str, path: str) -> dict[str, Any]:
+def _get(address: str, path: str, key: str = "") -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(f"{with_scheme(address)}/{path}", timeout=ANSWER_S) as reply:
-            return json.load(reply)
-    except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
+        asked = urllib.request.Request(f"{with_scheme(address)}/{path}", headers=bearer(key))
+        with urllib.request.urlopen(asked, timeout=ANSWER_S) as reply:
+            found = json.load(reply)
+        if not isinstance(found, dict):
+            raise ValueError(f"it answers a {type(found).__name__}")
+        return found
+    except (urllib.error.URLError, HTTPException, OSError, ValueError, RecursionError) as error:
+        named = f"rollout.addresses: {hide(with_scheme(address))}"
+        if getattr(error, "code", None) in (401, 403):
+            raise WrongKey(f"{named}: {WRONG_KEY.format(setting='rollout.api_key')}") from None
+        reason = (
+            "no address" if isinstance(error, InvalidURL) else getattr(error, "reason", None) or error
+        )  # it quotes it
         raise UserError(
-            f"rollout.addresses: {address}/{path} does not answer as SGLang 0.5.23 ({reason}); is the server up?"
+            f"{named}/{path} does not answer as SGLang 0.5.23 ({hide(one_line(str(reason)))}); is the server up?"
         ) from None

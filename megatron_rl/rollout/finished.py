@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import struct
 import threading
 import zlib
@@ -103,20 +104,31 @@ def _same(version: str, digests: Mapping[str, str], pushed: Mapping[str, str]) -
 
 def _records(file: Path) -> Iterator[tuple[Samples, dict[str, str]]]:
     for _, body in _bodies(file):
-        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-            trajectories = iter(read_trajectories(arrays))
-            counted = zip(arrays["requests"].tolist(), arrays["counts"].tolist(), strict=True)
-            samples = {request: [next(trajectories) for _ in range(count)] for request, count in counted}
-            yield samples, json.loads(arrays["weight_digests"].tobytes())
+        try:
+            yield _read(body)
+        except Exception as error:  # of any kind: its checksum may fit by chance, or its form be of another release
+            log.warning(f"{file}: a record is damaged ({type(error).__name__}), and what follows is left out")
+            return
+
+
+def _read(body: bytes) -> tuple[Samples, dict[str, str]]:
+    with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
+        trajectories = iter(read_trajectories(arrays))
+        counted = zip(arrays["requests"].tolist(), arrays["counts"].tolist(), strict=True)
+        samples = {request: [next(trajectories) for _ in range(count)] for request, count in counted}
+        return samples, json.loads(arrays["weight_digests"].tobytes())
 
 
 def _bodies(file: Path) -> Iterator[tuple[int, bytes]]:
     """Size and content of each record, up to the first that is not whole."""
     with open(file, "rb") as opened:
+        left = os.fstat(opened.fileno()).st_size
         while head := opened.read(_HEAD.size):
-            size, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (1, 0)
-            body = opened.read(size)
-            if len(body) < size or zlib.crc32(body) != checksum:
+            size, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+            left -= len(head) + size
+            # Zeros, as a power cut leaves them, are an empty record whose checksum fits.
+            body = opened.read(size) if size > 0 and left >= 0 else b""
+            if not body or zlib.crc32(body) != checksum:
                 log.warning(f"{file}: its last record was cut off, and is left out")
                 return
             yield size, body

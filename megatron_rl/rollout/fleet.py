@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import urllib.error
 import urllib.request
@@ -13,9 +14,18 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config
+from megatron_rl.credentials import MOST_BYTES, WRONG_KEY, key_of, key_of_folder
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import with_scheme
-from megatron_rl.rollout.external import check_servers, problems, server_of, workers_of
+from megatron_rl.rollout.external import (
+    WrongKey,
+    asks_for_no_key,
+    check_servers,
+    problems,
+    release,
+    server_of,
+    workers_of,
+)
 
 PAUSE_S = 0.5
 """Between two looks at servers that are waited for."""
@@ -35,11 +45,19 @@ class Fleet:
     sleeps = False
 
     def __init__(
-        self, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, say: Callable[[str], None]
+        self, config: Config, hf_config: PreTrainedConfig, *, pushes: bool, run: str, say: Callable[[str], None]
     ) -> None:
-        """pushes: weights go there; else they answer with those that they have. say: told who comes and goes."""
+        """pushes: weights go there; else they answer with those that they have. run: its id. say: told who comes and goes."""
         self.config, self.hf_config, self.pushes, self._say = config, hf_config, pushes, say
+        self.run = run
         self.folder = Path(config.rollout.address_folder) if config.rollout.address_folder else None
+        self.key = key_of(config.rollout.api_key, "rollout.api_key")
+        self._own_key = self.folder is not None and not self.key
+        """It is the folder's, so its servers are this user's."""
+        if self.folder is not None and not self.key:
+            self.key = key_of_folder(self.folder)
+        self._strange: set[Path] = set()
+        """Address files of other users."""
         self.addresses: list[str] = []
         """Of the members."""
         self._behind: dict[str, list[str]] = {}
@@ -51,7 +69,9 @@ class Fleet:
         """GPUs of each server that can."""
 
     def close(self) -> None:
-        """They are others' to end."""
+        """They are others' to end, and another run may use them now."""
+        if self.pushes:
+            release(self.addresses, self.run, self.key)
 
     def lost(self) -> bool:
         """Never known without asking them."""
@@ -61,19 +81,33 @@ class Fleet:
         """All addresses that somebody names, members or not."""
         found = self._listed()
         if self.folder is not None:
-            for file in sorted(self.folder.glob("*.address")):
-                try:
-                    found += [with_scheme(file.read_text().strip())]
-                except OSError:  # its server takes it away
-                    continue
+            found += [address for file in sorted(self.folder.glob("*.address")) if (address := self._address_in(file))]
         return [*dict.fromkeys(found)]
+
+    def _address_in(self, file: Path) -> str:
+        """Empty where it has none, or is not to be believed."""
+        try:
+            if not file.is_file():
+                return ""
+            if self._own_key and file.stat().st_uid not in (os.geteuid(), 0):
+                if file not in self._strange:
+                    self._say(
+                        f"rollout: {file} is another user's, and its server is not used: set rollout.api_key to use it"
+                    )
+                self._strange.add(file)
+                return ""
+            with file.open() as opened:
+                text = opened.read(MOST_BYTES).strip()
+        except (OSError, UnicodeDecodeError):  # its server takes it away
+            return ""
+        return with_scheme(text) if text and text.isprintable() and " " not in text else ""
 
     def _listed(self) -> list[str]:
         """Servers of rollout.addresses, and behind the routers there. A router that is gone leaves its servers."""
         for address in self.config.rollout.addresses:
             if address in self._behind and address not in self._routers:  # a server, which stays one
                 continue
-            workers = workers_of(address, NEW_S)
+            workers = workers_of(address, NEW_S, key=self.key)
             if workers is not None:
                 self._routers.add(address)
                 self._behind[address] = workers
@@ -88,12 +122,13 @@ class Fleet:
         is in the folder in time.
         """
         listed = self._listed()
-        check_servers(listed, self.config, self.hf_config, pushes=self.pushes)
+        check_servers(listed, self.config, self.hf_config, pushes=self.pushes, run=self.run, key=self.key)
         wanted = len(listed) + (self.config.rollout.server.count or 1 if self.folder is not None else 0)
         self._renew(max(1, wanted), self.config.rollout.server.start_timeout_s)
 
-    def changed(self, patience_s: float = 0.0) -> int:
+    def changed(self, patience_s: float = 0.0, *, trouble: bool = False) -> int:
         """How many members do not answer, and how many others do; where there is none, those within the time."""
+        del trouble  # all are asked, whether there is any or not
         deadline = time.monotonic() + patience_s
         while True:
             answering = self._answering()
@@ -167,14 +202,24 @@ class Fleet:
 
     def _look_at(self, address: str) -> None:
         """Whether a server can do what the config asks, and is as large as the others. Errors: UserError where it is gone."""
-        info, model = server_of(address)
-        size = info.get("tp_size") or 1
-        found = problems(info, model, self.config, self.hf_config, pushes=self.pushes)
+        found, size = [], 1
+        try:
+            info, model = server_of(address, self.key)
+        except WrongKey:  # it is there
+            found.append(WRONG_KEY.format(setting="rollout.api_key").removeprefix("it "))
+        else:
+            found += problems(info, model, self.config, self.hf_config, pushes=self.pushes, run=self.run)
+            size = told if isinstance(told := info.get("tp_size"), int) else 1
         others = {self._sizes[member] for member in self.addresses if member in self._sizes}
-        if self.pushes and others and size not in others:
+        if self.pushes and not found and others and size not in others:
             found.append(f"has --tensor-parallel-size {size}, and the other servers {min(others)}")
         if not found:
             self._sizes[address] = size
+            if not self.key or asks_for_no_key(address):
+                self._say(
+                    f"rollout: {address} answers without a key, so that whoever reaches its port can change its weights: start"
+                    " it through tools/serve.py, or with --api-key and --admin-api-key and rollout.api_key"
+                )
             return
         self._refused[address] = "; it ".join(found)
         self._say(f"rollout: {address} is not used: it {self._refused[address]}")

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.algorithms.advantages import mean_and_variance, moments
 from megatron_rl.config import RewardsConfig, ScorerConfig
+from megatron_rl.credentials import key_of
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.sequence import Sequence as Tokens
 from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.environments import Prompt, Task, combine, encode_text
+from megatron_rl.models.hf_folder import read_tokenizer
 from megatron_rl.rollout.scores_by_server import ask_all
 from megatron_rl.trainer.critic import everywhere
 from megatron_rl.trainer.parallel import Ranks
@@ -141,7 +143,7 @@ class Server:
 
     def score(self, judged: list[Trajectory], prompts: Sequence[Prompt]) -> list[float]:
         """One number for each trajectory. Errors: UserError where the server does not give one."""
-        tokenizer = AutoTokenizer.from_pretrained(self.config.path) if self.config.path else None
+        tokenizer = read_tokenizer(self.config.path) if self.config.path else None
         wanted = [
             t.tokens.tolist() if tokenizer is None else _encoded(tokenizer, prompts[t.group_id], t) for t in judged
         ]
@@ -150,12 +152,15 @@ class Server:
             " with one label (--is-embedding)"
         )
         bodies = [{"input_ids": tokens} for tokens in wanted]
-        return ask_all(str(self.config.address), "classify", bodies, _one, timeout_s=self.timeout_s, what=what)
+        key = key_of(self.config.api_key, f"rewards.models.{self.name}.api_key")
+        return ask_all(str(self.config.address), "classify", bodies, _one, timeout_s=self.timeout_s, what=what, key=key)
 
 
 def _one(answer: Any) -> float:
-    """The only number of an answer. Errors: ValueError where there are several."""
+    """The only number of an answer. Errors: ValueError where there are several, or it is not finite."""
     (number,) = answer["embedding"]
+    if not math.isfinite(number):
+        raise ValueError("a score is finite")
     return float(number)
 
 

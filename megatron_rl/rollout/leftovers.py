@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import getpass
 import os
 import shutil
 import tempfile
@@ -31,11 +30,27 @@ def own_folder() -> Iterator[dict[str, str]]:
     folder, lock = _make()
     try:
         # What torch has compiled is for the next server too.
-        inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
-        yield {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": inductor}
+        yield {
+            "TMPDIR": str(folder),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled() or f"{folder}/inductor",
+        }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def compiled() -> str:
+    """Folder of what torch compiles; empty where there is no home to write into.
+
+    torch's own is in /tmp: another user could make it first, with code that is loaded.
+    """
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = cache / "megatron_rl" / "torchinductor"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return ""
+    return str(folder) if os.access(folder, os.W_OK) else ""
 
 
 def sweep() -> None:
@@ -98,11 +113,3 @@ def _modified(file: Path) -> float:
         return file.stat().st_mtime
     except OSError:
         return time.time()
-
-
-def _user() -> str:
-    """As torch names it."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # of a container without a name for the user
-        return str(os.getuid())

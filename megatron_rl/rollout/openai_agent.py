@@ -7,6 +7,7 @@ import inspect
 import logging
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, override
 
 from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,8 @@ class OpenAIAgents(Agents):
     """agent.function, or the task's own agent, is called once a sample, with the prompt and the base URL of its session.
 
     It is a function (prompt, base_url) -> reward, plain (it gets a thread) or async. The reward is a number or numbers by
-    name; None leaves it to the task, which scores the last reply, or to a POST to {base_url}/reward.
+    name; None leaves it to the task, which scores the last reply. One with a parameter reward_url gets the URL where the reward
+    may be posted instead: tools that know the base URL cannot pay their agent.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
@@ -48,7 +50,9 @@ class OpenAIAgents(Agents):
             )
         self.function = function
         try:
-            inspect.signature(self.function).bind(None, "")
+            signature = inspect.signature(self.function)
+            self.posts = "reward_url" in signature.parameters
+            signature.bind(None, "", **({"reward_url": ""} if self.posts else {}))
         except (TypeError, ValueError) as error:
             raise UserError(f"config: agent.function: {name} takes no (prompt, base_url): {error}") from None
         super().__init__(config, tokenizer, task, ranks)
@@ -136,7 +140,7 @@ class OpenAICollection(AgentCollection):
 
     async def _lead(self, request: int) -> None:
         agents, prompt = self.agents, self.prompts[self._prompt_of(request)]
-        name = secrets.token_hex(8)  # what is late from an earlier step finds no session
+        name = secrets.token_urlsafe(16)  # what is late from an earlier step finds no session
         limit = TimeLimit(agents.settings.time_limit_s)
 
         asking = 0
@@ -150,16 +154,18 @@ class OpenAICollection(AgentCollection):
                 asking -= 1
 
         most, room = self.max_new_tokens, agents.config.rollout.context_length
-        session = Session(agents.dialect, ask, most, room, stop_token_ids=self.stop_token_ids)
+        ends, parts = self.stop_token_ids, agents.task.parts
+        session = Session(agents.dialect, ask, most, room, stop_token_ids=ends, parts=parts)
         self._sessions[request] = agents.endpoint.sessions[name] = session
         reason = "stop"
         try:
             async with limit:
-                url = agents.endpoint.url(name)
+                named = {"reward_url": agents.endpoint.reward_url(name)} if agents.posts else {}
+                work = partial(agents.function, prompt, agents.endpoint.url(name), **named)
                 if inspect.iscoroutinefunction(agents.function):
-                    found = await agents.function(prompt, url)
+                    found = await work()
                 else:
-                    found = await in_thread(agents.function, prompt, url)
+                    found = await in_thread(work)
             if found is not None:
                 session.reward = reward_parts(found)
         except TimeoutError as error:

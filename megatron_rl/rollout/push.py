@@ -12,6 +12,7 @@ from megatron_rl.rollout.server import DEATH_S
 from megatron_rl.rollout.turns import Turns
 from megatron_rl.sync.adapters import AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
+from megatron_rl.sync.owner import version_of
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
@@ -30,10 +31,15 @@ class Pusher:
         dtype: torch.dtype,
         digests: bool,
         keeps_weights: bool,
+        run: str,
     ) -> None:
-        """dtype: of the engine's weights; digests: take one of each push; keeps_weights: a server that sleeps does."""
+        """dtype: of the engine's weights; digests: take one of each push; keeps_weights: a server that sleeps does.
+
+        run: its id, with which its versions on the servers begin.
+        """
         self._sync, self._turns, self._recovery, self._ranks = sync, turns, recovery, ranks
         self._dtype, self._digests, self._keeps_weights = dtype, digests, keeps_weights
+        self._run = run
         self._trainer: Trainer | None = None
         self.now = 0
         """Step of the trainer's weights: the next push is of them."""
@@ -66,7 +72,7 @@ class Pusher:
                 if self._digests:
                     weights = digest.watch(weights)
                 self.digests.setdefault(str(self.now), "")  # answers may come before the push returns
-                self.bytes = self._sync.push(weights, str(self.now)).bytes
+                self.bytes = self._sync.push(weights, version_of(self._run, self.now)).bytes
                 self.version = self.now
                 self.digests[str(self.now)] = self._ranks.from_main(str(digest))  # which alone may have seen adapters
                 self._trainer.weights_pushed()
@@ -95,6 +101,6 @@ class Pusher:
             self._sync.verify()
         except UserError:
             # What external servers answered came from weights that can no longer be looked at.
-            if self._recovery.external or not self._recovery.revive(DEATH_S):
+            if self._recovery.external or not self._recovery.revive(DEATH_S, trouble=True):
                 raise
             self.again()

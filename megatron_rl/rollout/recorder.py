@@ -6,24 +6,29 @@ their own, whose prompt holds whatever was said before; nothing that was sampled
 
 from __future__ import annotations
 
+import asyncio
 import json
+import reprlib
+import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from megatron_rl.environments.messages import parse_messages
+from megatron_rl.rollout.chat_request import BadRequest, parse_request
 from megatron_rl.rollout.client import Reply
 from megatron_rl.rollout.conversation import Conversation
 from megatron_rl.rollout.dialects import Dialect, Parsed, without_end
 
+CHARACTERS_PER_TOKEN = 64
+"""More are in no text on average: a longer one is refused before it is looked at, since it would take minutes."""
+LONG = 65_536
+"""Characters of a request that become tokens in less than a tenth of a second."""
 Ask = Callable[[Conversation, dict[str, Any]], Awaitable[Reply]]
 """Samples a reply after a conversation; the second argument has SGLang's sampling parameters that the agent chose."""
-
-
-class BadRequest(Exception):
-    """What the agent asks for cannot be done; its text goes back with status 400."""
 
 
 @dataclass(eq=False)
@@ -56,6 +61,10 @@ class Session:
     """What the last reply says."""
     latest: Branch | None = None
     """The sequence that it belongs to."""
+    parts: Collection[str] = ("correct",)
+    """Names of the rewards that may be posted."""
+    reward_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    """Secret of whoever may post them, which the agent's tools do not know."""
     reward: dict[str, float] = field(default_factory=dict)
     """Parts that the agent has given."""
     closed: bool = False
@@ -64,37 +73,23 @@ class Session:
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion (OpenAI's API). Errors: BadRequest, and those of `ask`."""
-        messages = body.get("messages")
         if self.closed:
             raise BadRequest("this session has ended")
-        if (
-            not isinstance(messages, list)
-            or not messages
-            or not all(isinstance(m, dict) and "role" in m for m in messages)
-        ):
-            raise BadRequest("messages: a list of objects with a role is wanted")
-        if body.get("n") not in (None, 1):
-            raise BadRequest("n: one reply at a time")
-        asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-        if not isinstance(asked, int | float) or not float(asked).is_integer():
-            raise BadRequest(f"max_tokens: a whole number is wanted, not {asked!r:.40}")
-        stop = body.get("stop") or []
-        stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stop, list) or not all(isinstance(mark, str) for mark in stop):
-            raise BadRequest(f"stop: a text or a list of texts is wanted, not {stop!r:.40}")
-        tools = body.get("tools") or []
-        branch = self._branch(plain(messages), tools)
+        request = parse_request(body)
+        stop = request.stops
+        try:
+            branch = await self._branch(plain(request.messages), request.tools or [])
+        except RecursionError:
+            raise BadRequest("the request is nested too deeply") from None
         room = min(self.max_new_tokens - len(branch.talk.tokens), self.context_length - len(branch.talk.context))
         if room < 1:
-            self.full = True
             branch.talk.finish_reason = "tokens"
             branch.talk.drop_open_observation()
             branch.busy = False
-            raise BadRequest(
-                "context_length_exceeded: the conversation has no room for a reply (rollout.max_new_tokens, context_length)"
-            )
+            raise self._no_room()
+        most = request.most_tokens
         try:
-            reply = await self.ask(branch.talk, {"max_new_tokens": min(room, int(asked)) if asked > 0 else room})
+            reply = await self.ask(branch.talk, {"max_new_tokens": min(room, most) if most > 0 else room})
         except BaseException:
             branch.talk.drop_open_observation()
             raise
@@ -103,6 +98,12 @@ class Session:
         if self.closed:  # while the engine sampled: what it answers has no place in the record any more
             raise BadRequest("this session has ended")
         return self._answer(branch, self._stopped(reply, stop), stop)
+
+    def _no_room(self) -> BadRequest:
+        self.full = True
+        return BadRequest(
+            "context_length_exceeded: the conversation has no room for a reply (rollout.max_new_tokens, context_length)"
+        )
 
     def _stopped(self, reply: Reply, stop: Sequence[str]) -> Reply:
         """The reply up to the first text at which the agent wants it to stop. The engine has no tokenizer to look for it."""
@@ -116,9 +117,15 @@ class Session:
             low, high = (low, middle) if found else (middle + 1, high)
         return reply.first(low)
 
-    def _branch(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> Branch:
-        """The branch that the messages extend, with what is new in it appended; else a new one."""
+    async def _branch(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> Branch:
+        """The branch that the messages extend, with what is new in it appended; else a new one.
+
+        Errors: BadRequest for a text without room, or messages that the template does not take.
+        """
         keys, offered = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)
+        texts = [offered, *(text for _, content, calls in keys for text in (content, *chain.from_iterable(calls)))]
+        if (size := sum(map(len, texts))) > CHARACTERS_PER_TOKEN * self.context_length:
+            raise self._no_room()
         best: tuple[int, Branch, int] | None = None
         for branch in self.branches:
             for number, (known, _) in enumerate(branch.ends):
@@ -130,12 +137,17 @@ class Session:
                 ):
                     best = known, branch, number
         if best is None:
-            made = Branch(Conversation(self.form.prompt(messages, tools)), keys, offered, busy=True)
+            made = Branch(
+                Conversation(await self._rendered(lambda form: form.prompt(messages, tools), size)),
+                keys,
+                offered,
+                busy=True,
+            )
             self.branches.append(made)
             return made
         known, branch, number = best
         fresh, reply = messages[known:], branch.talk.replies[number].tokens.tolist()
-        between = self.form.observation(fresh, after=reply)
+        between = await self._rendered(lambda form: form.observation(fresh, after=reply), size)
         if branch.busy or branch.ends[-1][0] != known or branch.talk.finish_reason:
             # The conversation has gone on otherwise: up to here it is another sequence's prompt.
             before = branch.talk.context[: branch.ends[number][1]]
@@ -146,6 +158,21 @@ class Session:
         branch.talk.add_observation(between, str(fresh[-1]["role"]), fresh)
         branch.messages = keys
         return branch
+
+    async def _rendered(self, render: Callable[[Dialect], list[int]], size: int) -> list[int]:
+        """Tokens of messages with so many characters. Long ones are made beside the event loop, so that other agents go on."""
+        try:
+            if size > LONG:
+                form, thread = self.form.beside
+                tokens = await asyncio.get_running_loop().run_in_executor(thread, render, form)
+            else:
+                tokens = render(self.form)
+        except Exception as error:  # a template is a program of the model's, and may raise anything at odd messages
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise BadRequest(f"messages: the model's chat template does not take them ({problem})") from None
+        if self.closed:
+            raise BadRequest("this session has ended")
+        return tokens
 
     def _answer(self, branch: Branch, reply: Reply, stop: Sequence[str]) -> dict[str, Any]:
         """Record a reply, and say it in OpenAI's form."""
@@ -212,17 +239,25 @@ def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            for part in content:
-                if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
-                    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                    raise BadRequest(f"messages: a part of type {kind} cannot be given to this policy: text alone can")
-            content = "".join(str(part.get("text", "")) for part in content)
-        role = "system" if message["role"] == "developer" else message["role"]
-        found.append({**message, "role": role, "content": content or ""})
+            content = "".join(map(_part_text, content))
+        role = "system" if message.get("role") == "developer" else message.get("role")
+        found.append({**message, "role": role, "content": "" if content is None else content})
     try:
         return parse_messages(found)
     except ValueError as error:
         raise BadRequest(f"messages: {error}") from None
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if not isinstance(part, dict) or kind not in ("text", "refusal"):
+        raise BadRequest(
+            f"messages: a part of type {reprlib.repr(kind)} cannot be given to this policy: text alone can"
+        )
+    text = part.get(kind, "")
+    if not isinstance(text, str):
+        raise BadRequest(f"messages: the {kind} of a part is no text")
+    return text
 
 
 def _key(message: Mapping[str, Any]) -> Any:

@@ -42,11 +42,11 @@ class Recovery:
     def revive(self, patience_s: float = 0.0, *, trouble: bool = False) -> bool:
         """Start the children that are dead again; leave external servers out that are gone, and take new ones in.
 
-        patience_s: while there is no change, one within this time will do. trouble: something failed; external servers are
-        used anew also where no change is seen, as one may have been away for a moment. Returns whether the servers are to be
-        sent the weights, as they are others or new.
+        patience_s: while there is no change, one within this time will do. trouble: something failed; children that hang are
+        dead then, and external servers are used anew also where no change is seen, as one may have been away for a moment.
+        Returns whether the servers are to be sent the weights, as they are others or new.
         """
-        count = self._ranks.main_does(lambda: self._servers.changed(patience_s), patient=True)
+        count = self._ranks.main_does(lambda: self._servers.changed(patience_s, trouble=trouble), patient=True)
         if not count and not (trouble and self.external):
             return False
         self._make_room()

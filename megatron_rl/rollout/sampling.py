@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config import PruningConfig, SamplingConfig
 from megatron_rl.errors import UserError
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.processors import PRUNE_TAIL
 
 MOST_KEPT = 4096
 """Largest top_k under which SGLang names the kept tokens (its return_sampling_mask)."""
@@ -19,8 +19,6 @@ _WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "tail_floor": 0.0}
 _UNTOUCHED = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 """Said in every request, as a server may have been given other defaults (--preferred-sampling-params), and log-probs do not
 tell."""
-PRUNING = "megatron_rl_plugin.pruning", "PruneTail"
-"""Module and class of the logit processor that prunes in the engine."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class SamplingSupport:
 
     def options(self) -> dict[str, Any]:
         """The other fields of SGLang's request that it needs."""
-        options: dict[str, Any] = {"custom_logit_processor": _by_name(*PRUNING)} if self._bounds else {}
+        options: dict[str, Any] = {"custom_logit_processor": PRUNE_TAIL} if self._bounds else {}
         if self.keeps_sets:
             options["return_sampling_mask"] = True
         return options
@@ -143,8 +141,3 @@ def request_seed(key: str, number: int) -> int:
     """Seed in [0, 2**63) of request `number` (prompt by prompt) among those that `key` names (config seed and step)."""
     digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _by_name(module: str, name: str) -> str:
-    """SGLang's form of a logit processor: a pickle (protocol 0) that names a class which the server imports."""
-    return json.dumps({"callable": f"c{module}\n{name}\n.".encode().hex()})

@@ -9,24 +9,34 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from megatron_rl.credentials import WRONG_KEY, bearer, hide
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.client import impossible, numbers
 
 ATTEMPTS, AT_A_TIME = 3, 64
 
 
 def ask_all[T](
-    address: str, path: str, bodies: Sequence[dict[str, Any]], read: Callable[[Any], T], *, timeout_s: float, what: str
+    address: str,
+    path: str,
+    bodies: Sequence[dict[str, Any]],
+    read: Callable[[Any], T],
+    *,
+    timeout_s: float,
+    what: str,
+    key: str = "",
 ) -> list[T]:
     """POST each body to address/path and read its answer (JSON), in the order of the bodies.
 
-    what: who asks for what, and what the server has to be, for the error. Errors: UserError where an answer does not come, or
-    `read` raises KeyError, TypeError, IndexError or ValueError.
+    key: of the server. what: who asks for what, and what the server has to be, for the error. Errors: UserError where an
+    answer does not come, or `read` raises LookupError, TypeError, ValueError or OverflowError.
     """
 
     async def everything() -> list[T]:
         room = asyncio.Semaphore(AT_A_TIME)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(key)) as session:
 
             async def one(body: dict[str, Any]) -> T:
                 async with room:
@@ -45,15 +55,19 @@ async def _ask[T](
         await asyncio.sleep(0.5 * attempt)
         try:
             async with session.post(url, json=body) as answer:
+                problem = f"it answers {answer.status}, and no JSON"
+                if answer.status in (401, 403):
+                    problem = WRONG_KEY.format(setting="the api_key beside its address")
+                    break
                 found: Any = await answer.json(content_type=None)
-            problem = f"it answers {answer.status}: {str(found)[:200]}"
+            problem = f"it answers {answer.status}: {found!r:.200}"
             if answer.status == 200:
                 return read(found)
         except (aiohttp.ClientError, TimeoutError) as error:
-            problem = f"{type(error).__name__} {error}".strip()
-        except (KeyError, TypeError, IndexError, ValueError):  # problem says what it answered
+            problem = " ".join(f"{type(error).__name__} {error}".split())
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError):  # problem says what it answered
             continue
-    raise UserError(what.format(url=url, problem=problem))
+    raise UserError(what.format(url=hide(url), problem=hide(problem)))
 
 
 TEACHER = (
@@ -62,7 +76,7 @@ TEACHER = (
 )
 
 
-def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeout_s: float) -> None:
+def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeout_s: float, key: str = "") -> None:
     """Set the field teacher_log_probs of each trajectory, as an SGLang server of the teacher has them, at temperature 1.
 
     Errors: UserError where the server does not answer, or gives no log-probs of these tokens.
@@ -76,7 +90,7 @@ def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeo
         }
         for t in trajectories
     ]
-    answers = ask_all(address, "generate", bodies, _input_log_probs, timeout_s=timeout_s, what=TEACHER)
+    answers = ask_all(address, "generate", bodies, _input_log_probs, timeout_s=timeout_s, what=TEACHER, key=key)
     for t, (ids, values) in zip(trajectories, answers, strict=True):
         if not np.array_equal(ids, t.tokens):
             raise UserError(TEACHER.format(url=address, problem="it gives log-probs of other tokens"))
@@ -84,7 +98,10 @@ def teacher_log_probs(address: str, trajectories: Sequence[Trajectory], *, timeo
 
 
 def _input_log_probs(answer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [n], log-probs [n]) of the tokens asked about; of the first there is none."""
+    """(ids [n], log-probs [n]) of the tokens asked about; of the first there is none. Errors: ValueError for no log-probs."""
     entries = answer["meta_info"]["input_token_logprobs"]
-    ids = np.asarray([entry[1] for entry in entries], np.int32)
-    return ids, np.asarray([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
+    ids, values = [entry[1] for entry in entries], [entry[0] for entry in entries[1:]]
+    log_probs = numbers(values, "input_token_logprobs")
+    if impossible(log_probs).any():
+        raise ValueError("log-probs that no probability has")
+    return numbers(ids, "input_token_logprobs", "i"), np.asarray([np.nan, *log_probs], np.float32)

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,17 +16,20 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import TextIO
 
 from megatron_rl.config import Config, ServerConfig
+from megatron_rl.credentials import bearer
 from megatron_rl.errors import UserError
 from megatron_rl.models.fp8 import quantization_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, Machine, this_machine
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.choices import FP32_PRODUCTS, check_extra_args, choices
 from megatron_rl.rollout.sampling import ROOM_FOR_TIES, SamplingSupport
+from megatron_rl.rollout.supervise import KEY
 from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 from megatron_rl.sync.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
@@ -46,6 +51,10 @@ MEMORY = ("kv_cache", "weights")
 """Tags of what a server that sleeps gives up. CUDA graphs keep their own buffers: no address changes, so they stay valid."""
 DEATH_S = 3.0
 """Seconds after a call that failed in which a server that was killed is gone: its parts do not end at the same moment."""
+SHARED_MEMORY = "/dev/shm"
+HANG_S = 30.0
+"""Longest wait for a sign of life. SGLang waits 20 s for a token of its own before it says that it has none."""
+_BUS_ERROR = re.compile(r"(?:exit code:?|terminated with|with code) -7\b|Fatal Python error: Bus error")
 
 
 def find_python(configured: str | None = None) -> Path:
@@ -104,13 +113,20 @@ def tail(path: Path, lines: int, since: int) -> list[str]:
 def reason_of_death(path: Path, since: int = 0) -> str:
     """The last exception's own line in SGLang's log, with its place where it says nothing; else the log's last line.
 
-    A port in use goes first: what comes after it is of requests that SGLang sent to the port's other owner. `since`: the
-    log's bytes before this life of the server, which are not read.
+    A port in use goes first: what comes after it is of requests that SGLang sent to the port's other owner. So does SIGBUS, in
+    whose place SGLang speaks of memory in general. `since`: the log's bytes before this life of the server, which are not read.
     """
     lines = tail(path, 400, since)
     for line in lines:
         if f"[Errno {errno.EADDRINUSE}]" in line:
             return line
+        if _BUS_ERROR.search(line):
+            free = shutil.disk_usage(SHARED_MEMORY).free
+            return (
+                f"a process of it ended by SIGBUS, as where {SHARED_MEMORY} is full: it has {free:,} bytes free now; remove"
+                f" what ended programs have left there, or make it larger (mount -o remount,size=SIZE {SHARED_MEMORY};"
+                " for a container --shm-size)"
+            )
     for index in reversed(range(len(lines))):
         line = lines[index]
         if re.match(r"^(\w+\.)*\w*(Error|Exception|Interrupt)\b", line) or "error: " in line:
@@ -191,6 +207,8 @@ class RolloutServer:
     """Last parts of the names of the layers that have one (q_proj, ...)."""
     keeps_weights: bool = False
     """While it sleeps its weights are in host memory, and not lost."""
+    key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """Requests need it as their bearer token; empty: it answers everybody."""
 
     def __post_init__(self) -> None:
         if self.feature_stride and not self.predictor:
@@ -217,8 +235,9 @@ class RolloutServer:
         devices: Sequence[str] = (),
         sleeps: bool = False,
         trace: Path | None = None,
+        key: str | None = None,
     ) -> RolloutServer:
-        """The server that a training run with this config wants."""
+        """The server that a training run with this config wants. key: by default a random one."""
         support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
         modules: list[str] = []
         if serves_adapters(config):
@@ -249,6 +268,7 @@ class RolloutServer:
             adapter_modules=modules,
             # Between two refreshes it sleeps and wakes with what it has; else every wake is followed by a push.
             keeps_weights=sleeps and config.sync.refresh.when == "drift",
+            key=key or secrets.token_hex(32),
         )
 
     def __enter__(self) -> RolloutServer:
@@ -363,7 +383,7 @@ class RolloutServer:
             environment |= cpu_platform.environment(self.config.threads or os.cpu_count() or 1)
         else:
             environment |= compilers(find_python(self.config.python))
-        return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+        return environment | {"PYTHONPATH": os.pathsep.join(paths), KEY: self.key}
 
     def start(self) -> None:
         """Start the process; returns at once."""
@@ -406,6 +426,11 @@ class RolloutServer:
             f" last line of {self.log_path}: {(tail(self.log_path, 1, self._log_start) or ['(empty)'])[0]}"
         )
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The HTTP headers that its requests need."""
+        return bearer(self.key)
+
     def ready(self) -> bool:
         """Whether it answers."""
         try:
@@ -426,6 +451,20 @@ class RolloutServer:
                 return False
             time.sleep(0.05)
         return True
+
+    def hangs(self) -> bool:
+        """Tell if its process runs, and answers nothing, or computes nothing where it is not paused. Takes up to HANG_S."""
+        if not self.alive():
+            return False
+        for path in ("/ready", "/health"):  # the latter computes a token
+            try:
+                with urllib.request.urlopen(self.address + path, timeout=HANG_S):
+                    pass
+            except urllib.error.HTTPError:
+                return path == "/health"  # one that is not ready is paused, as in a push
+            except (HTTPException, OSError):
+                return True
+        return False
 
     def sleep(self, *tags: str) -> None:
         """Give up memory (MEMORY, or these tags of it); requests wait in the server until `wake`.
@@ -461,7 +500,7 @@ class RolloutServer:
         """POSTs in turn. Errors: UserError for a refusal; for one that is dead only where it must live."""
         for path, body in calls:
             request = urllib.request.Request(
-                self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+                self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"} | self.headers
             )
             try:
                 with urllib.request.urlopen(request, timeout=self.config.start_timeout_s):

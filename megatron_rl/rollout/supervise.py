@@ -6,12 +6,15 @@ the server's first process ends by itself, the rest of the tree is killed at onc
 removed (`leftovers.py`). Exits with the server's status.
 
 With --alone before GRACE_S there is no owner: SIGTERM and SIGINT end the server.
+
+The server's key comes in the environment and goes on in a file of the server's own folder: a command line is public.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -28,6 +31,8 @@ if __package__:
 else:  # a script, whose path is this folder
     import leftovers
 
+KEY = "MEGATRON_RL_SERVER_KEY"
+"""Environment variable: what requests to the server must have as their bearer token."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -67,13 +72,24 @@ def main() -> int:
     """By the arguments of the command line. Returns the exit status."""
     alone = sys.argv[1] == "--alone"
     grace, *command = sys.argv[2 if alone else 1 :]
-    with leftovers.own_folder() as environment:
-        return run(partial(_start, command, os.environ | environment), float(grace), alone=alone)
+    with leftovers.own_folder() as changes:
+        return run(partial(_start, *with_key(command, os.environ | changes)), float(grace), alone=alone)
 
 
-def follow_parent() -> None:
-    """Have this process killed when its parent ends, also with -9. SGLang's workers follow the server by themselves."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def with_key(command: list[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The server's command and environment, where its key is in a file that its owner alone may read."""
+    environment = dict(environment)
+    if key := environment.pop(KEY, ""):
+        path = Path(environment["TMPDIR"]) / "keys.yaml"
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write("".join(f"{name}: {json.dumps(key)}\n" for name in ("api-key", "admin-api-key")))
+        command = [*command, "--config", str(path)]
+    return command, environment
+
+
+def follow_parent(number: int = signal.SIGKILL) -> None:
+    """Have this process sent a signal when its parent ends, also with -9. SGLang's workers follow the server by themselves."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:

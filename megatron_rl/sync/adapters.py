@@ -18,7 +18,7 @@ from megatron_rl.config import LoRAConfig, SyncConfig
 from megatron_rl.errors import together
 from megatron_rl.models.peft_folder import write_folder
 from megatron_rl.sync.engines import Engines, WeightSyncError
-from megatron_rl.sync.weight_sync import SyncStats
+from megatron_rl.sync.weight_sync import SyncStats, refuse_others
 
 SERVED = "policy"
 """Name under which the servers have them, in every request."""
@@ -36,10 +36,11 @@ class AdapterSync:
         base: Path,
         folder: Path,
         group: dist.ProcessGroup | None = None,
+        key: str = "",
     ) -> None:
-        """base: folder of the model that the servers have; folder: below which adapters are written for them."""
+        """base: the servers' model; folder: below which adapters are written for them; key: of the servers."""
         self.config, self.addresses, self.group = config, list(addresses), group
-        self._lora, self._base, self._folder = lora, base, folder
+        self._lora, self._base, self._folder, self._key = lora, base, folder, key
         self._is_sender = not dist.is_initialized() or dist.get_rank(group) == 0
         self._engines: Engines | None = None
         self.version: str | None = None
@@ -78,7 +79,8 @@ class AdapterSync:
 
     def _push(self, tensors: dict[str, Tensor], version: str) -> SyncStats:
         start = time.monotonic()
-        self._engines = engines = self._engines or Engines(self.addresses, self.config.timeout_s)
+        self._engines = engines = self._engines or Engines(self.addresses, self.config.timeout_s, key=self._key)
+        refuse_others(self.addresses, [reply.get("weight_version") for reply in engines.get("/model_info")], version)
         folder = (self._folder / f"adapter_{version}").resolve()
         try:
             shutil.rmtree(self._folder, ignore_errors=True)

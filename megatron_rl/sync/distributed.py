@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]: documented there
 
 from megatron_rl.network import own_address
+from megatron_rl.processes import listening_store
 from megatron_rl.sync.buckets import Bucket
 from megatron_rl.sync.engines import Engines, WeightSyncError
 from megatron_rl.sync.transport import Transport
@@ -43,7 +44,7 @@ class DistributedTransport(Transport):
         name = f"weights-{uuid.uuid4().hex[:8]}"
         host = _own_address(self.engines.addresses[0])
         size = 1 + self.tensor_parallel * len(self.engines.addresses)
-        self._store = TCPStore(host, 0, size, is_master=True, timeout=self.timeout, wait_for_workers=False)
+        self._store = listening_store(host, 0, size, self.timeout, wait=False)
         port = self._store.port
         # The servers join while this side does: both block until all are there.
         calls = self.engines.start(

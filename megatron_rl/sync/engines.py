@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import urllib3
 
+from megatron_rl.credentials import WRONG_KEY, bearer
 from megatron_rl.errors import UserError
 
 _SHORT_S = 10.0
@@ -21,13 +22,15 @@ class WeightSyncError(UserError):
 class Engines:
     """The servers that receive the weights. Calls go to all of them at the same time."""
 
-    def __init__(self, addresses: list[str], timeout_s: float):
+    def __init__(self, addresses: list[str], timeout_s: float, *, key: str = ""):
+        """key: of all of them; empty: they ask for none. Errors: WeightSyncError where there are none."""
         if not addresses:
             raise WeightSyncError("weight sync: no rollout server to push to (rollout.addresses is empty)")
         self.addresses = [address.rstrip("/") for address in addresses]
         self.timeout_s = timeout_s
         self._http = urllib3.PoolManager(maxsize=2, retries=False)
         self._threads = ThreadPoolExecutor(2 * len(addresses), thread_name_prefix="weight-sync")
+        self._headers = {"Content-Type": "application/json"} | bearer(key)
         self._told: list[Future] = []
 
     def start(self, path: str, bodies: dict | list[dict] | None = None) -> list[Future]:
@@ -73,9 +76,7 @@ class Engines:
         limits = urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s)
         try:
             # Less work on the processor than httpx, of which a push of a small model would notice the difference.
-            reply = self._http.request(
-                method, address + path, body=data, headers={"Content-Type": "application/json"}, timeout=limits
-            )
+            reply = self._http.request(method, address + path, body=data, headers=self._headers, timeout=limits)
         except urllib3.exceptions.NewConnectionError as error:  # a subclass of a timeout
             raise WeightSyncError(f"{where}: {_reason(error)} (is the server still running?)") from None
         except urllib3.exceptions.TimeoutError:
@@ -86,6 +87,8 @@ class Engines:
             content = json.loads(reply.data)
         except ValueError:
             content = {"message": reply.data.decode(errors="replace")[:500]}
+        if reply.status in (401, 403):
+            raise WeightSyncError(f"{where}: {WRONG_KEY.format(setting='rollout.api_key')}")
         if reply.status != 200 or content.get("success") is False:
             message = " ".join(str(content.get("message") or content.get("error") or content).split())
             raise WeightSyncError(f"{where}: refused ({reply.status}): {message}")

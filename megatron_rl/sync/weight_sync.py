@@ -32,6 +32,7 @@ from megatron_rl.sync.checksums import EngineParameter, ExpectedChecksums, parse
 from megatron_rl.sync.disk import DiskTransport
 from megatron_rl.sync.distributed import DistributedTransport
 from megatron_rl.sync.engines import Engines, WeightSyncError
+from megatron_rl.sync.owner import owner_of
 from megatron_rl.sync.slots import PREDICTOR_WEIGHT, Slot, keep_together, locate
 from megatron_rl.sync.tensor import TensorTransport
 from megatron_rl.sync.transport import Transport
@@ -64,18 +65,19 @@ class WeightSync:
         folder: Path | str | None = None,
         group: dist.ProcessGroup | None = None,
         stay_paused: bool = False,
+        key: str = "",
     ):
         """Prepare; nothing is reached yet.
 
         folder: for the disk transport, seen by trainer and servers. group: the trainer's ranks (default: all). stay_paused:
-        after a push somebody else tells the servers to go on. With rollout_dtype fp8 matrices go out in block FP8 with their
-        scales; without a GPU they are rounded to FP8, for an engine that serves bf16.
+        after a push somebody else tells the servers to go on. key: of the servers. With rollout_dtype fp8 matrices go out in
+        block FP8 with their scales; without a GPU they are rounded to FP8, for an engine that serves bf16.
         """
         if config.transport == "disk" and folder is None:
             raise UserError("config: sync.transport = disk needs a folder that trainer and servers share")
         self.config, self.addresses, self.group = config, list(addresses), group
         self.folder = Path(folder) if folder is not None else None
-        self._stay_paused = stay_paused
+        self._stay_paused, self._key = stay_paused, key
         simulate = not torch.cuda.is_available()
         self.rollout_dtype = ROLLOUT_DTYPES[rollout_dtype]
         self._as_served: Callable[[Iterator], Iterator] = iter
@@ -134,7 +136,7 @@ class WeightSync:
     def close(self) -> None:
         """Give up the connection. A later push connects again."""
         if self._paused:  # others may ask them; what they answer is theirs to judge by the version
-            engines = Engines(self._paused, self.config.timeout_s)
+            engines = Engines(self._paused, self.config.timeout_s, key=self._key)
             engines.attempt("/continue_generation", {})
             engines.close()
             self._paused = []
@@ -166,7 +168,7 @@ class WeightSync:
 
     def _connect(self) -> None:
         if self._engines is None:
-            self._engines = Engines(self.addresses, self.config.timeout_s)
+            self._engines = Engines(self.addresses, self.config.timeout_s, key=self._key)
         if self._transport is not None:
             self._reconnect()
             return
@@ -274,8 +276,9 @@ class WeightSync:
                 torch.cuda.ipc_collect()
         return SyncStats(seconds=time.perf_counter() - started, **stats)
 
-    def _open(self) -> None:
+    def _open(self, version: str) -> None:
         engines = _there(self._engines)
+        refuse_others(self.addresses, self._served(), version)
         pausing = engines.start("/pause_generation", {"mode": "retract"})  # a new server pauses for as long
         try:
             self._reconnect()
@@ -290,7 +293,7 @@ class WeightSync:
         transport = _there(self._transport)
         prepare = partial(torch.cuda.set_device, transport.device) if transport.device.type == "cuda" else None
         sender = ThreadPoolExecutor(1, "weight-sync-send", prepare)
-        calls = [sender.submit(self._open)]  # the first bucket is filled meanwhile
+        calls = [sender.submit(self._open, version)]  # the first bucket is filled meanwhile
 
         def buffer_of(nbytes: int) -> Tensor:
             """One of two buffers in turn, when the engines are done with the bucket before the last, which lay in it."""
@@ -347,6 +350,16 @@ class WeightSync:
                 f"weight sync: the served model has no place for '{name}' ({self.addresses[0]}){remedy}"
             )
         return self._parameters[0][slot.parameter].dtype
+
+
+def refuse_others(addresses: list[str], served: list[str | None], version: str) -> None:
+    """Errors: WeightSyncError for a server to which another run pushes than the one whose version this is."""
+    for address, found in zip(addresses, served, strict=True):
+        if owner_of(found) not in ("", owner_of(version)):
+            raise WeightSyncError(
+                f"weight sync: another run pushes to {address} (its weights are {found!r:.80}): give each run servers of its"
+                " own; if that run was killed, start the server anew"
+            )
 
 
 def _there[T](part: T | None) -> T:

@@ -34,8 +34,15 @@ class Question:
     tokens: list[int]
 
 
+def key_reference(server: RolloutServer) -> str:
+    """A reference to its key for a config: a file beside its log."""
+    file = server.log_path.with_suffix(".key")
+    file.write_text(server.key)
+    return f"file:{file}"
+
+
 def client_of(server: RolloutServer, **options) -> SGLangClient:
-    return SGLangClient([server.address], lost=lambda: not server.alive(), timeout_s=120, **options)
+    return SGLangClient([server.address], lost=lambda: not server.alive(), timeout_s=120, key=server.key, **options)
 
 
 def collect(client: SGLangClient, prompts, support: SamplingSupport, **settings) -> tuple[list[Trajectory], Collection]:

@@ -159,7 +159,7 @@ def test_damaged_features_are_refused(damage, message):
         parse_reply(reply(**meta), 3, None, False, features=FEATURES)
 
 
-@pytest.mark.parametrize("entries", [None, [None]])
+@pytest.mark.parametrize("entries", [None, [None], 7, "ab"])
 def test_missing_features_name_what_the_server_needs(entries):
     with pytest.raises(UserError, match="for a response of 2.*route predictors and a feature stride"):
         parse_reply(reply(router_features=entries), 3, None, False, features=FEATURES)
@@ -248,17 +248,147 @@ def test_reply_of_mixed_weight_versions():
     assert [(s.version, s.start, s.end) for s in parsed.weight_spans] == [("7", 0, 1), ("8", 1, 2)]
 
 
+def spans(*borders) -> list[dict]:
+    return [{"version": str(i), "start": start, "end": end} for i, (start, end) in enumerate(borders)]
+
+
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
         ({"output_token_logprobs": None}, "output_token_logprobs"),
         ({"output_token_logprobs": [[-0.5, 4, None]]}, "2 tokens but 1 log-probs"),
+        ({"output_token_logprobs": 7}, "output_token_logprobs"),
+        ({"output_token_logprobs": [["-0.5"], ["-1"]]}, "output_token_logprobs: a list of numbers"),
+        ({"output_token_logprobs": [[None], [-1.0]]}, "output_token_logprobs: a list of numbers"),
+        ({"output_token_logprobs": [[-0.5], [float("nan")]]}, "has nan as log-prob of token 1 of a response"),
+        ({"output_token_logprobs": [[float("-inf")], [-1.0]]}, "has -inf as log-prob of token 0"),
+        ({"output_token_logprobs": [[-1e300], [-1.0]]}, "has -inf as log-prob of token 0"),
+        ({"output_token_logprobs": [[-0.5], [0.01]]}, "has 0.01 as log-prob of token 1"),
         ({"finish_reason": {"type": "abort", "status_code": 400, "message": "too long"}}, "prompt of 3.*too long"),
+        ({"finish_reason": None}, "finish_reason"),
+        ({"finish_reason": "done"}, "finish_reason .done."),
+        ({"finish_reason": ["stop"]}, "finish_reason"),
+        ({"finish_reason": {"type": None}}, "finish_reason None"),
+        ({"weight_versions": spans((0, 1), (0, 2))}, "do not follow each other from 0 to 2"),
+        ({"weight_versions": spans((0, 1))}, "do not follow"),
+        ({"weight_versions": spans((0, 3))}, "do not follow"),
+        ({"weight_versions": spans((1, 2))}, "do not follow"),
+        ({"weight_versions": spans((0, 2), (2, 2))}, "do not follow"),
+        ({"weight_versions": spans((0, 3), (3, 2))}, "do not follow"),
+        ({"weight_versions": spans((0, 2**70))}, "weight_versions: a list of whole numbers"),
+        ({"weight_versions": spans((0, "2"))}, "weight_versions: a list of whole numbers"),
+        ({"weight_versions": {"0": 2}}, "not what release"),
     ],
 )
 def test_malformed_replies_are_refused(meta, message):
+    one = reply()
+    one["meta_info"] |= meta
+    with pytest.raises(UserError, match=message) as error:
+        parse_reply(one, 3, None, False)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("one", [None, 7, [], "text", {}, {"output_ids": [4, 9]}, reply() | {"meta_info": [1]}])
+def test_replies_of_another_form_are_refused(one):
+    with pytest.raises(UserError, match=r"not what release 0\.5\.23 sends"):
+        parse_reply(one, 3, None, False)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([4, 2**40], f"token {2**40} in a response, outside the model's vocabulary of 10"),
+        ([4, 10], "token 10 in a response"),
+        ([-1, 9], "token -1 in a response"),
+        ([4, 2**70], "output_ids: a list of whole numbers"),
+        ([4.0, 9.5], "output_ids: a list of whole numbers"),
+        (["4", "9"], "output_ids: a list of whole numbers"),
+        ([4, None], "output_ids: a list of whole numbers"),
+        ([[4], [9]], "output_ids: a list of whole numbers"),
+        (None, "output_ids: a list of whole numbers"),
+        ([], r"has 0 tokens \(finish_reason: length\), of 2 that"),
+        ([4, 9, 9], "has 3 tokens .* of 2 that"),
+    ],
+)
+def test_tokens_that_no_such_request_gives_are_refused(ids, message):
+    one = reply(weight_versions=None, output_token_logprobs=[[-1.0, 0, None]] * len(ids or []))
     with pytest.raises(UserError, match=message):
-        parse_reply(reply(**meta), 3, None, False)
+        parse_reply(one | {"output_ids": ids}, 3, None, False, max_new_tokens=2, vocabulary=10)
+
+
+def test_a_request_for_no_tokens_gets_none():
+    """The prompt alone is read; and the last bit of a log-prob of 0 is rounding."""
+    one = reply(weight_versions=None, output_token_logprobs=[], input_token_logprobs=[[None], [-2.0], [1e-7]])
+    parsed = parse_reply(one | {"output_ids": []}, 3, None, True, max_new_tokens=0)
+    assert len(parsed.tokens) == 0 and np.allclose(parsed.prompt_log_probs, [-2.0, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "entries", [None, 7, [[None], "x"], [[None], [None]], [[None], [float("inf")]], [[None], [1.0]]]
+)
+def test_malformed_log_probs_of_a_prompt_are_refused(entries):
+    with pytest.raises(UserError, match=r"input_token_logprobs|not what release|of a prompt"):
+        parse_reply(reply(input_token_logprobs=entries), 3, None, True)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ([[4], [3, 8]], "token 1 of a response is not among those it kept"),
+        ([[9], [4]], "token 0 of a response is not among"),
+        ([[4]], "2 tokens but 1 sets"),
+        ([[4], [9, 10]], "token 10 in those it kept"),
+        ([[4], [9, -1]], "token -1 in those it kept"),
+        ([[4], [9, 2**40]], "in those it kept"),
+        ([[4], ["9"]], "output_token_sampling_mask"),
+        ([[4], "9"], "output_token_sampling_mask"),
+        ([4, 9], "not what release"),
+        (None, "output_token_sampling_mask"),
+    ],
+)
+def test_kept_sets_without_their_token_are_refused(sets, message):
+    one = reply(output_token_sampling_logprobs=[-0.5, -1.0], output_token_sampling_mask=sets)
+    with pytest.raises(UserError, match=message):
+        parse_reply(one, 3, None, False, kept=True, vocabulary=10)
+
+
+def test_kept_sets_are_cut_at_their_tokens():
+    one = reply(output_token_sampling_logprobs=[-0.5, 0.0], output_token_sampling_mask=[[3, 4, 8], [9]])
+    kept = parse_reply(one, 3, None, False, kept=True, vocabulary=10).kept
+    assert [(ids.tolist(), ids.dtype) for ids in kept] == [([3, 4, 8], np.int32), ([9], np.int32)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "message"),
+    [
+        ([1, 2, 3, 10], [-1.0] * 4, "token 10 in the likeliest ones"),
+        ([1, 2, 3, -1], [-1.0] * 4, "token -1 in the likeliest ones"),
+        ([1, 2, 3, 4], [-1.0, np.nan, -1.0, -1.0], "has nan as log-prob of token 1 of the likeliest"),
+        ([1, 2, 3, 4], [-1.0, -1.0, 0.5, -1.0], "has 0.5 as log-prob of token 2 of the likeliest"),
+        ([1, 2, 3], [-1.0] * 3, "no 2 log-probs for each of 2 tokens"),
+        ([1, 2, 3, -7], [-1.0, -1.0, -1.0, -3.4e38], None),  # SGLang has no id where a probability is 0
+    ],
+)
+def test_likeliest_tokens_that_are_none_are_refused(ids, values, message):
+    def packed(numbers, dtype):
+        return base64.b64encode(np.asarray(numbers, dtype).tobytes()).decode()
+
+    meta = {
+        "output_top_logprobs_idx_flat_b64": packed(ids, "<i4"),
+        "output_top_logprobs_val_flat_b64": packed(values, "<f4"),
+    }
+    if message is None:
+        top = parse_reply(reply(**meta), 3, None, False, top_log_probs=2, vocabulary=10).top
+        assert top.token_ids.tolist() == [[1, 2], [3, -1]] and top.log_probs[1].tolist() == [-1.0, 0.0]
+        return
+    with pytest.raises(UserError, match=message):
+        parse_reply(reply(**meta), 3, None, False, top_log_probs=2, vocabulary=10)
+
+
+@pytest.mark.parametrize("encoded", [7, [1], {"a": 1}, "é", "AAAA"])
+def test_routes_that_are_no_text_of_a_table_are_refused(encoded):
+    with pytest.raises(UserError, match="routed_experts"):
+        parse_reply(reply(routed_experts=encoded), 3, EngineRoutes(1, (0,), 8, 2), False)
 
 
 def test_missing_routes_name_the_flag():

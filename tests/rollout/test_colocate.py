@@ -20,6 +20,7 @@ from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.children import place, place_here, visible_names
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.owner import as_own
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.trainer import Trainer
 
@@ -143,7 +144,10 @@ class Exporter:
 
 
 def versions(engine: Engine) -> list[str]:
-    return [httpx.get(f"{a}/model_info", timeout=30).json()["weight_version"] for a in engine._children.addresses]
+    """The steps of the weights that the servers have."""
+    asked = [(server, f"{server.address}/model_info") for server in engine._children.servers]
+    served = [httpx.get(url, headers=server.headers, timeout=30).json()["weight_version"] for server, url in asked]
+    return [as_own(version, engine.run.id) for version in served]
 
 
 def test_a_server_of_several_is_restarted_alone(model, tmp_path):
@@ -294,7 +298,11 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
 
 def generate(server: RolloutServer) -> dict:
     body = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}}
-    return httpx.post(f"{server.address}/generate", json=body, timeout=60).raise_for_status().json()
+    return (
+        httpx.post(f"{server.address}/generate", headers=server.headers, json=body, timeout=60)
+        .raise_for_status()
+        .json()
+    )
 
 
 def test_a_sleeping_server_has_no_memory_and_no_answers(model, tmp_path):
@@ -305,16 +313,16 @@ def test_a_sleeping_server_has_no_memory_and_no_answers(model, tmp_path):
         answer = generate(server)["output_ids"]
         server.sleep()
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.address}/generate", json={"input_ids": [5]}, timeout=1)
+            httpx.post(f"{server.address}/generate", headers=server.headers, json={"input_ids": [5]}, timeout=1)
         assert server.alive()
         server.wake("weights")
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.address}/generate", json={"input_ids": [5]}, timeout=1)
+            httpx.post(f"{server.address}/generate", headers=server.headers, json={"input_ids": [5]}, timeout=1)
         server.wake()
         assert generate(server)["output_ids"] == answer
 
         server.sleep("weights")
-        httpx.post(f"{server.address}/continue_generation", json={}, timeout=30)
+        httpx.post(f"{server.address}/continue_generation", headers=server.headers, json={}, timeout=30)
         with pytest.raises(httpx.HTTPError):  # who computes with memory that is not there dies
             generate(server)
         assert server.dead(60)

@@ -172,13 +172,15 @@ def test_side_branches_are_sequences_of_their_own(world):
 
 
 def test_a_reward_by_a_call_and_one_by_the_task(world):
-    def agent(prompt, base_url):
+    def agent(prompt, base_url, reward_url):
         with openai.OpenAI(base_url=base_url, api_key="none", timeout=120) as client:
             say(client, [{"role": "user", "content": prompt.text}])
         number = int(prompt.prompt_id.partition(":")[2])
         if number % 2:
-            assert httpx.post(f"{base_url}/reward", json={"reward": number}).status_code == 200
-        assert httpx.post(f"{base_url}/reward", json={"reward": "much"}).status_code == 400
+            assert httpx.post(reward_url, json={"reward": number}).status_code == 200
+        assert httpx.post(reward_url, json={"reward": {"other": 9}}).status_code == 400
+        assert httpx.post(f"{base_url}/reward", json={"reward": 9}).status_code == 404
+        assert len(base_url.split("/")[-2]) == 22, "128 bits in base64: nobody guesses another one's session"
 
     _, collect = world(agent)
     for t in collect(8)[0]:
@@ -208,7 +210,7 @@ def test_requests_that_cannot_be_answered_say_why(world):
 
     _, collect = world(agent)
     trajectories, _ = collect(1)
-    assert [word in problem for word, problem in zip(("messages", "n: one", "image_url"), problems, strict=True)] == [
+    assert [word in problem for word, problem in zip(("messages", "n: ", "image_url"), problems, strict=True)] == [
         True
     ] * 3
     assert len(trajectories) == 1 and trajectories[0].response_length == 0, "an agent that never asked"

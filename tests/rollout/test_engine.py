@@ -119,7 +119,7 @@ def test_a_refused_prompt_is_an_error_and_is_not_retried(server):
 
 def test_an_unreachable_server_is_replaced_by_another(server):
     with reserve_port() as nobody:
-        client = SGLangClient([f"127.0.0.1:{nobody.getsockname()[1]}", server.address], timeout_s=120)
+        client = SGLangClient([f"127.0.0.1:{nobody.getsockname()[1]}", server.address], timeout_s=120, key=server.key)
         trajectories, collection = collect(
             client, questions(6), SamplingSupport(), samples_per_prompt=2, max_new_tokens=8
         )
@@ -136,6 +136,31 @@ def process_of(server: RolloutServer, name: str) -> int:
             if name in Path(f"/proc/{pid}/cmdline").read_text():
                 return pid
     raise AssertionError(f"no process {name}")
+
+
+@pytest.mark.parametrize("name", ["sglang.launch_server", "sglang::scheduler"])
+def test_a_server_that_hangs_is_seen(server, monkeypatch, name):
+    """One whose first process stands still, and one whose scheduler does."""
+    assert not server.hangs()
+    monkeypatch.setattr("megatron_rl.rollout.server.HANG_S", 3.0)
+    pid = process_of(server, name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert server.hangs() and server.alive()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.undo()
+    assert not server.hangs()
+
+
+def test_a_server_that_is_paused_does_not_hang(server, monkeypatch):
+    monkeypatch.setattr("megatron_rl.rollout.server.HANG_S", 60.0)
+    server._control(("/pause_generation", {"mode": "retract"}))
+    try:
+        assert not server.ready() and not server.hangs()
+    finally:
+        server._control(("/continue_generation", {}))
+    assert server.ready()
 
 
 def test_kill_9_in_mid_step_loses_nothing(server):

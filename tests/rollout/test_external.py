@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
+from safetensors.torch import load_file
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, SyncConfig
 from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
 from megatron_rl.models.parallel_check import read_hf_config
+from megatron_rl.rollout.client import Reply
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.external import _get, check_servers, problems, workers_of
+from megatron_rl.rollout.external import check_servers, problems, release, server_of, workers_of
+from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.engines import WeightSyncError
+from megatron_rl.sync.owner import FROM_FOLDER, RELEASED, version_of
+from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer import parallel
 from tests.http_server import HttpServer
+from tests.rollout.conftest import client_of, key_reference
 
 FITTING = {
     "precision": {"train": "fp32", "rollout": "fp32"},
@@ -27,6 +36,29 @@ FITTING = {
     "eval": {"prompts": 0},
 }
 """What the server of this folder's tests can do."""
+
+
+def label(server: RolloutServer, version: str) -> None:
+    """Give its weights another version's name."""
+    url, body = f"{server.address}/update_weight_version", {"new_version": version}
+    httpx.post(url, json=body, headers=server.headers, timeout=60).raise_for_status()
+
+
+def pushing(server: RolloutServer) -> WeightSync:
+    return WeightSync(SyncConfig(transport="tensor"), [server.address], rollout_dtype="fp32", key=server.key)
+
+
+def ask(server: RolloutServer, run: str) -> Reply:
+    """A response, as a run gets it that has pushed its steps 0 and 7."""
+
+    async def answer() -> list[Reply]:
+        client = client_of(server, run=run)
+        client.versions = {"0", "7"}
+        async with client:
+            return await client.call([[5, 6, 7]], {"max_new_tokens": 4})
+
+    [reply] = asyncio.run(answer())
+    return reply
 
 
 def config_of(model: Path, address: str, changes: dict) -> Config:
@@ -95,8 +127,9 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def said(server) -> tuple[dict, dict]:
-    """What the real server says of itself."""
-    return _get(server.address, "server_info"), _get(server.address, "model_info")
+    """What the real server says of itself, as before any push."""
+    info, model = server_of(server.address, server.key)
+    return info, model | {"weight_version": FROM_FOLDER}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -112,7 +145,7 @@ def test_one_line_for_what_is_wrong(case, server, reference, said):
         with pytest.raises(
             UserError, match=rf"rollout.addresses: {server.address} .*{message}.*tools/serve.py"
         ) as error:
-            check_servers(config.rollout.addresses, config, hf_config, pushes=True)
+            check_servers(config.rollout.addresses, config, hf_config, pushes=True, key=server.key)
         assert "\n" not in str(error.value)
 
 
@@ -148,8 +181,10 @@ def test_a_run_is_refused_when_it_joins(server, reference, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     changes = {"data": {"task": "file", "path": str(data), "verifier": "exact"}}
+    changes["rollout"] = {"api_key": key_reference(server)}
     fits = replace(config_of(reference.folder, server.address, changes), runs_dir=str(tmp_path), name="asks")
     wrong = replace(fits, precision=replace(fits.precision, fp32_lm_head=True))
+    label(server, FROM_FOLDER)  # other tests push to it
     try:
         with Run(fits, kind="ask") as run, Engine(run) as engine:
             engine.join()
@@ -158,6 +193,45 @@ def test_a_run_is_refused_when_it_joins(server, reference, tmp_path):
             engine.join()
     finally:
         parallel.shutdown()
+
+
+OWNERS = {
+    FROM_FOLDER: (True, True),
+    RELEASED: (True, False),
+    "a label": (True, False),
+    version_of("mine", 3): (True, False),
+    version_of("others", 3): (False, False),
+    version_of("mine.too", 3): (False, False),
+}
+
+
+@pytest.mark.parametrize("version", OWNERS)
+def test_whose_weights_a_server_has(version, server, reference, said):
+    """Versions, whether the run `mine` may push to such a server, and whether one that only asks takes its answers."""
+    config, hf_config = config_of(reference.folder, server.address, {}), read_hf_config(reference.folder)
+    model = said[1] | {"weight_version": version}
+    for pushes, expected in zip((True, False), OWNERS[version], strict=True):
+        found = problems(said[0], model, config, hf_config, pushes=pushes, run="mine")
+        assert [f"'{version}'" in line for line in found] == [True] * (not expected)
+
+
+def test_a_server_that_another_run_pushes_to(server, reference):
+    """Refused before it is paused; released by that run alone, it is anybody's."""
+    weights = load_file(reference.folder / "model.safetensors")
+    with pushing(server) as sync:
+        sync.push(iter(weights.items()), version=version_of("theirs", 7))
+    with pushing(server) as sync, pytest.raises(WeightSyncError, match="another run pushes to .*theirs.7"):
+        sync.push(iter(weights.items()), version=version_of("mine", 0))
+    with pytest.raises(UserError, match="of another run"):
+        ask(server, run="mine")
+    assert {s.version for s in ask(server, run="theirs").weight_spans} == {"7"}
+    release([server.address], "mine", server.key)
+    assert server_of(server.address, server.key)[1]["weight_version"] == version_of("theirs", 7)
+    release([server.address], "theirs", server.key)
+    with pushing(server) as sync:
+        sync.push(iter(weights.items()), version=version_of("mine", 0))
+    assert {s.version for s in ask(server, run="mine").weight_spans} == {"0"}
+    label(server, RELEASED)
 
 
 def test_nobody_at_the_address(reference):
@@ -203,5 +277,5 @@ def test_a_router_to_parts_of_servers(answering):
 
 def test_a_server_is_no_router(server):
     """The real one, and an address at which nobody is."""
-    assert workers_of(server.address) is None
+    assert workers_of(server.address, key=server.key) is None
     assert workers_of("127.0.0.1:9") is None

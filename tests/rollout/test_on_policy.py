@@ -23,8 +23,10 @@ from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.server import RolloutServer
+from megatron_rl.sync.owner import version_of
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.trainer import parallel
+from tests.rollout.conftest import key_reference
 
 
 @dataclass
@@ -41,21 +43,23 @@ class Claimant:
         return self.engine.collect(self.run.stream.next(4), step=step)
 
     def push_others(self, version: str, factor: float = 1.0, wait: Callable[[], None] = lambda: None) -> None:
-        """Another trainer's push, of the server's first weights times a factor; wait: once it is ready to begin."""
+        """A push beside the run's, under its id, of the server's first weights times a factor; wait: once it may begin."""
         weights = {name: tensor * factor for name, tensor in load_file(self.folder / "model.safetensors").items()}
-        with WeightSync(SyncConfig(transport="tensor"), [self.server.address], rollout_dtype="fp32") as sync:
+        with WeightSync(
+            SyncConfig(transport="tensor"), [self.server.address], key=self.server.key, rollout_dtype="fp32"
+        ) as sync:
             sync.connect()
             wait()
-            sync.push(iter(weights.items()), version)
+            sync.push(iter(weights.items()), version_of(self.run.id, version))
 
     def label(self, version: str) -> None:
         """Give the server's weights another version's name."""
         address = f"{self.server.address}/update_weight_version"
-        httpx.post(address, json={"new_version": version}, timeout=60).raise_for_status()
+        httpx.post(address, json={"new_version": version}, headers=self.server.headers, timeout=60).raise_for_status()
 
     def running(self) -> int:
         """Requests that the server computes at the moment."""
-        loads = httpx.get(f"{self.server.address}/v1/loads", timeout=60).json()["loads"]
+        loads = httpx.get(f"{self.server.address}/v1/loads", headers=self.server.headers, timeout=60).json()["loads"]
         return sum(load["num_running_reqs"] for load in loads)
 
 
@@ -72,7 +76,12 @@ def claimant(server, reference, tmp_path_factory) -> Iterator[Claimant]:
             "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "tokens_per_micro_batch": 4096},
             "algorithm": {"on_policy": True},
             "precision": {"train": "fp32", "rollout": "fp32"},
-            "rollout": {"addresses": [server.address], "context_length": 1024, "max_new_tokens": 8},
+            "rollout": {
+                "addresses": [server.address],
+                "api_key": key_reference(server),
+                "context_length": 1024,
+                "max_new_tokens": 8,
+            },
             "sync": {"transport": "tensor"},
             "eval": {"prompts": 0},
             "logging": {"tensorboard": False},
@@ -112,7 +121,8 @@ def test_a_server_that_missed_a_push_is_named(claimant):
     said = refusal(claimant, 4)
     assert "8 responses are not of version '4', pushed last; that to prompt '" in said
     assert re.search(r"has tokens 0 to \d from 'default'", said)
-    assert f"version '4' was pushed last, and {claimant.server.address} has 'default'" in said
+    pushed = version_of(claimant.run.id, 4)
+    assert f"version '{pushed}' was pushed last, and {claimant.server.address} has 'default'" in said
     assert figures(claimant.engine.metrics())["rollout/stale"] == 1.0
     claimant.engine.push(claimant.run.trainer, version=4)
     claimant.collect(4)
@@ -124,7 +134,8 @@ def test_a_push_of_somebody_else_is_named(claimant):
     claimant.push_others("5", factor=1.001)
     said = refusal(claimant, 5)
     assert "responses are not of" not in said
-    assert f"checksums differ after the push of version 5 to {claimant.server.address}: " in said
+    pushed = version_of(claimant.run.id, 5)
+    assert f"checksums differ after the push of version {pushed} to {claimant.server.address}: " in said
     claimant.engine.push(claimant.run.trainer, version=5)
     claimant.collect(5)
 
@@ -154,6 +165,6 @@ def test_responses_of_two_versions_are_named(claimant, monkeypatch):
     said = refusal(claimant, 6)
     pushing.join(60)
     assert re.search(r"that to prompt '\S+' has tokens [1-9]\d* to \d+ from 'theirs'", said)
-    assert f"and {claimant.server.address} has 'theirs'" in said
+    assert f"and {claimant.server.address} has '{version_of(engine.run.id, 'theirs')}'" in said
     stale = figures(engine.metrics())["rollout/stale"]
     assert 0 < stale <= 1

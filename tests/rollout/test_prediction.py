@@ -61,7 +61,7 @@ def served(request, tiny_model, tmp_path_factory) -> SimpleNamespace:
         options = {"samples_per_prompt": 2, "max_new_tokens": 16, "routes": layout}
         decoded, _ = collect(client_of(server), prompts, SamplingSupport(), **options)
         config = SyncConfig(transport=transport, timeout_s=60.0)
-        with WeightSync(config, [server.address], rollout_dtype="fp32", folder=logs / "sync") as sync:
+        with WeightSync(config, [server.address], key=server.key, rollout_dtype="fp32", folder=logs / "sync") as sync:
             sync.push(iter((load_file(folder / "model.safetensors") | planted).items()), version="planted")
         after = prefill(server, sequences, layout)
     zero: Weights = {name: 0 * weight for name, weight in planted.items()}
@@ -122,7 +122,7 @@ def test_a_prediction_below_the_resolution_of_bf16_routes(tiny_model, tmp_path):
         feature_stride=1,
     ) as server:
         config = SyncConfig(transport="tensor", timeout_s=60.0)
-        with WeightSync(config, [server.address], rollout_dtype="bf16") as sync:
+        with WeightSync(config, [server.address], key=server.key, rollout_dtype="bf16") as sync:
             weights = load_file(folder / "model.safetensors") | dict(planted)
             sync.push(iter(weights.items()), version="planted")
         prompts = [Question(str(i), [3 + i, 4, 5]) for i in range(40)]

@@ -55,7 +55,9 @@ def predicted(reference, tmp_path_factory):
 def push(predicted, reference):
     """push(predictors, version): the folder's weights with these predictors."""
     weights = load_file(reference.folder / "model.safetensors")
-    with WeightSync(SyncConfig(transport="tensor", timeout_s=60.0), [predicted.address], rollout_dtype="fp32") as sync:
+    with WeightSync(
+        SyncConfig(transport="tensor", timeout_s=60.0), [predicted.address], key=predicted.key, rollout_dtype="fp32"
+    ) as sync:
         yield lambda predictors, version: sync.push(iter((weights | predictors).items()), version=version)
 
 
@@ -82,7 +84,9 @@ def generate(server, prompts, sampling=GREEDY, **options):
 
 
 def post(server, path: str, body: dict) -> dict:
-    return httpx.post(f"{server.address}{path}", json=body, timeout=120).raise_for_status().json()
+    return (
+        httpx.post(f"{server.address}{path}", headers=server.headers, json=body, timeout=120).raise_for_status().json()
+    )
 
 
 def checksums(server) -> dict[str, str]:
@@ -94,7 +98,7 @@ def test_a_fresh_predictor_is_zero_and_changes_no_bit(server, predicted, referen
     assert {name: held[name] for name in zero} == {name: describe(weight) for name, weight in zero.items()}
     for one in (server, predicted):
         # After a first token that an earlier prompt had too, SGLang goes on from that prompt's rows: rounded otherwise.
-        httpx.post(f"{one.address}/flush_cache", timeout=60).raise_for_status()
+        httpx.post(f"{one.address}/flush_cache", headers=one.headers, timeout=60).raise_for_status()
     for _ in range(3):
         prompt = [tokens(4, CHUNK - 4)]  # one chunk: other shapes round differently
         ordinary, ours = (

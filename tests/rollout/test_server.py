@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +27,7 @@ from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.models.precision import Machine
 from megatron_rl.models.served import check_served
 from megatron_rl.rollout import leftovers
+from megatron_rl.rollout.children import ChildServers
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, compilers, find_python, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
@@ -169,6 +173,18 @@ def test_nothing_of_a_server_is_left(ending, tmp_path, tmp_path_factory):
     assert not [*tmp_path.iterdir()] and not shared.exists()
 
 
+def test_what_torch_compiles_is_not_where_another_user_could_make_the_folder_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with leftovers.own_folder() as changes:
+        assert changes["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "megatron_rl" / "torchinductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    with leftovers.own_folder() as changes:
+        assert changes["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
 def test_a_missing_environment_names_the_remedy(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"rollout\.server\.python = '/nowhere/python'"):
         find_python("/nowhere/python")
@@ -301,6 +317,62 @@ def test_a_port_in_use_is_the_reason_whatever_follows_it(tmp_path):
         "requests.exceptions.ReadTimeout: HTTPConnectionPool(host='127.0.0.1', port=43999): Read timed out.\n"
     )
     assert "43999): address already in use" in reason_of_death(log)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: Rank 0 scheduler died during initialization (exit code: -7). If exit code is -9, see dmesg.",
+        "[12:17] Subprocess scheduler_0 (pid=7) crashed with exit code -7. Triggering SIGQUIT for cleanup...",
+        "Fatal Python error: Bus error",
+    ],
+)
+def test_shared_memory_that_is_full_is_named_with_what_is_free(tmp_path, monkeypatch, line):
+    log = tmp_path / "sglang.log"
+    log.write_text(f"starting\n{line}\nKeyError: what comes of it\n")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free={"/dev/shm": 4096}[folder]))
+    assert "SIGBUS, as where /dev/shm is full: it has 4,096 bytes free" in reason_of_death(log)
+    log.write_text(f"starting\n{line.replace('-7', '-9').replace('Bus error', 'Aborted')}\n")
+    assert "/dev/shm" not in reason_of_death(log)
+
+
+class Hanging(RolloutServer):
+    """One that answers nothing, or is fine; its process is a `sleep`."""
+
+    fine = False
+
+    def start(self):
+        self._process = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
+        self.fine = True
+
+    def stop(self):
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(20)
+
+    def hangs(self):
+        assert self.alive()
+        return not self.fine
+
+    def ready(self):
+        return self.fine
+
+
+def test_a_child_that_hangs_is_started_again_where_there_is_trouble(tmp_path):
+    children = ChildServers(build_config({"model": {"path": str(tmp_path)}}), [], sleeps=False)
+    children.servers = [Hanging(tmp_path, ServerConfig(python=sys.executable)) for _ in range(3)]
+    for server in children.servers:
+        server.start()
+    try:
+        children.servers[1].fine = False
+        assert children.changed() == 0, "without trouble nobody is asked"
+        assert children.changed(trouble=True) == 1 and not children.servers[1].alive()
+        assert children.renew() == [server.address for server in children.servers]
+        assert all(server.alive() and server.fine for server in children.servers)
+        assert children.changed(trouble=True) == 0
+    finally:
+        children.close()
 
 
 def test_a_server_that_takes_too_long_is_ended(reference, tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import share_of
 from megatron_rl.rollout import client as client_module
 from megatron_rl.rollout.client import EngineLost, SGLangClient, server_order
@@ -32,9 +33,13 @@ class Endpoint:
 
     sampled: list[list[tuple[int, ...]]] = field(default_factory=list)
     prefixes: list[tuple[int, ...]] = field(default_factory=list)
-    refuses: bool = False
+    refuses: int = 0
+    """Status with which it does."""
+    says: bytes | None = None
+    """In the place of its answer."""
     hangs: bool = False
     delay_s: float = 0.0
+    ready_status: int = 200
     version: str = "0"
     address: str = ""
 
@@ -42,13 +47,15 @@ class Endpoint:
         body = await request.json()
         await asyncio.sleep(600 if self.hangs else self.delay_s)
         if self.refuses:
-            return web.Response(status=503, text="busy")
+            return web.Response(status=self.refuses, body=b"busy \xff", content_type="text/plain", charset="no-such")
         prompts = [tuple(ids) for ids in body["input_ids"]]
         sampling = body["sampling_params"]  # of all prompts, or one for each
         if isinstance(sampling, dict) and not sampling["max_new_tokens"]:
             self.prefixes += prompts
             return web.json_response([{"output_ids": []} for _ in prompts])
         self.sampled.append(prompts)
+        if self.says is not None:
+            return web.Response(body=self.says)
         return web.json_response([self.reply(prompt, body) for prompt in prompts])
 
     def reply(self, prompt: tuple[int, ...], body: dict) -> dict:
@@ -65,7 +72,7 @@ class Endpoint:
     async def ready(self, request: web.Request) -> web.Response:
         if self.hangs:
             await asyncio.sleep(600)
-        return web.Response(status=200)
+        return web.Response(status=self.ready_status)
 
     @property
     def responses(self) -> int:
@@ -175,12 +182,41 @@ def test_every_server_is_tried_before_one_is_tried_again(servers):
     assert not seconds or max(seconds.values()) - min(seconds.values()) <= 1
 
 
-def test_what_a_dead_server_had_goes_to_all_others(endpoints, monkeypatch):
+@pytest.mark.parametrize("status", [503, 429, 408])
+def test_what_a_dead_or_busy_server_had_goes_to_all_others(endpoints, monkeypatch, status):
     monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.01)
     made = endpoints(5)
-    made[2].refuses = True
+    made[2].refuses = status
     ask(made, leaders=4, prompts=10, samples=8, max_new_tokens=32768)
     assert [server.responses for server in made] == [20, 20, 0, 20, 20]
+
+
+def test_a_request_that_a_server_does_not_take_ends_the_run(endpoints):
+    [one] = endpoints(1)
+    one.refuses = 400
+    with pytest.raises(UserError, match=r"refused a request \(400\): busy") as error:
+        ask([one], leaders=1, prompts=1, samples=1, max_new_tokens=8)
+    assert not isinstance(error.value, EngineLost)
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (b"[" * 100_000, "not JSON"),
+        (b'[{"output_ids": [' + b"9" * 5000 + b"]}]", "not JSON"),
+        (b'[{"output_ids": "\xff"}]', "not JSON"),
+        (b"[]", "answered 1 requests with something else"),
+        (b"[null]", "is not what release"),
+        (b'{"output_ids": [7]}', "something else"),
+    ],
+)
+def test_answers_that_are_none_are_told_in_one_line_with_the_server(endpoints, monkeypatch, says, message):
+    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.01)
+    [one] = endpoints(1)
+    one.says = says
+    with pytest.raises(UserError, match=message) as error:
+        ask([one], leaders=1, prompts=1, samples=1, max_new_tokens=8, options={"retries": 1})
+    assert one.address in str(error.value) and "\n" not in str(error.value)
 
 
 def test_what_a_server_without_a_sign_of_life_has_is_asked_of_the_others(endpoints):
@@ -195,9 +231,11 @@ def test_what_a_server_without_a_sign_of_life_has_is_asked_of_the_others(endpoin
     assert len(found) == 24 and [server.responses for server in made] == [12, 0, 12]
 
 
-def test_an_answer_slower_than_a_look_at_the_server_is_waited_for(endpoints):
+@pytest.mark.parametrize("status", [200, 503])
+def test_an_answer_slower_than_a_look_at_the_server_is_waited_for(endpoints, status):
+    """Also of one that is paused, as in a push, which SGLang then calls not ready."""
     [one] = endpoints(1)
-    one.delay_s = 5.0
+    one.delay_s, one.ready_status = 1.0, status
     found = ask([one], leaders=1, prompts=1, samples=2, max_new_tokens=9999, options={"health": (0.1, 3.0)})
     assert len(found) == 2 and one.responses == 2
 

@@ -23,12 +23,12 @@ def random_weights(model: Path, seed: int) -> Weights:
     return {k: v + 0.3 * v.abs().mean() * torch.randn(v.shape, generator=generator) for k, v in old.items()}
 
 
-def push(address: str, model: str) -> list[str]:
+def push(address: str, key: str, model: str) -> list[str]:
     """A clean push, then one that only rank 0 knows to be wrong: tensors of the first, error of the second."""
     torch.distributed.init_process_group("gloo")
     weights = random_weights(Path(model), 8)
     outcome = []
-    with WeightSync(SyncConfig(bucket_mb=BUCKET_MB, timeout_s=60.0), [address], rollout_dtype="fp32") as sync:
+    with WeightSync(SyncConfig(bucket_mb=BUCKET_MB, timeout_s=60.0), [address], key=key, rollout_dtype="fp32") as sync:
         outcome.append(str(sync.push(iter(weights.items()), version="ranks").tensors))
         try:
             sync.push(iter([("oddity", torch.zeros(1)), *weights.items()]), version="wrong")

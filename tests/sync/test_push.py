@@ -62,7 +62,9 @@ def connect(server: RolloutServer, tmp_path: Path) -> Iterator[Callable[..., Wei
 
     def make(transport: str = "distributed", *, rollout_dtype: str = "fp32", **settings) -> WeightSync:
         config = SyncConfig(**{"transport": transport, "bucket_mb": BUCKET_MB, "timeout_s": 60.0} | settings)
-        made.append(WeightSync(config, [server.address], rollout_dtype=rollout_dtype, folder=tmp_path / "sync"))
+        made.append(
+            WeightSync(config, [server.address], key=server.key, rollout_dtype=rollout_dtype, folder=tmp_path / "sync")
+        )
         return made[-1]
 
     yield make
@@ -87,7 +89,11 @@ def generate(server: RolloutServer, max_new_tokens: int, **fields) -> dict:
         "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
     }
-    return httpx.post(f"{server.address}/generate", json=body | fields, timeout=120).raise_for_status().json()
+    return (
+        httpx.post(f"{server.address}/generate", headers=server.headers, json=body | fields, timeout=120)
+        .raise_for_status()
+        .json()
+    )
 
 
 def tamper(sync: WeightSync, change: Callable[[Bucket], None]) -> None:
@@ -216,7 +222,9 @@ def ask_for_400(server) -> tuple[threading.Thread, list[dict]]:
 
     def ask() -> None:
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
-        with httpx.stream("POST", f"{server.address}/generate", json=body, timeout=120) as stream:
+        with httpx.stream(
+            "POST", f"{server.address}/generate", json=body, headers=server.headers, timeout=120
+        ) as stream:
             for line in stream.iter_lines():
                 if line.startswith("data: {"):
                     replies.append(json.loads(line.removeprefix("data: ")))
@@ -353,7 +361,7 @@ def test_refused_bucket_does_not_hang(model, server, connect):
 
 
 def test_all_ranks_learn_how_it_went(model, server):
-    first, second = run_ranks(2, "push_on_ranks:push", (server.address, str(model)), timeout=120)
+    first, second = run_ranks(2, "push_on_ranks:push", (server.address, server.key, str(model)), timeout=120)
     assert first == second
     assert "no place for 'oddity'" in first[1]
 
@@ -363,7 +371,7 @@ def test_a_server_that_forgot_the_last_push(model, server, connect):
     sync = connect()
     weights = random_weights(model, 10)
     sync.push(iter(weights.items()), version="mine")
-    post = partial(httpx.post, timeout=30)
+    post = partial(httpx.post, headers=server.headers, timeout=30)
     post(
         f"{server.address}/destroy_weights_update_group", json={"group_name": sync._transport._name}
     ).raise_for_status()
@@ -421,7 +429,7 @@ def test_a_server_that_came_back_as_another_one(model, server, connect):
     weights = random_weights(model, 12)
     sync.push(iter(weights.items()), version="first")
     httpx.post(
-        f"{server.address}/update_weight_version", json={"new_version": "default"}, timeout=30
+        f"{server.address}/update_weight_version", json={"new_version": "default"}, headers=server.headers, timeout=30
     ).raise_for_status()
     sync._parameters = [{name: replace(p, dtype=torch.bfloat16) for name, p in sync._parameters[0].items()}]
     with pytest.raises(WeightSyncError, match="was replaced by one of another model, dtype or parallelism$"):

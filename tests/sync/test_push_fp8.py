@@ -46,7 +46,9 @@ def test_rounded_weights_are_served(tiny_model, tmp_path):
     weights = random_weights(model, seed=7)
     with (
         serving(model, tmp_path, "fp8") as server,
-        WeightSync(SyncConfig(bucket_mb=0.05, timeout_s=60.0), [server.address], rollout_dtype="fp8") as sync,
+        WeightSync(
+            SyncConfig(bucket_mb=0.05, timeout_s=60.0), [server.address], key=server.key, rollout_dtype="fp8"
+        ) as sync,
     ):
         stats = sync.push(iter(weights.items()), version="rounded")
         assert stats.bytes == sum(2 * tensor.numel() for tensor in weights.values())
@@ -73,7 +75,9 @@ def test_blocks_and_scales_land_where_sglang_holds_them(tiny_model, tmp_path):
     flags = ("--load-format", "dummy", "--json-model-override-args", override)
     with (
         serving(model, tmp_path, "bf16", *flags, plugins=(PLUGIN,)) as server,
-        WeightSync(SyncConfig(bucket_mb=0.2, timeout_s=60.0), [server.address], rollout_dtype="fp8") as sync,
+        WeightSync(
+            SyncConfig(bucket_mb=0.2, timeout_s=60.0), [server.address], key=server.key, rollout_dtype="fp8"
+        ) as sync,
     ):
         with pytest.raises(WeightSyncError, match="serves float8_e4m3fn weights, but precision.rollout is bfloat16"):
             sync.connect()
@@ -82,7 +86,7 @@ def test_blocks_and_scales_land_where_sglang_holds_them(tiny_model, tmp_path):
             weights = random_weights(model, seed=push)
             stats = sync.push(iter(weights.items()), version=str(push))
             assert stats.tensors == len(weights) + sum(map(fp8.is_quantized, weights))
-            info = httpx.get(f"{server.address}/model_info", timeout=30).json()
+            info = httpx.get(f"{server.address}/model_info", headers=server.headers, timeout=30).json()
             assert info["weight_version"] == str(push)
         for name, engine in (
             ("model.layers.1.mlp.experts.3.up_proj.weight_scale_inv", r"1.mlp.experts.w13_weight_scale_inv \("),

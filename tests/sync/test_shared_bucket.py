@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 
-from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
+from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory, processors
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
 # An engine's rank, which has the plugin by its own name: it loads the pickle, shows what it got, and zeroes it.
@@ -62,3 +63,47 @@ def test_a_tensor_that_is_shared_by_handle_is_copied_by_the_rank(monkeypatch):
 @pytest.mark.parametrize("name", ["map_bucket", "own_copy"])
 def test_the_engine_admits_what_is_called(name):
     assert (memory.MODULE, name) in memory.GLOBALS and callable(getattr(memory, name))
+
+
+def test_what_is_no_bucket_of_ours_is_not_mapped(tmp_path):
+    """A file of the server's user, memory of another name, one that is too small, a pipe, a folder."""
+    file = tmp_path / memory.NAME
+    file.write_bytes(b"secret of the server's user")
+    other = os.memfd_create("another")
+    os.ftruncate(other, 64)
+    buffer = memory.allocate(8)
+    os.mkfifo(tmp_path / "pipe")
+    link = tmp_path / f"memfd:{memory.NAME} (deleted)"
+    link.symlink_to(file)
+    paths = (file, f"/proc/self/fd/{other}", tmp_path / "pipe", tmp_path, link, "/proc/self/environ", "/dev/zero")
+    for path, size in ((buffer.shared.path, 9), *((path, 8) for path in paths)):
+        with pytest.raises(ValueError, match="no bucket of . bytes that a trainer of this user has made"):
+            memory.map_bucket(str(path), size, [])
+    os.close(other)
+    if not os.geteuid():  # memory of another user, to a server that root has started
+        os.seteuid(65534)
+        try:
+            theirs = os.memfd_create(memory.NAME)
+            os.ftruncate(theirs, 8)
+        finally:
+            os.seteuid(0)
+        with pytest.raises(ValueError, match="no bucket"):
+            memory.map_bucket(f"/proc/self/fd/{theirs}", 8, [])
+        os.close(theirs)
+
+
+class Planted:
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return open, (self.mark, "w")
+
+
+def test_a_logit_processor_is_a_name(tmp_path):
+    """SGLang takes the hexadecimal pickle of a class, in JSON, and loads it."""
+    pickled = pickle.dumps(Planted(str(tmp_path / "written"))).hex()
+    for asked in (f'{{"callable": "{pickled}"}}', pickled, "", "os.system", f"{processors.PRUNE_TAIL}\n"):
+        with pytest.raises(ValueError, match="knows megatron_rl_plugin.PruneTail alone"):
+            processors.class_named(asked)
+    assert not (tmp_path / "written").exists()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -61,6 +64,11 @@ class Dialect:
         """Tokens that end a reply."""
         end: Any = self.tokenizer.eos_token_id
         return [] if end is None else [end]
+
+    @cached_property
+    def beside(self) -> tuple[Self, ThreadPoolExecutor]:
+        """The same with a tokenizer of its own, and the thread in which alone it is used: a tokenizer takes one at a time."""
+        return copy.deepcopy(self), ThreadPoolExecutor(1, "texts")
 
     # -- what a dialect says of itself ----------------------------------------------------------------------------------
 

@@ -13,12 +13,24 @@ def register() -> None:
     They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
     replies get small integers, or gates beside them where a server is told to. Requests may have seeds. Sinks are in fp32
     where the model is. A model that is asked to be identical to the trainer's has its operators; one that is asked to shows
-    what its operators put out.
+    what its operators put out. A request's logit processor is a name, and nothing that would be unpickled. Processes that
+    meet on 127.0.0.1 listen there alone.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler
 
-    from megatron_rl_plugin import fingerprint, gates, identical, memory, routes, seeds, sinks, trace
+    from megatron_rl_plugin import (
+        fingerprint,
+        gates,
+        identical,
+        memory,
+        processors,
+        routes,
+        seeds,
+        sinks,
+        stores,
+        trace,
+    )
 
     HookRegistry.register("sglang.srt.utils.weight_checker._hash_tensor", fingerprint.describe, HookType.REPLACE)
     HookRegistry.register("sglang.srt.utils.weight_checker._build_quantized_set", lambda model: {}, HookType.REPLACE)
@@ -29,8 +41,11 @@ def register() -> None:
     info = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     HookRegistry.register(f"{info}.from_schedule_batch", seeds.of_requests, HookType.AFTER)
     HookRegistry.register(f"{info}.merge_batch", seeds.before_merge, HookType.BEFORE)
+    named = "sglang.srt.sampling.custom_logit_processor._cache_from_str"
+    HookRegistry.register(named, processors.class_named, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.gpt_oss.GptOssAttention.__init__", sinks.in_fp32, HookType.AFTER)
     load = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
     HookRegistry.register(load, identical.after_load, HookType.AFTER)
     HookRegistry.register(load, trace.after_load, HookType.AFTER)
+    HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", stores.on_loopback, HookType.AROUND)
     SafeUnpickler.ALLOWED_GLOBALS |= memory.GLOBALS

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 MODULE = "megatron_rl_plugin.memory"
+NAME = "megatron_rl_bucket"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 GLOBALS = {(MODULE, "map_bucket"), (MODULE, "own_copy")}
 """What the engine's unpickler must admit."""
 
 
 def allocate(nbytes: int) -> Tensor:
     """[nbytes] uint8 in shared memory; `.shared.path` is where other processes of this machine find it."""
-    descriptor = os.memfd_create("megatron_rl_bucket", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
         tensor = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
@@ -53,11 +55,19 @@ def map_bucket(path: str, nbytes: int, metadata: list[dict]) -> dict:
     """What SGLang's load_format `flattened_bucket` expects, the data being the trainer's memory at `path`.
 
     Copied on writing: SGLang's loader of gpt-oss zeroes the biases that it is handed on all tensor-parallel ranks but the
-    first, and the memory is that of all ranks and servers.
+    first, and the memory is that of all ranks and servers. Errors: ValueError for what is no bucket of this user's trainer.
     """
-    data = torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        own = f"/proc/self/fd/{descriptor}"
+        found, name = os.fstat(descriptor), os.readlink(own)
+        if name != f"/memfd:{NAME} (deleted)" or found.st_uid != os.geteuid() or found.st_size < nbytes:
+            raise ValueError(f"{path} is no bucket of {nbytes} bytes that a trainer of this user has made")
+        data = torch.from_file(own, shared=False, size=nbytes, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
     entries = [
-        SimpleNamespace(**entry | {"shape": torch.Size(entry["shape"]), "dtype": getattr(torch, entry["dtype"])})
+        SimpleNamespace(**entry | {"shape": torch.Size(entry["shape"]), "dtype": DTYPES[entry["dtype"]]})
         for entry in metadata
     ]
     return {"flattened_tensor": data, "metadata": entries}

@@ -1,0 +1,286 @@
+"""Whatever is sent to the recording endpoint, it answers: 400 with OpenAI's error object for a client's mistake, and no 5xx."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import aiohttp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.trajectory import WeightSpan
+from megatron_rl.environments.event_loop import EventLoop
+from megatron_rl.rollout.client import Reply
+from megatron_rl.rollout.dialects import Qwen
+from megatron_rl.rollout.endpoint import MOST_BYTES, Endpoint, reward_parts
+from megatron_rl.rollout.recorder import Session
+from tools.make_tiny_model import text_tokenizer
+
+USER = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def world():
+    """post(raw or body, path) -> (status, answer), to a session of its own; `session` is the last one."""
+    form = Qwen(text_tokenizer(512))
+    tokens = np.asarray(form.tokenizer.encode("hello", add_special_tokens=False), np.int32)
+    fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": np.zeros(len(tokens), np.float32)}
+    loop, endpoint, found = EventLoop(), Endpoint(), SimpleNamespace()
+
+    async def sample(talk, sampling):
+        return Reply(tokens, fields, "stop", [WeightSpan("0", 0, len(tokens))])
+
+    async def send(url, raw, headers):
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.post(url, data=raw, headers={"Content-Type": "application/json"} | headers) as answer,
+        ):
+            return answer.status, (await answer.read()).decode()
+
+    def post(body, path=CHAT, **headers):
+        found.session = endpoint.sessions["s"] = Session(form, sample, 400, 4000)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return loop.run(send(f"http://127.0.0.1:{endpoint.port}/s{path}", raw, headers))
+
+    def reward(body):
+        endpoint.sessions["s"] = session = Session(form, sample, 400, 4000, parts=("correct", "form"))
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, answer = loop.run(send(endpoint.reward_url("s"), raw, {}))
+        return status, answer, session.reward
+
+    loop.run(endpoint.start())
+    found.post, found.reward, found.endpoint = post, reward, endpoint
+    yield found
+    loop.run(endpoint.close())
+    loop.close()
+
+
+def check_refused(status: int, answer: str) -> None:
+    assert status == 400, answer
+    error = json.loads(answer)["error"]
+    assert error["type"] == "invalid_request_error" and error["message"] and "\n" not in error["message"]
+
+
+def called(arguments) -> list[dict]:
+    return [
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]},
+        *USER,
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+        b'{"max_tokens": ' + b"9" * 5000 + b"}",
+        b"NaN",
+        [],
+        "text",
+        None,
+        {},
+        {"messages": None},
+        {"messages": []},
+        {"messages": "hi"},
+        {"messages": {"role": "user"}},
+        {"messages": [None]},
+        {"messages": ["hi"]},
+        {"messages": [{}]},
+        {"messages": [{"role": 5, "content": "x"}]},
+        {"messages": [{"role": None, "content": "x"}]},
+        {"messages": [{"role": ["user"], "content": "x"}]},
+        *(
+            {"messages": [{"role": "user", "content": content}]}
+            for content in (5, 0, False, {"a": 1}, [5], ["x"], [None])
+        ),
+        *(
+            {"messages": [{"role": "user", "content": [part]}]}
+            for part in ({}, {"type": ["text"]}, {"type": "image_url"})
+        ),
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        *({"messages": called(arguments)} for arguments in (5, "{", "[1]", "[" * 100_000, [1], "9" * 5000)),
+        {"messages": [{"role": "assistant", "tool_calls": "x"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [1]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": [1]}]}]},
+        {"messages": USER, "tools": "x"},
+        {"messages": USER, "tools": [1]},
+        {"messages": USER, "tools": ["x"]},
+        {"messages": USER, "tools": {"function": {}}},
+        {"messages": USER, "tools": [{"function": "f"}]},
+        {"messages": USER, "tools": [{"function": {"name": 1}}]},
+        {"messages": USER, "stop": 5},
+        {"messages": USER, "stop": {"a": 1}},
+        {"messages": USER, "stop": [1]},
+        {"messages": USER, "stop": ["x"] * 1025},
+        {"messages": USER, "max_tokens": "9"},
+        {"messages": USER, "max_tokens": 1e999},
+        {"messages": USER, "max_tokens": [1]},
+        {"messages": USER, "max_completion_tokens": True},
+        {"messages": USER, "n": 2},
+        {"messages": USER, "n": "1"},
+        {"messages": USER, "stream": "yes"},
+        {"messages": USER, "stream": True, "stream_options": [1]},
+        {"messages": USER, "stream": True, "stream_options": True},
+    ],
+    ids=lambda body: str(body)[:40],
+)
+def test_a_malformed_request_is_400_and_records_nothing(world, body):
+    check_refused(*world.post(body))
+    assert not world.session.branches
+
+
+@pytest.mark.parametrize("depth", [100, 300, 500, 900, 2000])
+@pytest.mark.parametrize("place", ["temperature", "tools", "arguments", "unknown"])
+def test_nested_parts_are_answered_or_refused(world, place, depth):
+    deep = '{"a":' * depth + "1" + "}" * depth
+    body = {"messages": USER} | {
+        "tools": {"tools": [{"type": "function", "function": {"name": "f", "parameters": "DEEP"}}]},
+        "arguments": {"messages": called("DEEP")},
+    }.get(place, {place: "DEEP"})
+    status, answer = world.post(json.dumps(body).replace('"DEEP"', deep).encode())
+    assert status == 200 or check_refused(status, answer) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+        {
+            "messages": USER,
+            "tools": None,
+            "stop": None,
+            "n": None,
+            "stream": None,
+            "stream_options": None,
+            "max_tokens": None,
+        },
+        {"messages": USER, "max_tokens": 10**30},
+        {"messages": USER, "max_tokens": -(10**30), "temperature": [[1]], "unknown": {"a": 1}},
+        {"messages": USER, "stop": [""], "stream": True, "stream_options": {"include_usage": "yes", "more": [1]}},
+        '{"messages": [{"role": "user", "content": "x"}]}'.encode("utf-16"),
+    ],
+    ids=lambda body: str(body)[:40],
+)
+def test_an_odd_request_is_answered(world, body):
+    assert world.post(body)[0] == 200 and len(world.session.branches) == 1
+
+
+def test_a_body_that_is_too_large_is_413(world):
+    status, answer = world.post(b'{"messages": "' + b"x" * MOST_BYTES + b'"}')
+    assert status == 413 and f"at most {MOST_BYTES} bytes" in json.loads(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Content-Encoding": "gzip"}, {"Content-Type": "application/json; charset=no-such"}]
+)
+def test_headers_that_lie_are_the_clients_mistake(world, headers):
+    assert 200 <= world.post({"messages": USER}, **headers)[0] < 500
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+odd = st.shared(json_values, key="odd") | json_values
+parts = st.fixed_dictionaries({}, optional={"type": st.just("text") | odd, "text": odd})
+calls = st.fixed_dictionaries(
+    {}, optional={"id": odd, "function": odd | st.fixed_dictionaries({}, optional={"name": odd, "arguments": odd})}
+)
+messages = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "system", "assistant", "tool", "developer"]) | odd,
+        "content": st.text(max_size=8) | st.lists(parts, max_size=2) | odd,
+        "tool_calls": st.lists(calls, max_size=2) | odd,
+        "tool_call_id": odd,
+        "name": odd,
+    },
+)
+functions = st.fixed_dictionaries(
+    {}, optional={"name": st.text(max_size=4) | odd, "parameters": odd, "description": odd}
+)
+tools = st.fixed_dictionaries({}, optional={"type": odd, "function": functions | odd})
+requests = st.fixed_dictionaries(
+    {"messages": st.just(USER) | st.lists(messages, max_size=3) | odd},
+    optional={
+        "tools": st.lists(tools, max_size=2) | odd,
+        "stop": st.lists(st.text(max_size=3), max_size=3) | odd,
+        "stream": st.booleans() | odd,
+        "stream_options": st.fixed_dictionaries({}, optional={"include_usage": odd}) | odd,
+        **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "temperature", "logprobs", "more"), odd),
+    },
+)
+unhurried = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+@unhurried
+@given(requests)
+def test_no_request_is_5xx(world, body):
+    status, answer = world.post(body)
+    assert status == 200 or check_refused(status, answer) is None
+
+
+@unhurried
+@given(st.binary(max_size=60) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_no_body_is_5xx(world, raw):
+    check_refused(*world.post(raw))
+    status, answer, reward = world.reward(raw)
+    assert not reward and check_refused(status, answer) is None
+
+
+@unhurried
+@given(json_values | st.dictionaries(st.sampled_from(["correct", "form", "other"]), json_values, max_size=2))
+def test_a_reward_is_a_number_of_a_known_part_or_is_refused(world, value):
+    status, answer, reward = world.reward({"reward": value})
+    if status == 200:
+        assert reward.keys() <= {"correct", "form"} and all(abs(part) <= 1e9 for part in reward.values())
+    else:
+        assert not reward and check_refused(status, answer) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        '"1"',
+        "null",
+        "[1]",
+        "9" * 400,
+        "1e300",
+        '{"form": "1"}',
+        '{"bonus": 9}',
+        "[" * 100_000,
+    ],
+)
+def test_rewards_that_are_none(world, value):
+    status, answer, reward = world.reward(f'{{"reward": {value}}}'.encode())
+    assert not reward and check_refused(status, answer) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(1, {"correct": 1}), (-0.5, {"correct": -0.5}), (True, {"correct": 1}), ({"form": 0.5}, {"form": 0.5}), ({}, {})],
+)
+def test_rewards_that_are_some(world, value, wanted):
+    status, _, reward = world.reward({"reward": value})
+    assert status == 200 and reward == wanted and reward_parts(value) == wanted
+
+
+def test_who_knows_the_base_url_alone_pays_nobody(world):
+    """As the agent's tools do, which get it as OPENAI_BASE_URL."""
+    for path in ("/v1/reward", "/reward", "/reward/", "/reward/x", "/reward/%ed%a0%80", "/v1/../reward"):
+        assert world.post({"reward": 1}, path)[0] in (403, 404)
+        assert not world.session.reward
+    assert world.reward({"reward": 1})[2] == {"correct": 1}
+    assert len(world.endpoint.sessions["s"].reward_key) == 22, "128 bits in base64"

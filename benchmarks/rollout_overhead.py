@@ -59,7 +59,7 @@ def main() -> None:
 
     async def seconds(server: RolloutServer, support: SamplingSupport) -> float:
         sampling = support.request() | {"max_new_tokens": args.new_tokens, "ignore_eos": True}
-        async with SGLangClient([server.address], lost=lambda: not server.alive()) as client:
+        async with SGLangClient([server.address], key=server.key, lost=lambda: not server.alive()) as client:
             start = time.perf_counter()
             every = [prompt for prompt in prompts for _ in range(args.samples)]
             await client.call(every, sampling, prefixes=prompts, options=support.options())

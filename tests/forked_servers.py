@@ -59,8 +59,7 @@ class ForkedServer:
             os.close(read)
         self.pid = self._process.pid
         self.kill = self._process.kill
-        with open(_list_of(os.getpid()), "a") as file:
-            file.write(f"{self.pid}\n")
+        _note(self.pid)
 
     def poll(self) -> int | None:
         """Its exit status, None while it runs."""
@@ -84,6 +83,7 @@ def serve(log: str, *arguments: str) -> None:
         server = command[command.index("--alone") + 2 :]
         files = (os.open(os.devnull, os.O_RDONLY), 1)
         process = Process(_zygote(), "sglang_server:supervised", (server, environment, GRACE_S, True), files=files)
+        _note(process.pid)
         # It ends in order, as a real one does.
         signal.signal(signal.SIGTERM, lambda *_: os.kill(process.pid, signal.SIGTERM))
         process.join()
@@ -119,6 +119,11 @@ def supervisors_of(pid: int) -> list[int]:
     """Ids of the supervisors of the servers that a process has had forked, which are no children of it."""
     path = _list_of(pid)
     return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _note(supervisor: int) -> None:
+    with open(_list_of(os.getpid()), "a") as file:
+        file.write(f"{supervisor}\n")
 
 
 def _list_of(pid: int) -> Path:

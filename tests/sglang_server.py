@@ -54,7 +54,8 @@ def supervised(
     zygote.take_place(environment, os.getcwd(), sys.path)
     kept = _open_files()
     with leftovers.own_folder() as changes:
-        status = supervise.run(partial(_fork_server, command, {**environment, **changes}, kept), grace, alone=alone)
+        keyed = supervise.with_key(command, {**environment, **changes})
+        status = supervise.run(partial(_fork_server, *keyed, kept), grace, alone=alone)
     sys.exit(status)
 
 

@@ -353,7 +353,9 @@ def main() -> int:
         for name in ("first", "second"):
             address = chaos.servers.address(name)
             asked = {"action": "checksum", "selector": "target"}
-            answer = httpx.post(f"{address}/weights_checker", json=asked, timeout=60).json()
+            answer = httpx.post(
+                f"{address}/weights_checker", json=asked, headers=chaos.servers.headers, timeout=60
+            ).json()
             served.append([rank["checksums"] for rank in answer["ranks"]])
         assert served[0] == served[1], "servers with other weights"
         kept = same_trained(chaos, steps)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -16,15 +17,21 @@ from pathlib import Path
 import httpx
 import pytest
 
+from megatron_rl.credentials import bearer
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+from megatron_rl.rollout.leftovers import PREFIX
 from megatron_rl.rollout.server import find_python, reserve_port
-from tests.forked_servers import SERVE, serve
+from megatron_rl.sync.owner import RELEASED
+from tests import intruder
+from tests.forked_servers import SERVE, serve, supervisors_of
 from tests.http_server import HttpServer
+from tests.intruder import below, ports_of
 from tests.program import Program
 from tests.ranks import fork
 from tests.zygote import Process
 
 TIMEOUT_S = 240
+INTRUDER = Path(intruder.__file__)
 
 
 class Servers:
@@ -32,7 +39,6 @@ class Servers:
 
     def __init__(self, config: Path, folder: Path) -> None:
         self.config, self.folder, self.addresses = config, folder, folder / "addresses"
-        self.addresses.mkdir()
         self._processes: dict[str, subprocess.Popen | Process] = {}
         self._started = False
 
@@ -70,6 +76,21 @@ class Servers:
 
     def address(self, name: str) -> str:
         return (self.addresses / f"{name}.address").read_text().strip()
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._processes]
+
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
+    @property
+    def key(self) -> str:
+        return (self.addresses / "server.key").read_text().strip()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return bearer(self.key)
 
     def close(self) -> None:
         for name in list(self._processes):
@@ -141,11 +162,13 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path):
     wait_for(lambda: (servers.addresses / "first.address").exists(), "the address of the first")
     wait_for(lambda: answers(f"{servers.address('first')}/ready"), "the first to be ready")
     # As a trainer that is killed in a push leaves it.
-    httpx.post(f"{servers.address('first')}/pause_generation", json={"mode": "retract"}, timeout=30).raise_for_status()
+    pause = f"{servers.address('first')}/pause_generation"
+    httpx.post(pause, json={"mode": "retract"}, headers=servers.headers, timeout=30).raise_for_status()
     assert not answers(f"{servers.address('first')}/ready")
     program = Program("train", str(config), log=log)
     try:
         more_steps(3, "steps with two servers")
+        look_for_open_doors(servers, program, tmp_path)
         gone = servers.address("first")
         servers.kill("first")
         wait_for(
@@ -173,8 +196,8 @@ def test_a_run_outlives_its_servers(config, servers, tmp_path):
     changes = [row["rollout/restarts"] for row in rows]
     assert changes == sorted(changes) and changes[-1] >= 4, "one went, one came, two went, one came"
     assert [count for count, _ in groupby(row["rollout/servers"] for row in rows)] == [2, 1, 2, 1]
-    served = httpx.get(f"{servers.address('fourth')}/model_info", timeout=30).json()["weight_version"]
-    assert served in (str(len(rows)), str(len(rows) - 1)), "it has the weights of the last push"
+    served = httpx.get(f"{servers.address('fourth')}/model_info", headers=servers.headers, timeout=30).json()
+    assert served["weight_version"] == RELEASED, "it had the run's weights, and another run may have it now"
     fourth = servers._processes["fourth"]
     servers.end()
     assert isinstance(fourth, Process) and fourth.exitcode in range(256), "told to end, it does so by itself"
@@ -192,6 +215,37 @@ def router() -> Iterator[str]:
         server.close()
 
 
+def look_for_open_doors(servers: Servers, program: Program, folder: Path) -> None:
+    """Another user of this machine gets nothing from a running job: no answer, no file, no memory, no key."""
+
+    def processes_of_the_job() -> list[int]:
+        starters = [servers.pid(name) for name in servers.names]
+        starters += [supervisor for pid in starters for supervisor in supervisors_of(pid)]
+        return [*dict.fromkeys(process for pid in (program.pid, *starters) for process in below(pid))]
+
+    def seen() -> set[str]:
+        return {f"http://{address}:{port}" for address, port in ports_of(processes_of_the_job())}
+
+    # The kernel's lists of children and of sockets have gaps where they change while they are read.
+    wait_for(lambda: {servers.address(name) for name in servers.names} <= seen(), "the servers' ports", program)
+    processes = processes_of_the_job()
+    lines = [Path(f"/proc/{p}/cmdline").read_bytes().decode(errors="replace") for p in processes]
+    assert len(lines) >= 4 and not any(servers.key in line for line in lines)
+    ports = ports_of(processes)
+    addresses = [f"http://127.0.0.1:{port}" for _, port in ports]
+    assert {address for address, _ in ports} == {"127.0.0.1"}, ports
+    if os.geteuid():
+        return
+    folders = [folder / "runs", servers.addresses, *Path(tempfile.gettempdir()).glob(f"{PREFIX}*")]
+    job = {"addresses": addresses, "folders": [*map(str, folders)], "processes": processes}
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-I", "-c"]
+    command, given = [*as_nobody, INTRUDER.read_text()], json.dumps(job)
+    found = subprocess.run(command, input=given, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    assert not found.stdout, found.stdout
+    theirs = [file for place in folders for file in (place, *place.rglob("*")) if file.lstat().st_mode & 0o077]
+    assert not [file for file in theirs if not file.is_symlink()], "the folder above may be open to others"
+
+
 @pytest.mark.timeout(900)
 def test_servers_behind_a_router(config, servers, router, tmp_path):
     """The trainer talks to each; one that dies is left out, and one that the router is told of later is taken in."""
@@ -204,12 +258,14 @@ def test_servers_behind_a_router(config, servers, router, tmp_path):
         servers.start(name)
         wait_for(lambda: (servers.addresses / f"{name}.address").exists(), f"the address of {name}")
         wait_for(lambda: answers(f"{servers.address(name)}/ready"), f"{name} to be ready")
-        httpx.post(f"{router}/workers", json={"url": servers.address(name)}, timeout=30).raise_for_status()
+        worker = {"url": servers.address(name), "api_key": servers.key}
+        httpx.post(f"{router}/workers", json=worker, timeout=30).raise_for_status()
         wait_for(lambda: servers.address(name) in httpx.get(f"{router}/workers", timeout=30).text, "the router")
 
     wait_for(lambda: answers(f"{router}/workers"), "the router to be ready")
     add("first")
     options = ("--rollout.address_folder", "null", "--rollout.addresses", f"[{router}]")
+    options += ("--rollout.api_key", f"file:{servers.addresses / 'server.key'}")
     program = Program("train", str(config), *options, log=log)
     try:
         wait_for(lambda: steps() >= 2, "steps with one server", program)

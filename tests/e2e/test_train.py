@@ -110,6 +110,14 @@ def test_the_run_goes_on_when_the_server_is_killed(finished):
         assert row["update/skipped"] == 0
 
 
+def test_what_a_run_writes_is_its_owners_alone(finished):
+    run_dir, _ = finished
+    written = [run_dir, *run_dir.rglob("*")]
+    kinds = {"config.yaml", "metrics.jsonl", "samples.jsonl", "sglang.log", ".metadata", "hf"}
+    assert kinds <= {path.name for path in written} and any(path.suffix == ".npz" for path in written)
+    assert [str(path) for path in written if path.stat().st_mode & 0o077] == []
+
+
 def test_engine_and_trainer_agree_in_fp32(finished):
     """Log-probs of sampled tokens: SGLang's decode against the trainer's pass over the packed sequences."""
     for row in read_json_lines(finished[0] / "metrics.jsonl"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -345,6 +346,13 @@ def launch(capsys, *arguments: str) -> str:
     return out if status == 0 else error
 
 
+def test_blanks_in_a_name_are_no_options_of_sbatch(tiny_model, capsys):
+    config = str(REPOSITORY / "configs" / "olmoe-1b-7b.yaml")
+    text = launch(capsys, config, "--nodes", "4", "--model.path", str(tiny_model("olmoe")), "--name", "all/läuf 1 (ß)")
+    [line] = [line for line in text.splitlines() if "job-name" in line]
+    assert shlex.split(line, comments=False) == ["#SBATCH", "--job-name=all-läuf 1 (ß)"]
+
+
 def test_the_script_of_a_config_does_what_an_example_does(tmp_path, tiny_model, capsys):
     config, model = str(REPOSITORY / "configs" / "olmoe-1b-7b.yaml"), tiny_model("olmoe")
     arguments = [config, "--nodes", "4", "--gpus-per-node", "8", "--server-gpus", "2", "--model.path", str(model)]
@@ -381,6 +389,9 @@ def test_the_script_of_a_config_does_what_an_example_does(tmp_path, tiny_model, 
         (["--nodes", "4", "--server-gpus", "3"], "--server-gpus 3 does not divide the 8 GPUs of a node"),
         (["--nodes", "4", "--parallel.tensor", "3"], "parallel.tensor x pipeline x context = 3 does not divide the 16"),
         (["--nodes", "4", "--batch.samples_per_prompt", "1"], "batch.samples_per_prompt = 1 leaves a response nothing"),
+        (["--nodes", "4", "--option=--qos=high\nid"], "option '--qos=high\\nid' has a line break"),
+        (["--nodes", "4", "--account", "lab\nid"], "has a line break"),
+        (["--nodes", "4", "--name", '"a\\n#SBATCH --uid=0"'], "a run's name has letters"),
         (["--nodes", "4", "--model.path", "nowhere"], "nowhere has no config.json"),
     ],
 )

@@ -123,6 +123,7 @@ def test_secrets_are_known_by_their_names(found, secret):
         assert secret not in shown and HIDDEN in shown
 
 
+@pytest.mark.slow
 def test_a_run_of_before_shows_no_secrets(secret, tmp_path):
     (tmp_path / "config.yaml").write_text(f"agent: {{mcp_servers: {{w: {{env: {{K: {secret}}}}}}}}}\nsteps: 3\n")
     (tmp_path / NAME).write_text(f"process 1 on host: megatron-rl train c.yaml --w.api-key={secret}\n")

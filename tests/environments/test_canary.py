@@ -105,6 +105,7 @@ def made(name: str, folder: Path, texts: list[str]) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - ELSEWHERE.keys()))
 def test_tasks(name, canary, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -171,6 +172,7 @@ def tokenizer():
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIALECTS)
 def test_dialects(name, canary, tokenizer):
     form = dialect(name, tokenizer)

@@ -50,6 +50,7 @@ def test_tests_decide(response, right):
     assert passes_tests(response, TESTS, PROMPT, timeout_s=limit_s)["correct"] == right
 
 
+@pytest.mark.slow
 @contained
 def test_a_task_of_programs(tmp_path):
     rows = [{"prompt": f"# {i}\n{PROMPT}", "answer": TESTS} for i in range(20)]

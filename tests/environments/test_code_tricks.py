@@ -178,6 +178,7 @@ def score(program: str, tests: object, timeout_s: float) -> float:
     return passes_tests(f"```python\n{program}\n```", tests, timeout_s=timeout_s)["correct"]
 
 
+@pytest.mark.slow
 @contained
 def test_what_solves_nothing_is_not_paid():
     """Each in one form of tests, in turn; what may end by itself has the time of a busy machine."""

@@ -24,6 +24,7 @@ def attempt():
     pool.close()
 
 
+@pytest.mark.slow
 def test_nothing_but_computing_is_allowed(attempt, tmp_path):
     """As root and as anybody else: what the folder's mode would allow is refused by the kernel's filter."""
     path = tmp_path / "canary"
@@ -66,6 +67,7 @@ def test_a_worker_goes_on_after_any_call(attempt):
     assert attempt(("computes", "")) == [before]
 
 
+@pytest.mark.slow
 def test_a_verifier_of_the_users_is_isolated_by_choice(tmp_path):
     """What a response makes it do changes nothing, and is nothing but computing."""
     path = tmp_path / "rows.jsonl"

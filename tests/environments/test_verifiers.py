@@ -215,6 +215,7 @@ def test_score_keeps_the_order(math_task):
         math_task.score(prompts, texts[:2])
 
 
+@pytest.mark.slow
 def test_reasoning_gym_uses_the_data_sets_own_scorer():
     task = build_task(DataConfig(task="reasoning_gym:chain_sum", options={"size": 50}, template="Work out: {prompt}"))
     prompts = task.prompts("train")[:3]

@@ -162,6 +162,7 @@ PIECES = (
 )
 
 
+@pytest.mark.slow
 def test_no_text_makes_a_checker_raise(nltk_data, caplog):
     # IFEval's checker of the language logs each text that it cannot tell, and pytest-xdist cannot send a lone surrogate.
     caplog.set_level(logging.CRITICAL)
@@ -364,6 +365,7 @@ def test_generated_instructions_can_be_followed_at_once():
         assert follows(obey(wanted), answer)["correct"] == 1.0, (wanted, obey(wanted))
 
 
+@pytest.mark.slow
 def test_an_episode_of_several_turns(tmp_path):
     """Earlier instructions still hold; the reward is the mean over the turns, and one that is not come to counts 0."""
     comma, title = {"punctuation:no_comma": {}}, {"detectable_format:title": {}}

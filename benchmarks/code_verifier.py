@@ -24,12 +24,12 @@ TIMEOUT_S = 60.0
 
 
 def two_containers(problem: dict[str, str], program: str) -> bool:
-    """Whether the program passes, as the verifier judges it."""
+    """Tell whether the program passes, as the verifier judges it."""
     return judge(program, tests_of_row(problem, problem["test"], problem["prompt"]), TIMEOUT_S) == "passed"
 
 
 def one_container(problem: dict[str, str], program: str) -> bool:
-    """Whether program and tests run to the end in one process."""
+    """Tell whether program and tests run to the end in one process."""
     source = f"{program}\n{problem['test']}\ncheck({problem['entry_point']})\nprint('passed')\n"
     return run_python(source, timeout_s=TIMEOUT_S).stdout.endswith("passed\n")
 

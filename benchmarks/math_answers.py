@@ -26,12 +26,12 @@ FORMS = ("The answer is {}.", r"\boxed{{{}}}", "So she has {} apples.", "**Answe
 
 
 def ours(response: str, solution: str, question: str) -> bool:
-    """Whether the verifier pays the response."""
+    """Tell whether the verifier pays the response."""
     return bool(compare_math(response, solution, question)["correct"])
 
 
 def theirs(response: str, solution: str, question: str) -> bool:
-    """Whether math-verify does, without its limit of time."""
+    """Tell whether math-verify does, without its limit of time."""
     del question
     gold = parse(solution.rpartition("####")[2].strip(), parsing_timeout=None)
     return verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)

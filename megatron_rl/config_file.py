@@ -127,7 +127,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def yaml_problem(error: Exception) -> str:
-    """What is wrong and where, on one line: without the line itself, as PyYAML shows it, which may have a secret in it."""
+    """The problem and its place, on one line: without the line itself, as PyYAML shows it, which may have a secret in it."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     mark = error.problem_mark

@@ -20,7 +20,7 @@ HIDDEN = "<hidden>"
 RUN_KEY = "MEGATRON_RL_RUN_KEY"
 """Variable of the environment by which a launcher gives the processes of a run a secret of their own."""
 MOST_BYTES = 4096
-"""Of a file with a key."""
+"""Most bytes of a file with a key."""
 WRITTEN_S = 10.0
 """Longest wait for a file that another process has just made."""
 WRONG_KEY = "it asks for another key; set {setting} to where that one is (env:NAME or file:PATH)"
@@ -43,7 +43,7 @@ _LOOKS_LIKE = re.compile(r"(?<![\w/.-])(?:sk-[\w-]{4,}|(?:hf|gh[a-z])_[A-Za-z0-9
 
 
 def read(value: str, key: str) -> str:
-    """What a reference stands for; any other text is itself. key: for the error.
+    """The value that a reference stands for; any other text is itself. key: for the error.
 
     Errors: UserError for a variable that is not set, or a file that cannot be read.
     """

@@ -99,7 +99,7 @@ def readable(folder: str) -> Iterator[str]:
 
 
 def inside(process: int) -> Iterator[str]:
-    """What of a process can be read beside its command line."""
+    """Parts of a process that can be read beside its command line."""
     for name in ("environ", "mem", "maps", "fd", "cwd"):
         path = f"/proc/{process}/{name}"
         with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ def squeeze(text: str) -> str:
 
 
 def has_form_of_number(number: Number, gold: Number, prompt: str) -> bool:
-    """Whether a number is written as the prompt asks for, by its words, and is not the one that the prompt has written."""
+    """Tell whether a number is written as the prompt asks for, by its words, and is not the one that the prompt has written."""
     prompt = squeeze_spaces(prompt)
     if number.fraction and (_SIMPLE.search(prompt) or _FRACTION.search(prompt)) and not number.reduced:
         return False
@@ -56,7 +56,7 @@ def squeeze_spaces(text: str) -> str:
 
 
 def has_form(expression: Any, gold: Any, shown: str, expected: str, prompt: str) -> bool:
-    """Whether an expression has the form that the prompt asks for, and is not what the prompt has written.
+    """Tell whether an expression has the form that the prompt asks for, and is not what the prompt has written.
 
     expression, gold: as they were parsed, with nothing computed; shown, expected: their texts.
     """
@@ -105,14 +105,14 @@ def _degree(product: Any) -> int:
 
 
 def _has_brackets(node: Any) -> bool:
-    """Whether a sum is multiplied there, or raised to a power."""
+    """Tell whether a sum is multiplied there, or raised to a power."""
     if isinstance(node, Mul):
         return sum(isinstance(factor, Add) for factor in node.args) > 0 and len([f for f in node.args if f != -1]) > 1
     return isinstance(node, Pow) and isinstance(node.base, Add) and node.exp.is_Integer and node.exp > 1
 
 
 def _is_collected(expression: Any) -> bool:
-    """Whether no two terms or factors could be one, and no square is under a root."""
+    """Tell whether no two terms or factors could be one, and no square is under a root."""
     for node in preorder_traversal(expression):
         if isinstance(node, Add):
             parts = [term.doit().as_coeff_Mul()[1] for term in node.args]
@@ -134,7 +134,7 @@ def _is_collected(expression: Any) -> bool:
 
 
 def _is_solved(relation: Any) -> bool:
-    """Whether one side of a relation is a letter that the other one has not."""
+    """Tell whether one side of a relation is a letter that the other one has not."""
     if not isinstance(relation, Relational):
         return False
     left, right = relation.lhs, relation.rhs
@@ -142,7 +142,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _has_root_below(expression: Any) -> bool:
-    """Whether a root of a number is in a denominator."""
+    """Tell whether a root of a number is in a denominator."""
     return any(
         isinstance(node, Pow)
         and node.exp.is_negative

@@ -39,7 +39,7 @@ class Cgroup:
         return " && ".join(f"echo $$ >{folder}/cgroup.procs" for folder in self.folders)
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel has ended a process of the group for its memory."""
+        """Tell whether the kernel has ended a process of the group for its memory."""
         for folder in self.folders:
             for name in ("memory.events", "memory.oom_control"):
                 with suppress(OSError):

@@ -53,7 +53,7 @@ class Tests:
     entry: str | None = None
     """The function that a `check(candidate)` in the source is called with."""
     names: list[str] = field(default_factory=list)
-    """What the source, or the cases, take from the program. There is none where a program is run as a script."""
+    """Names that the source, or the cases, take from the program. There are none where a program is run as a script."""
     cases: list[list[Any]] = field(default_factory=list)
     """[input, output] each: texts, or with a name a list of arguments and the result."""
 
@@ -156,7 +156,7 @@ def _free(tree: ast.Module) -> set[str]:
 
 
 def _typed_in(code: str) -> str:
-    """What was typed in where a block shows a session of an interpreter; else the block."""
+    """The lines that were typed in where a block shows a session of an interpreter; else the block."""
     if not code.lstrip().startswith(">>>"):
         return code
     try:
@@ -166,7 +166,7 @@ def _typed_in(code: str) -> str:
 
 
 def _reads_input(tree: ast.Module) -> bool:
-    """Whether a script takes something from its standard input."""
+    """Tell whether a script takes something from its standard input."""
     names = {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in ast.walk(tree)}
     return not names.isdisjoint({"input", "stdin", "open", "fileinput"})
 
@@ -201,12 +201,12 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def _is_nothing(line: ast.stmt) -> bool:
-    """Whether it is a line of a function that is yet to be written: pass, dots, a docstring."""
+    """Tell whether it is a line of a function that is yet to be written: pass, dots, a docstring."""
     return isinstance(line, ast.Pass) or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
 
 
 def _does_something(tree: ast.Module) -> bool:
-    """Whether it is more than an output that happens to be Python."""
+    """Tell whether it is more than an output that happens to be Python."""
     active = ast.Call | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return any(isinstance(node, active) for node in ast.walk(tree))
 
@@ -341,11 +341,11 @@ _LIBRARIES = frozenset({"np", "numpy", "pd", "pandas", "plt", "pytest", "scipy",
 
 
 _STAND_IN = frozenset({"allclose", "float32", "float64", "ndarray"})
-"""What the container has of numpy for the tests of HumanEval+ and MBPP+, which compare numbers with it."""
+"""Names of numpy that the container has for the tests of HumanEval+ and MBPP+, which compare numbers with it."""
 
 
 def _of_numpy(nodes: Sequence[ast.AST]) -> set[str]:
-    """What the tests take of numpy."""
+    """Names that the tests take of numpy."""
     imported = [node for node in nodes if isinstance(node, ast.Import)]
     names = {alias.asname or alias.name for node in imported for alias in node.names if alias.name[:5] == "numpy"}
     found = {
@@ -441,7 +441,7 @@ def passes_tests(response: str, answer: Any, prompt: str = "", timeout_s: float 
 
 
 def judge(program: str, tests: Tests, timeout_s: float) -> str:
-    """What the judge says of a program: passed, or why not; '' where a limit was broken.
+    """The judge's verdict on a program: passed, or why not; '' where a limit was broken.
 
     Errors: UserError where the machine cannot contain it.
     """

@@ -156,7 +156,7 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 
 @functools.cache
 def drops_user() -> bool:
-    """Whether a scorer becomes nobody where we are root: modules that it imports late must lie where nobody may read."""
+    """Tell whether a scorer becomes nobody where we are root: modules that it imports late must lie where nobody may read."""
     folders = {Path(path).resolve() for path in (*sys.path, sys.prefix, sys.base_prefix) if path}
     return all(
         folder.stat().st_mode & stat.S_IXOTH for path in folders for folder in (path, *path.parents) if folder.exists()

@@ -113,7 +113,7 @@ def unwrap(text: str) -> str:
 
 
 def _is_closed(text: str) -> bool:
-    """Whether each brace in a text has its other one there."""
+    """Tell whether each brace in a text has its other one there."""
     depth = 0
     for sign in re.findall(r"(?<!\\)[{}]", text):
         depth += 1 if sign == "{" else -1
@@ -123,7 +123,7 @@ def _is_closed(text: str) -> bool:
 
 
 def sides(text: str) -> list[str]:
-    """What a chain of equations sets equal; of an approximation what it approximates, where that is a number."""
+    """The sides of a chain of equations; of an approximation what it approximates, where that is a number."""
     exact, *rough = _APPROXIMATES.split(text)
     parts = [part.strip() for part in _EQUALS.split(exact) if part.strip()]
     if rough and not (parts and read_number(unwrap(parts[-1]))):
@@ -151,7 +151,7 @@ def is_name(side: str) -> bool:
 
 
 def has_letters(side: str) -> bool:
-    """Whether a formula has letters beside those of commands; between numbers an x multiplies."""
+    """Tell whether a formula has letters beside those of commands; between numbers an x multiplies."""
     side = re.sub(r"(?<=[\d)])\s*[xX]\s*(?=[\d($.])", "*", _IN_TEXT.sub("", side))
     return bool(re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side)))
 
@@ -237,7 +237,7 @@ def stated_number(statement: Statement) -> Number | None:
 
 
 def is_denied(statement: Statement) -> bool:
-    """Whether a sentence says what the answer is not, or between or beside what it lies."""
+    """Tell whether a sentence says what the answer is not, or between or beside what it lies."""
     if statement.kind == "line":
         return bool(_DENIED["line"].search(statement.text[-_MOST:]))
     return statement.kind in _DENIED and bool(_DENIED[statement.kind].match(statement.text))

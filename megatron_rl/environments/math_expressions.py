@@ -33,7 +33,7 @@ _DEEPEST = 8
 
 
 def read_expression(text: str) -> Expression | None:
-    """What a formula says, parsed as a whole; None where it says anything else."""
+    """The meaning of a formula, parsed as a whole; None where it says anything else."""
     if "phantom" in text:  # what does not show
         return None
     text = re.sub(r"\\text\s*\{\s*(,?\s*(?:and|or)|,)\s*\}", r" \1 ", text).strip().rstrip(".")
@@ -70,7 +70,7 @@ def _depth(text: str) -> int:
 
 
 def is_unfinished(expression: Expression) -> bool:
-    """Whether numbers in it still have to be computed: 9 + 11, 2 * 3 * x, 5!, sqrt(16), a sum, a derivative."""
+    """Tell whether numbers in it still have to be computed: 9 + 11, 2 * 3 * x, 5!, sqrt(16), a sum, a derivative."""
     if isinstance(expression, sympy.Sum | sympy.Product | sympy.Integral | sympy.Derivative | sympy.Limit):
         return True
     arguments: Sequence[Any] = expression.args if isinstance(expression, Basic) else [*expression]
@@ -104,7 +104,7 @@ def _factors(product: Mul) -> tuple[list[Any], list[Any]]:
 
 
 def are_equal(gold: Any, answer: Any) -> bool:
-    """Whether an answer says what is expected, in whatever form. Errors: those of sympy."""
+    """Tell whether an answer says what is expected, in whatever form. Errors: those of sympy."""
     if isinstance(gold, Interval | Tuple):
         answer = _point(answer)
     gold, answer = _without_names(gold, answer)
@@ -251,7 +251,7 @@ def _elements(x: Any) -> list[Any]:
 
 
 def _match(gold: list[Any], answer: Iterable[Any]) -> bool:
-    """Whether the elements are the same, in whatever order."""
+    """Tell whether the elements are the same, in whatever order."""
     left = list(answer)
     if len(left) != len(gold):
         return False

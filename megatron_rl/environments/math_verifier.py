@@ -34,7 +34,7 @@ _CHOICE = re.compile(r"(?<![\w+*/^=-])\(?([A-J])(?:\)|[.:](?=\s))|\b(?:[Oo]ption
 
 @dataclass(frozen=True)
 class Expected:
-    """What a row expects: a number, an expression, or words."""
+    """The expected answer of a row: a number, an expression, or words."""
 
     text: str
     number: Number | None
@@ -43,7 +43,7 @@ class Expected:
     alone: bool
     """It is no equation, so that of one its last side counts."""
     total: Any
-    """Of quantities, their sum."""
+    """The sum of quantities."""
     name: str
     """The left side of `x = 5`, or ''."""
 
@@ -127,7 +127,7 @@ def expected(answer: str) -> Expected:
 
 
 def _is_of(text: str, name: str) -> bool:
-    """Whether the answer `x = 5` has the name that is expected, where both are a letter."""
+    """Tell whether the answer `x = 5` has the name that is expected, where both are a letter."""
     first = sides(unwrap(text))[:1] or [""]
     return first[0] == name or not (len(first[0]) == len(name) == 1 and first[0].isalpha())
 
@@ -139,7 +139,7 @@ def _exact_part(text: str) -> str:
 
 
 def _is_right_number(number: Number, gold: Number, prompt: str) -> bool:
-    """Whether it is the expected number, in the form that the prompt asks for, and nothing that the prompt has said."""
+    """Tell whether it is the expected number, in the form that the prompt asks for, and nothing that the prompt has said."""
     if number.scale and not gold.scale and re.search(r"\b(?:thousand|million|billion|trillion)", prompt):
         number = replace(number, value=number.value / 10**number.scale)  # 4, asked for in millions
     if number.base == 10 != gold.base and re.search(

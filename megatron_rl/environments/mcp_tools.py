@@ -30,7 +30,7 @@ ATTEMPTS = 3
 """Times that a server is opened in a row before a call gives up; a pause before each but the first."""
 PAUSE_S = 1.0
 MOST_BYTES = 8 * 2**20
-"""Of a message: a larger one would hold up all conversations for longer than a tenth of a second."""
+"""Most bytes of a message: a larger one would hold up all conversations for longer than a tenth of a second."""
 HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
 """As the package mcp has it: an answer may be a stream that stays open."""
 PLAIN = {"Accept-Encoding": "identity"}

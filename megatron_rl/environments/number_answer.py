@@ -101,21 +101,21 @@ class Number:
     fraction: tuple[int, int] | None = None
     """The two numbers of a fraction, as they are written."""
     mantissa: Fraction | None = None
-    """What stands before the power of ten; None where there is none."""
+    """The factor before the power of ten; None where there is none."""
     mixed: bool = False
     scale: int = 0
     """The power of ten of a word behind it, 6 of a million; the value has it."""
     comma: bool = False
-    """Whether the sign before its decimals is a comma: it may be a list of two numbers, too."""
+    """Tell whether the sign before its decimals is a comma: it may be a list of two numbers, too."""
 
     @property
     def scientific(self) -> bool:
-        """Whether it is written with a power of ten."""
+        """Tell whether it is written with a power of ten."""
         return self.mantissa is not None
 
     @property
     def reduced(self) -> bool:
-        """Whether a fraction is in lowest terms."""
+        """Tell whether a fraction is in lowest terms."""
         return self.fraction is None or self.fraction == (abs(self.value.numerator), self.value.denominator)
 
     def equals(self, other: Number) -> bool:
@@ -131,7 +131,7 @@ class Number:
         return any(a == b or self._rounds(b, a) or other._rounds(a, b) for a, b in forms)
 
     def _rounds(self, exact: Fraction, own: Fraction) -> bool:
-        """Whether this decimal number, whose value is taken as `own`, is an exact one with infinitely many digits, rounded."""
+        """Tell whether this decimal number, with the value `own`, is an exact one of infinitely many digits, rounded."""
         if self.decimals is None or self.percent or own != self.value or not _is_periodic(exact):
             return False
         return len(str(abs(own.numerator * 10**self.decimals // own.denominator))) >= 5 and abs(
@@ -140,7 +140,7 @@ class Number:
 
 
 def _is_periodic(value: Fraction) -> bool:
-    """Whether its decimal digits have no end."""
+    """Tell whether its decimal digits have no end."""
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:

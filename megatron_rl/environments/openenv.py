@@ -33,7 +33,7 @@ HELD_OUT_SIZE = 1000
 PAUSE_S = 1.0
 """Before a first observation is asked for again."""
 MOST_BYTES = 16 * 2**20
-"""Of an answer, pictures included: a larger one would hold up all conversations while it is read."""
+"""Most bytes of an answer, pictures included: a larger one would hold up all conversations while it is read."""
 MOST_UNREAD = 64
 """Messages that nobody asked for and nobody has read, behind which a server has to wait."""
 _OF_THE_ACTION = ("INVALID_JSON", "VALIDATION_ERROR", "EXECUTION_ERROR")

@@ -239,7 +239,7 @@ def score(name: str, options: str, entry: dict[str, Any], answer: str) -> dict[s
 
 @cache
 def _evaluates(kind: type) -> bool:
-    """Whether the scorer of a data set, or a method that it calls, evaluates texts."""
+    """Tell whether the scorer of a data set, or a method that it calls, evaluates texts."""
     source = inspect.getsource(kind.score_answer)  # type: ignore[attr-defined]  # all of the package's data sets have it
     methods = [getattr(kind, name, None) for name in re.findall(r"self\.(\w+)\(", source)]
     return any(
@@ -248,7 +248,7 @@ def _evaluates(kind: type) -> bool:
 
 
 def is_plain(text: str) -> bool:
-    """Whether evaluating a text can only give a value: a literal of Python's, or arithmetic of letters and known functions."""
+    """Tell whether a text is no more than a value: a literal of Python's, or arithmetic of letters and known functions."""
     if len(text) > _LONGEST:
         return False
     if not re.search(r"[^\w\s+*/^%,-]", text):  # words and signs: there is nothing that could be called

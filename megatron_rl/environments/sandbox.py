@@ -255,7 +255,7 @@ class Container:
         return found
 
     def is_over(self) -> bool:
-        """Whether it holds more memory or files than it may."""
+        """Tell whether it holds more memory or files than it may."""
         return self.memory() > self._memory or self.files() > MOST_FILES
 
     def freeze(self) -> None:
@@ -303,13 +303,13 @@ class Container:
             self._group.remove()
 
     def was_refused(self, wait_s: float = END_S) -> bool:
-        """Whether it has ended, or does within `wait_s`, without beginning the script: for no reason of the script's."""
+        """Tell whether it has ended, or does within `wait_s`, without beginning the script: for no reason of the script's."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(wait_s)
         return self.process.returncode is not None and not self.started and not self.was_out_of_memory()
 
     def was_out_of_memory(self) -> bool:
-        """Whether the kernel has ended one of its processes for its memory."""
+        """Tell whether the kernel has ended one of its processes for its memory."""
         return self._group is not None and self._group.out_of_memory()
 
 
@@ -370,7 +370,7 @@ def watch(
 
 
 def last_words(container: Container, *, beside: Sequence[Container], timeout_s: float) -> str:
-    """What a container writes to its standard error until it closes it, at most 4 KiB.
+    """The text that a container writes to its standard error until it closes it, at most 4 KiB.
 
     It is '' where the container or one beside it breaks a limit. Errors: OSError where it was not contained.
     """

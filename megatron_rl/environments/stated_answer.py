@@ -126,5 +126,5 @@ def _boxes(text: str) -> list[tuple[int, Statement]]:
 
 
 def _are_linked(between: str) -> bool:
-    """Whether what stands between two boxes makes them one list."""
+    """Tell whether what stands between two boxes makes them one list."""
     return len(between) < 100 and bool(_LINK.fullmatch(_NO_WORDS.sub(r" \1 ", between).strip()))

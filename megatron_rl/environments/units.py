@@ -32,7 +32,7 @@ _PART = re.compile(r"(?P<number>[\d.,]+)\s*(?P<unit>[A-Za-z]+\.?)(?:\s*(?:,|and)
 
 
 def agree(ours: Number, theirs: Number) -> bool:
-    """Whether two numbers are of the same quantity: 5 km is 5000 m, and is no 5 m. A unit that is not named is any."""
+    """Tell whether two numbers are of the same quantity: 5 km is 5000 m, and is no 5 m. A unit that is not named is any."""
     if not ours.unit or not theirs.unit:
         return ours.equals(theirs)
     units = [measure(number.unit) for number in (ours, theirs)]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 END_S = 5.0
 """Longest wait for an episode that was given up to end what it has started."""
 MOST_BYTES = 4096
-"""Of an episode's answer."""
+"""Most bytes of an episode's answer."""
 _PDEATHSIG, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 24, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14

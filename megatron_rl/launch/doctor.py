@@ -318,7 +318,7 @@ def _sandbox() -> Finding:
 
 
 def _control_groups() -> Finding:
-    """What bounds the memory of all processes of a container, and the kernel's for them."""
+    """The bounds on the memory of all processes of a container, and the kernel's for them."""
     from megatron_rl.environments import cgroup
 
     name = "control groups"
@@ -329,7 +329,7 @@ def _control_groups() -> Finding:
 
 
 def _scorers() -> Finding:
-    """What isolates scorers that others wrote."""
+    """The isolation of scorers that others wrote."""
     from megatron_rl.environments import isolated
 
     name = "scorers of others"

@@ -71,7 +71,7 @@ class CheckpointReader(FileSystemReader):
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint has, and where."""
+        """The checkpoint's contents, and their places."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

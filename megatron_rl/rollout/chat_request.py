@@ -11,7 +11,7 @@ MOST_STOPS = 1024
 
 
 class BadRequest(Exception):
-    """What the agent asks for cannot be done; its text goes back with status 400."""
+    """The agent asks for something that cannot be done; its text goes back with status 400."""
 
 
 def _is_tool(tool: dict[str, Any]) -> dict[str, Any]:

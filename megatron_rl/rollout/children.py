@@ -83,7 +83,7 @@ class ChildServers:
         """sleeps: they share their GPUs with the trainer, and give them up when told to."""
         self.sleeps = sleeps
         self.key = secrets.token_hex(32)
-        """Of all of them, and of nobody else's."""
+        """Key of all of them, and of nobody else's."""
         alone = len(places) == 1
         self.servers = [
             RolloutServer.from_config(

@@ -34,7 +34,7 @@ IGNORED = (
 IGNORED += ("response_format", "logprobs", "top_logprobs")
 """Parameters of requests that are not heeded: the policy is sampled as rollout.sampling says."""
 MOST_BYTES = 16 * 2**20
-"""Of a request: a million tokens of text that JSON escapes (six bytes a character) are fewer."""
+"""Most bytes of a request: a million tokens of text that JSON escapes (six bytes a character) are fewer."""
 MOST_REWARD = 1e9
 """Squares and sums of rewards are far from the end of fp32."""
 

@@ -80,7 +80,7 @@ def server_of(address: str, key: str = "") -> tuple[dict[str, Any], dict[str, An
 
 
 def asks_for_no_key(address: str) -> bool:
-    """Whether a server tells anybody of itself."""
+    """Tell whether a server tells anybody of itself."""
     try:
         return bool(_get(address, "model_info"))
     except UserError:

@@ -52,7 +52,7 @@ def ours(folder: Path) -> list[psutil.Process]:
 
 
 def left_behind(folder: Path, ports: set[int], shared: set[Path]) -> list[str]:
-    """What is still there of runs in the folder that had these ports and this shared memory."""
+    """Things that are still there of runs in the folder that had these ports and this shared memory."""
     connections = psutil.net_connections("tcp")
     listening = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
     found = [f"process {' '.join(process.cmdline())[:80]}" for process in ours(folder)]

@@ -41,7 +41,7 @@ ANSWERS: dict[str, Any] = {
     "code": "assert f(1) == 2",
     "instructions": {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["zebra"]}]},
 }
-"""Of verifiers that take no number."""
+"""Answers for verifiers that take no number."""
 ELSEWHERE = {
     "openenv": "its environments are servers",
     "reasoning_gym": "test_reasoning.py, with all of its data sets",
@@ -194,7 +194,7 @@ def test_dialects(name, canary, tokenizer):
 
 
 def test_templates(canary, tokenizer, monkeypatch):
-    """Of a tokenizer that somebody else has made, and of a prompt in one that is right."""
+    """Templates of a tokenizer that somebody else has made, and of a prompt in one that is right."""
     own = tokenizer.chat_template
     for template in canary.texts():
         monkeypatch.setattr(tokenizer, "chat_template", template)

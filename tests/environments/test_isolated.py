@@ -69,7 +69,7 @@ def test_a_worker_goes_on_after_any_call(attempt):
 
 @pytest.mark.slow
 def test_a_verifier_of_the_users_is_isolated_by_choice(tmp_path):
-    """What a response makes it do changes nothing, and is nothing but computing."""
+    """A response changes nothing by what it has it do, and is nothing but computing."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"p{n}", "answer": "a"}) + "\n" for n in range(30)))
     settings = {

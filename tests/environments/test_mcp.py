@@ -165,7 +165,7 @@ def test_a_message_without_bounds_ends_its_server_and_holds_up_nobody(tmp_path, 
 
 
 def test_an_answer_in_one_piece_has_bounds_too():
-    """What is taken is not decoded, and no more is read than the bound."""
+    """An answer is not decoded, and no more is read than the bound."""
     sent = []
 
     async def endless():

@@ -176,7 +176,7 @@ def test_numbers_become_actions_and_several_fields_want_json():
 
 
 async def answered_with(*texts: str) -> tuple[openenv.Result, int]:
-    """What a step gives where a server answers it with these, and how many answers then wait to be read."""
+    """The result of a step where a server answers it with these, and how many answers then wait to be read."""
 
     async def talk(request):
         socket = web.WebSocketResponse()

@@ -48,7 +48,7 @@ READERS = {
     "qwen": Qwen(text_tokenizer(512)).parse_text,
     "react": ReAct(text_tokenizer(512)).parse_text,
 }
-"""What reads responses in the trainer's own process, where no limit of time holds."""
+"""Readers of responses in the trainer's own process, where no limit of time holds."""
 REPEATED = [
     "Answer:\n",
     "\n",

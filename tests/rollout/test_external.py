@@ -127,7 +127,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def said(server) -> tuple[dict, dict]:
-    """What the real server says of itself, as before any push."""
+    """The real server's own description, as before any push."""
     info, model = server_of(server.address, server.key)
     return info, model | {"weight_version": FROM_FOLDER}
 

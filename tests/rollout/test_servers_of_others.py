@@ -22,20 +22,14 @@ from tools.serve import write_address
 
 
 @pytest.fixture
-def says():
-    """says(bytes) -> address of something that sends so to everybody, whatever that is."""
+def begin():
+    """begin(kind of server, handler) -> port of such a server on this machine; the test's end ends it."""
     made = []
 
-    def start(content: bytes) -> str:
-        class Handler(socketserver.StreamRequestHandler):
-            def handle(self):
-                while self.rfile.readline().strip():
-                    pass
-                self.wfile.write(content)
-
-        made.append(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler))
+    def start(kind: type[socketserver.TCPServer], handler: type[socketserver.BaseRequestHandler]) -> int:
+        made.append(kind(("127.0.0.1", 0), handler))
         threading.Thread(target=made[-1].serve_forever, args=(0.05,), daemon=True).start()
-        return f"127.0.0.1:{made[-1].server_address[1]}"
+        return made[-1].server_address[1]
 
     yield start
     for server in made:
@@ -44,9 +38,24 @@ def says():
 
 
 @pytest.fixture
-def serve():
+def says(begin):
+    """says(bytes) -> address of something that sends so to everybody, whatever that is."""
+
+    def start(content: bytes) -> str:
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self):
+                while self.rfile.readline().strip():
+                    pass
+                self.wfile.write(content)
+
+        return f"127.0.0.1:{begin(socketserver.ThreadingTCPServer, Handler)}"
+
+    return start
+
+
+@pytest.fixture
+def serve(begin):
     """serve(key) -> address of a server that is ready, and tells of itself those who have its key."""
-    made = []
 
     def start(key: str = "") -> str:
         class Handler(BaseHTTPRequestHandler):
@@ -60,14 +69,9 @@ def serve():
             def log_message(self, *_):
                 pass
 
-        made.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=made[-1].serve_forever, args=(0.05,), daemon=True).start()
-        return f"http://127.0.0.1:{made[-1].server_port}"
+        return f"http://127.0.0.1:{begin(ThreadingHTTPServer, Handler)}"
 
-    yield start
-    for server in made:
-        server.shutdown()
-        server.server_close()
+    return start
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ class Link:
         """Pairs of objects whose comparison is under way: lists may lead back to where they began."""
 
     def keep(self, value: Any) -> dict[str, Any]:
-        """What stands for a test's own object: functions can be called back."""
+        """The message that stands for a test's own object: functions can be called back."""
         if isinstance(value, Remote):
             return {TAG: "object", "v": value._number}
         if not callable(value) and type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
@@ -167,7 +167,7 @@ class Link:
         return {TAG: "function", "v": len(self.functions) - 1}
 
     def parts_of(self, value: Any) -> dict[str, Any]:
-        """What a program makes a copy from of an object of a test's own class: once in a message, in which it may be again."""
+        """Parts of an object of a test's class, for a program to copy: once in a message, in which it may be again."""
         message = {TAG: "made", "v": id(value)}
         if id(value) not in self.sending:
             self.sending.add(id(value))
@@ -196,12 +196,12 @@ class Link:
         return self.ask("await", object=number)
 
     def operate(self, name: str, *args: Any) -> Any:
-        """What an operator or a function of Python's gives in the program."""
+        """The result of an operator or a function of Python's in the program."""
         self.sending.clear()
         return self.ask("operate", name=name, args=[encode(arg, self.keep) for arg in args])
 
     def hold_the_same(self, one: int, other: int) -> bool:
-        """Whether two objects of the program's have equal attributes: a program may say that all it has is equal."""
+        """Tell whether two objects of the program's have equal attributes: a program may say that all it has is equal."""
         pair = frozenset((one, other))
         if len(pair) == 1 or pair in self.compared:
             return True
@@ -309,7 +309,7 @@ def check(source: str, entry: str | None, names: list[str]) -> None:
 
 
 def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """What numpy's allclose gives for numbers, and for lists of them of the same length."""
+    """The result of numpy's allclose for numbers, and for lists of them of the same length."""
     if isinstance(expected, list | tuple):
         lists = isinstance(found, list | tuple) and len(found) == len(expected)
         return lists and all(close(one, other, rtol, atol) for one, other in zip(found, expected, strict=True))
@@ -358,7 +358,7 @@ def plain(value: Any) -> Any:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether two values are equal; numbers with a point to nine digits."""
+    """Tell whether two values are equal; numbers with a point to nine digits."""
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(same, found, expected))
     if isinstance(found, int | float) and not isinstance(found, bool) and isinstance(expected, float):
@@ -367,7 +367,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def same_text(found: str, expected: str) -> bool:
-    """Whether two outputs are the same word by word; numbers with a point to nine digits."""
+    """Tell whether two outputs are the same word by word; numbers with a point to nine digits."""
     words = [text.split() for text in (found, expected)]
     return len(words[0]) == len(words[1]) and all(map(same_word, *words))
 

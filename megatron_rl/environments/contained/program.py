@@ -144,7 +144,7 @@ def main(source: str) -> None:
 
 
 def run(source: str, stdin: str) -> str:
-    """What the program writes to its output, run as a script with that input, in a process of its own.
+    """The program's output, run as a script with that input, in a process of its own.
 
     Errors: RuntimeError where it fails.
     """

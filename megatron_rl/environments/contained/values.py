@@ -24,7 +24,7 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
     "OrderedDict": dict,
     "timedelta": lambda gap: gap // gap.resolution,
 }
-"""What stands for a value of theirs, where it is not its text."""
+"""The form of a value of theirs in a message, where it is not its text."""
 PROGRAM = "program"
 """Module of what a program defines."""
 CONTROL = ("StopIteration", "StopAsyncIteration", "GeneratorExit")

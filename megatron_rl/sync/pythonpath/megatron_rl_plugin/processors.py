@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PRUNE_TAIL = "megatron_rl_plugin.PruneTail"
-"""What a request has as its custom_logit_processor."""
+"""The value that a request has as its custom_logit_processor."""
 
 
 def class_named(name: str) -> type:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
 from megatron_rl.trainer.trainer import Trainer
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # isort: skip
+
+
+MAY_STAY = 0.02
+"""Part of the memory: buffers of the model, and counters of steps."""
 
 
 def one_update(trainer: Trainer, samples: list[Sequence]) -> None:
@@ -90,6 +95,14 @@ def new_bytes(old: dict[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for key, storage in device_storages().items() if key not in old)
 
 
+def staying_bytes(old: dict[int, torch.UntypedStorage], awake: int) -> int:
+    """Bytes of what has come since and does not go: gloo's threads let go of a collective's tensors a moment after it."""
+    deadline = time.monotonic() + 20
+    while (found := new_bytes(old)) >= MAY_STAY * awake and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
 def host_gradients(trainer: Trainer) -> dict[int, torch.UntypedStorage]:
     """What an optimizer of two devices keeps in host memory, where there is a device."""
     inner = [part.optimizer for part in trainer.optimizer.chained_optimizers]
@@ -127,7 +140,7 @@ def sleep_between(model: str, samples: list[Sequence], overrides: dict) -> dict[
     before, at = state_of(trainer), places(trainer)
     old |= {t.untyped_storage()._cdata: t.untyped_storage() for t in before.values()}
     trainer.sleep()
-    sizes["asleep"], refused = new_bytes(old), []
+    sizes["asleep"], refused = staying_bytes(old, sizes["awake"]), []
     for verb in (trainer.export_weights, lambda: trainer.compute_log_probs(trainer.pack(samples))):
         try:
             verb()
@@ -143,7 +156,7 @@ def sleep_between(model: str, samples: list[Sequence], overrides: dict) -> dict[
     except RuntimeError as error:
         refused.append(str(error))
     trainer.sleep()
-    sizes["asleep again"] = new_bytes(old)
+    sizes["asleep again"] = staying_bytes(old, sizes["awake"])
     trainer.wake()
     same_place = places(trainer) == at
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad]

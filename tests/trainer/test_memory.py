@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import make_samples
+from memory_ranks import MAY_STAY
 from ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
@@ -141,8 +142,8 @@ def test_a_sleep_gives_the_memory_back(slept, name):
     sizes, weights = slept[name]["sizes"], slept[name]["weights"]
     assert sizes["awake"] > 3 * weights, "weights, gradients, and a part of the moments"
     for when in ("asleep", "asleep again"):
-        assert sizes[when] < 0.02 * sizes["awake"], f"{sizes[when]} of {sizes['awake']} bytes stay"
-    assert weights <= sizes["with weights"] < 1.05 * weights + 0.02 * sizes["awake"]
+        assert sizes[when] < MAY_STAY * sizes["awake"], f"{sizes[when]} of {sizes['awake']} bytes stay"
+    assert weights <= sizes["with weights"] < 1.05 * weights + MAY_STAY * sizes["awake"]
 
 
 @pytest.mark.parametrize("name", SLEEPS)

@@ -80,15 +80,23 @@ LONG = (
     "trainer/test_distillation.py::test_layouts_distill_as_one_process[advantage]",
     "trainer/test_features.py::test_layouts_distill_as_one_process",
     "trainer/test_fp8_training.py::test_layouts_agree_with_one_process",
+    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[deepseek_v3-fp32]",
+    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[llama-fp32]",
+    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[mixtral-fp32]",
+    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[olmoe-fp32]",
+    "trainer/test_identical.py::test_alone_among_others_and_on_two_ranks[qwen3-fp32]",
     "trainer/test_importance_layouts.py::test_importance_is_the_same_on_every_layout",
+    "trainer/test_memory_plan.py::test_activations_with_and_without_recomputation[llama]",
+    "trainer/test_memory_plan.py::test_activations_with_and_without_recomputation[mixtral]",
+    "trainer/test_memory_plan.py::test_activations_with_and_without_recomputation[olmoe]",
     "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[olmoe]",
     "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[deepseek_v3]",
     "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[mixtral]",
     "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[qwen3]",
     "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[llama]",
 )
-"""Files and tests of half a minute and more of which a shorter one looks at the same code on another family, precision or
-layout, or at the same recovery elsewhere. `tests/run.sh --all` has them."""
+"""Files and tests that take long, of which another one looks at the same code on another family, precision or layout, or at
+the same recovery elsewhere. `tests/run.sh --all` has them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -145,7 +145,7 @@ def number_of(text: str) -> Number | None:
 
 
 def is_name(side: str) -> bool:
-    r"""Whether the side of an equation is what it gives a value to: x, f(2), |AB|, `\text{area}`."""
+    r"""Tell whether the side of an equation is what it gives a value to: x, f(2), |AB|, `\text{area}`."""
     side = re.sub(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|_(?:\w|\{[^{}]*\})|\([^()]*\)", "", side)
     return not re.search(r"[-+*/^\d]", side)
 

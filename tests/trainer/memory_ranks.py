@@ -97,7 +97,7 @@ def new_bytes(old: dict[int, torch.UntypedStorage]) -> int:
 
 def staying_bytes(old: dict[int, torch.UntypedStorage], awake: int) -> int:
     """Bytes of what has come since and does not go: gloo's threads let go of a collective's tensors a moment after it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 5
     while (found := new_bytes(old)) >= MAY_STAY * awake and time.monotonic() < deadline:
         time.sleep(0.02)
     return found

@@ -200,12 +200,16 @@ def test_pipeline_stages_have_micro_batches_in_flight():
     assert quarter.usage.stage == 0 and 0.95 < ratio < 1
 
 
-@pytest.mark.parametrize(("stages", "virtual", "micro_batches"), [(4, 1, 8), (2, 1, 3), (4, 3, 8), (8, 2, 11), (1, 1, 7)])
+@pytest.mark.parametrize(
+    ("stages", "virtual", "micro_batches"), [(4, 1, 8), (2, 1, 3), (4, 3, 8), (8, 2, 11), (1, 1, 7)]
+)
 def test_the_pipelines_bubble(stages, virtual, micro_batches):
     """By a schedule in units of a virtual stage's forward and backward: the last stage begins p - 1 of them late."""
     rounds = -(-micro_batches // stages) * stages if virtual > 1 else micro_batches
     busy = rounds * virtual
-    assert pipeline_bubble(stages, micro_batches, virtual) == pytest.approx((stages - 1) / (busy + stages - 1), abs=1e-15)
+    assert pipeline_bubble(stages, micro_batches, virtual) == pytest.approx(
+        (stages - 1) / (busy + stages - 1), abs=1e-15
+    )
     found = plan("Qwen3-30B-A3B", 8 * stages, parallel__pipeline=stages, parallel__virtual_pipeline=virtual)
     assert found.bubble == pipeline_bubble(stages, found.micro_batches, virtual)
     # 256 responses of at most 8,191 tokens on 8 ranks, in one update.
@@ -314,7 +318,12 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
     assert f"wait for {report['pipeline_bubble']:.1%} of" in " ".join(capsys.readouterr().out.split())
     assert main(given) == 0
     text = capsys.readouterr().out
-    assert "pipeline" not in text and "does not fit" in text and "optimizer" in text and "28.99 B of them in experts" in text
+    assert (
+        "pipeline" not in text
+        and "does not fit" in text
+        and "optimizer" in text
+        and "28.99 B of them in experts" in text
+    )
     assert main([*given, "--rollout.server.memory_fraction", "0.5"]) == 0
     assert "nothing for its cache" in " ".join(capsys.readouterr().out.split())
     assert main([*given, "--memory", "192"]) == 0 and "does not fit" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +43,9 @@ def objective_of(trainer: Trainer, name: str, batches: list[Batch]) -> Objective
         for batch in batches:
             batch.fields["loss_gradients"] = torch.where(batch.mask, 0.1, 0.0)
         return GivenGradients()
-    config = replace(trainer.config, batch=replace(trainer.config.batch, updates_per_step=1))
-    return SFT() if name == "sft" else Policy(config)
+    if name == "policy":
+        return Policy(replace(trainer.config, batch=replace(trainer.config.batch, updates_per_step=1)))
+    return SFT(label_smoothing=0.3 if name == "smoothed" else 0.0)
 
 
 def gradients(trainer: Trainer, samples: list[Sequence], name: str) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -58,7 +60,10 @@ def gradients(trainer: Trainer, samples: list[Sequence], name: str) -> tuple[dic
 
 
 def of_losses(model: str, layouts: list[dict], cases: list[tuple[str, list[Sequence]]]) -> list[list[tuple]]:
-    """By layout and case: what the routers' own losses add to the gradients, and the figures."""
+    """By layout and case: what the routers' own losses add to the gradients, and the figures.
+
+    Of the case "smoothed" the gradients without them: those of label smoothing.
+    """
     found = []
     for overrides in layouts:
         trainer = make_trainer(model, overrides)
@@ -70,17 +75,19 @@ def of_losses(model: str, layouts: list[dict], cases: list[tuple[str, list[Seque
             settings.moe_aux_loss_coeff = settings.moe_z_loss_coeff = 0.0
             task, _ = gradients(trainer, samples, name)
             settings.moe_aux_loss_coeff, settings.moe_z_loss_coeff = kept
-            of_cases.append(({tensor: both[tensor] - task[tensor] for tensor in both}, measured))
+            added = {tensor: both[tensor] - task[tensor] for tensor in both}
+            of_cases.append((task if name == "smoothed" else added, measured))
         found.append(of_cases)
         end_layout()
     return found
 
 
-def biases(model: str, layouts: list[dict], samples: list[Sequence], updates: int) -> list[dict[str, Any]]:
+def biases(model: str, layouts: list[dict], given: list[Sequence], updates: int) -> list[dict[str, Any]]:
     """By layout: the biases that are exported after each update, and how often the last one chose each expert."""
     found = []
     for overrides in layouts:
         trainer = make_trainer(model, overrides)
+        samples = copy.deepcopy(given)
         after, chosen = [], {}
 
         def see(module: Any, _: Any, output: Any, chosen: dict = chosen) -> None:
@@ -101,7 +108,12 @@ def biases(model: str, layouts: list[dict], samples: list[Sequence], updates: in
             )
         for handle in handles:
             handle.remove()
+        for sample in samples:  # nothing is learned of it
+            sample["loss_mask"] = np.zeros(sample.response_length, bool)
+        left_out = trainer.update(trainer.pack(samples[trainer.ranks.data_rank :: trainer.ranks.data_size]), SFT())
+        assert figures(left_out.metrics)["update/skipped"] == 1
+        last = {name: tensor.numpy().copy() for name, tensor in trainer.export_weights() if name in after[-1]}
         saved = [name for chunk in trainer.chunks for name in chunk.sharded_state_dict() if "expert_bias" in name]
-        found.append({"after": after, "chosen": dict(chosen), "saved": saved})
+        found.append({"after": after, "chosen": dict(chosen), "saved": saved, "last": last})
         end_layout()
     return found

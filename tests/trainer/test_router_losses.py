@@ -78,6 +78,19 @@ def by_definition(path: str, samples: list[Sequence], aux: float, z: float) -> t
     return {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}, theirs
 
 
+def of_smooth_labels(path: str, samples: list[Sequence], smoothing: float) -> dict[str, np.ndarray]:
+    """Gradients in fp64 of the mean over labels of (1 - e) x theirs + e x the mean of all tokens' negative log-likelihood."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    losses = []
+    for sample in samples:
+        tokens = torch.tensor(sample.tokens.astype(int))
+        log_probs = model(tokens[None]).logits[0, sample.prompt_length - 1 : -1].log_softmax(-1)
+        labels = log_probs.gather(1, tokens[sample.prompt_length :, None])[:, 0]
+        losses.append(-(1 - smoothing) * labels - smoothing * log_probs.mean(1))
+    torch.cat(losses).mean().backward()
+    return {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def assert_alike(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], near: float) -> None:
     """All gradients that the losses reach, in units of the largest of the tensor; Transformers stacks those of experts."""
     reached = [name for name, grad in wanted.items() if np.abs(grad).max() > 1e-4 and ".experts." not in name]
@@ -132,14 +145,21 @@ def test_several_micro_batches_on_every_layout(model):
 
     def attempt(seed: int):
         cases = [("sft", of_lengths(seed, 38, 22)), ("given", of_lengths(seed + 1, 24, 36))]
+        cases.append(("smoothed", cases[0][1]))
         one = run_ranks(1, "router_ranks:of_losses", (model, [BOTH | EACH_ALONE], cases), refuse_ties=True)[0]
         return cases, one[0]
 
     cases, one = without_ties(attempt)
     layouts = [BOTH | EACH_ALONE | layout for layout in LAYOUTS.values()]
-    layouts += [layouts[1] | {"model": BOTH["model"] | {"recompute": "full"}}]
+    more = {"recompute": "full", "head_chunk_tokens": 7}
+    layouts += [layouts[0] | {"model": BOTH["model"] | more}]  # tp2
     two = run_ranks(2, "router_ranks:of_losses", (model, layouts, cases), timeout=400)[0]
-    for place, (_, samples) in enumerate(cases):
+    for place, (name, samples) in enumerate(cases):
+        if name == "smoothed":  # the head's vocabulary in two, and in chunks
+            expected = of_smooth_labels(model, samples, 0.3)
+            for of_cases in (one, *two):
+                assert_alike(of_cases[place][0], expected, 1e-4)
+            continue
         expected, theirs = by_definition(model, samples, WEIGHT, WEIGHT / 2)
         for of_cases in (one, *two):
             grads, figures = of_cases[place]
@@ -168,6 +188,7 @@ def test_biases_move_toward_even_loads(tiny_model):
         name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         assert loads.sum() == 2 * sum(sample.inputs for sample in samples) and len(set(loads)) > 1
         # fp32 biases of about 1 are right to 1e-7.
+        assert np.array_equal(one["last"][name], second[name])  # where nothing was learned none moves
         assert np.abs(moved[name] - 1e-3 * np.sign(loads.mean() - loads)).max() < 3e-7
     two = run_ranks(2, "router_ranks:biases", (deepseek, [rate | layout for layout in LAYOUTS.values()], samples, 2))
     for found in two[0]:

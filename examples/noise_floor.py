@@ -1,6 +1,6 @@
 """A noise floor under the engine's tail: does it make naive RLOO collapse, and which cure holds?
 
-Section 5.5 of "Taming the Tail" (papers/000) lays collapse to tokens so unlikely that the engine's error is larger than their
+Section 5.5 of "Taming the Tail" (Li et al.) lays collapse to tokens so unlikely that the engine's error is larger than their
 probability. Here the error is planted in its plainest form: the engine gives no token less than e^-13.3 = 1.67e-6 of the
 likeliest one's probability (`rollout.sampling.tail_floor`), the trainer knows nothing of it, and both are in fp32. With 65,536
 tokens about one in fifteen comes from the floor, and spoils the answer. Naive RLOO pushes it down in the trainer, where it is

@@ -3,7 +3,8 @@
 The engine samples responses; then it and the model in fp32 (transformers, 5e-7 from the trainer at most)
 say the log-probs of tokens drawn evenly from the vocabulary at every place. By the probability of a token: how far the two are
 apart, which way, and the largest ratio. A floor would show as a bias that grows as tokens get less likely (figure 2 of
-papers/000); proposition 4.2 bounds the difference of a token by twice the error of the logits, however unlikely it is.
+"Taming the Tail", Li et al.); its proposition 4.2 bounds the difference of a token by twice the error of the logits, however
+unlikely it is.
 """
 
 from __future__ import annotations

@@ -67,7 +67,13 @@ class ModelConfig:
     moe_router_fusion: bool = False
     """Transformer Engine's fused router (GPUs); it knows no replay, so it goes with routing.source = none alone."""
     moe_aux_loss: NonNegativeFloat = 0.0
-    """Coefficient of the load-balancing loss; RL usually keeps it at 0, SFT of a fresh router does not."""
+    """Coefficient of the load-balancing loss of each MoE layer; RL usually keeps it at 0, SFT of a fresh router does not. It is
+    a mean over all tokens, prompts included; docs/how-it-works.md has the formula, and how Hugging Face's differs."""
+    moe_z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the routers' z-loss, the mean over all tokens of logsumexp(logits)^2 in each MoE layer (ST-MoE: 1e-3)."""
+    moe_bias_update_rate: NonNegativeFloat = 0.0
+    """Balance without a loss, of models whose routers have a bias for each expert (DeepSeek-V3: 1e-3): after each update the
+    biases of experts with more than the mean load fall by so much, and the others rise. Not in RL."""
     freeze: list[str] = dataclasses.field(default_factory=list)
     """Weights that are not trained: glob patterns over the names of Megatron's parameters (of its layers without Transformer
     Engine), such as *.self_attention.*, *.mlp.router.*, *.softmax_offset, decoder.layers.0.*, embedding.*. They have no
@@ -263,6 +269,15 @@ class AlgorithmConfig:
 
 
 @section
+class SFTConfig:
+    """Supervised fine-tuning (`megatron-rl sft`)."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share e of each label that is spread evenly over the vocabulary: (1 - e) x the negative log-likelihood + e x the mean
+    over all tokens of theirs, which keeps the model from certainty."""
+
+
+@section
 class RewardModelConfig:
     """Training of a reward model (`megatron-rl reward`): what is learned from the preferences of data.path."""
 
@@ -281,6 +296,8 @@ class RewardModelConfig:
     A pair's own column, data.margin_key, comes first."""
     center: NonNegativeFloat = 0.0
     """Weight of the mean of (chosen + rejected)^2, which keeps scores around 0."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """bradley_terry: conservative labels, as of conservative DPO: with this probability the rejected one is the better one."""
     top: Positive | None = None
     """plackett_luce: only the first so many places of a list count; 1: which response is the best."""
 
@@ -906,6 +923,7 @@ class Config:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     rewards: RewardsConfig = RewardsConfig()
+    sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     dpo: DPOConfig = DPOConfig()
     distillation: DistillationConfig = DistillationConfig()

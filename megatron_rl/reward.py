@@ -19,7 +19,7 @@ from megatron_rl.environments.stream import held_out_comparisons
 from megatron_rl.errors import UserError
 from megatron_rl.launch.from_data import Learned, check_kind, learn_from_data
 from megatron_rl.launch.run import Run
-from megatron_rl.metrics.preferences import pair_metrics
+from megatron_rl.metrics.preferences import label_metrics, pair_metrics
 from megatron_rl.metrics.reduce import Metrics, figures, mean
 from megatron_rl.trainer.units import Places, Table, UnitPasses, with_last_state
 
@@ -77,7 +77,8 @@ def reward_loss(config: RewardModelConfig, table: Table, sums: dict[str, Tensor]
         wanted = config.margin if config.margin is not None else 0.0 if config.loss == "bradley_terry" else 1.0
         margin = torch.where(margins.isnan(), wanted, margins)
         if config.loss == "bradley_terry":
-            loss = preference.bradley_terry(chosen, rejected, margin=margin, center=config.center, weights=weights)
+            more = {"center": config.center, "label_smoothing": config.label_smoothing, "weights": weights}
+            loss = preference.bradley_terry(chosen, rejected, margin=margin, **more)
         elif config.loss == "hinge":
             loss = preference.hinge(chosen, rejected, margin=margin, weights=weights)
         elif config.loss == "squared_gap":
@@ -94,7 +95,6 @@ def reward_loss(config: RewardModelConfig, table: Table, sums: dict[str, Tensor]
                 f"data: a label is {wrong[0]:g}, and reward_model.loss = cross_entropy takes labels from 0 to 1"
             )
         loss = F.binary_cross_entropy_with_logits(scores, table.scores)
-        right = ((scores > 0) == (table.scores > 0.5)).double()
-        metrics = {"preference/accuracy": mean(right.sum(), len(scores))}
+        metrics = label_metrics(scores, table.scores)
     level = {"preference/mean": mean(scores.detach().sum(), len(scores))}
     return loss, {"preference/loss": mean(loss.detach(), 1)} | metrics | level

@@ -16,7 +16,7 @@ def sft(config: Config) -> None:
     """config.steps updates on batch.prompts_per_step demonstrations, or pieces of texts, each; ends with a folder `hf/`."""
     with Run(config, kind="sft") as run:
         trainer = run.build()
-        objective = SFT(config.distillation if config.teaches else None)
+        objective = SFT(config.distillation if config.teaches else None, config.sft.label_smoothing)
         unseen = held_out(run)
 
         def learn() -> Learned:

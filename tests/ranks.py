@@ -92,6 +92,7 @@ def free_trainers() -> None:
         found.grad_accs.clear()
         settings = found.config
         settings.finalize_model_grads_func = settings.grad_scale_func = settings.no_sync_func = None
+        settings.moe_grad_scale_func = None
     gc.collect()
 
 

@@ -38,7 +38,7 @@ def _result(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def group_relative(rewards: torch.Tensor, group_ids: torch.Tensor, *, normalize: bool = True) -> torch.Tensor:
-    """GRPO (Shao et al. 2024; papers/002): (r - group mean) / group standard deviation.
+    """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): (r - group mean) / group standard deviation.
 
     Without `normalize` only r - mean (Dr. GRPO).
 
@@ -70,12 +70,13 @@ def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tenso
 
 
 def exponential_tilt(rewards: torch.Tensor, group_ids: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """Weights of the policy exp(r / beta) pi (papers/002, section 10.12): group size x softmax over the group of r / beta.
+    """Weights of the policy exp(r / beta) pi: group size x softmax over the group of r / beta.
 
-    beta is `temperature`. As advantages of `reinforce` the mean over responses is the loss of papers/002, -beta x sum of
-    omega log pi, over beta. They are positive, with mean 1 in each group: nothing is pushed down but by what rises. A group
-    without spread, also one of a single response, gives 1 each: its omegas are equal, and the policy imitates its own samples,
-    which moves it by noise alone.
+    beta is `temperature` (Peters and Schaal 2007, "Reinforcement learning by reward-weighted regression"; Peng et al. 2019,
+    arXiv 1910.00177, with a baseline). As advantages of `reinforce` the mean over responses is the cross entropy to it, -sum of
+    omega log pi with omega the softmax. They are positive, with mean 1 in each group: nothing is pushed down but by
+    what rises. A group without spread, also one of a single response, gives 1 each: its omegas are equal, and the policy
+    imitates its own samples, which moves it by noise alone.
 
     rewards: [N], group_ids: [N] in any order -> [N]. Errors: as `group_relative`, and for a temperature that is not positive.
     """
@@ -148,7 +149,9 @@ def token_rewards(
     kl: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
 ) -> torch.Tensor:
-    """Per-token rewards (papers/002, section 10.8): -kl_coefficient KL_t, and the final reward at the last masked-in token.
+    """Per-token rewards: -kl_coefficient KL_t, and the final reward at the last masked-in token.
+
+    Ziegler et al. 2019 (arXiv 1909.08593, eq. 2). The KL is a number of the policy that sampled, and has no gradient.
 
     final_reward: [B]; mask: [B, T]; kl: [B, T], of each token, as k1 of the policy that sampled it against the reference
     -> [B, T], without gradient; zeros where the mask is out. A row without masked-in tokens has no place for its reward.
@@ -180,7 +183,7 @@ def generalized(
     lam: float,
     bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2016), papers/002 eq. 19-20.
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16): the sum of (gamma lam)^l delta_{t+l}.
 
     rewards, values, mask: [B, T] -> (advantages [B, T], returns = advantages + values [B, T]).
     An episode ends at its last masked-in token: nothing is bootstrapped from behind it. Masked-out tokens in between

@@ -1,10 +1,11 @@
 """Importance weights between the policy that trains and the engine that sampled, and what to do with the bad ones.
 
 With r = exp(train log-prob - rollout log-prob): truncated importance sampling (TIS, Yao et al. 2025), masked importance
-sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning" (papers/000, appendix A): a sequence
-in which the trainer finds one token next to impossible (r < 1e-4) is beyond repair and leaves the update.
+sampling (MIS, Liu et al. 2025), and the token veto of "Dynamic Vocabulary Pruning: Stable LLM-RL by Taming the Tail"
+(Li et al., appendix A): a sequence in which the trainer finds one token next to impossible (r < 1e-4) is beyond repair and
+leaves the update.
 
-A token outside the trainer's safe set has a train log-prob of -inf and so the ratio 0 (papers/000, theorem 5.3).
+A token outside the trainer's safe set has a train log-prob of -inf and so the ratio 0 (its theorem 5.3).
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def token_weights(
 def counts(found: TokenWeights, mask: torch.Tensor, correction: Correction) -> torch.Tensor:
     """What each token adds to the denominator of the loss [T], fp64. found: the weights that its term has.
 
-    sampled: 1 for each token of the mask, whatever its weight: the mean that theorem 5.3 of papers/000 takes.
+    sampled: 1 for each token of the mask, whatever its weight: the mean that theorem 5.3 of "Taming the Tail" takes.
     kept_sequences: 0 in a sequence that the veto or the rejection dropped whole, 1 elsewhere: what is masked or outside of
     the safe set counts with the ratio 0 that it has (theorem 5.3 with the veto of appendix A, the paper's own).
     kept_tokens: 1 where the weight is not 0. weights: the weight itself (self-normalized importance sampling).

@@ -222,8 +222,9 @@ class ValueLoss:
 def value_terms(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Tensor]:
     """PPO's loss of a critic: max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, differentiable in `values`.
 
-    papers/002's critic loss (section 10.8), halved; with the clip (OpenAI's baselines; Ziegler et al. 2019's code) a value that
-    has gone further than `clip` from the old one, and towards the return, has no gradient. clip None: (v - R)^2 / 2.
+    The critic's loss of Schulman et al. 2017 (arXiv 1707.06347, eq. 9), halved; with the clip (OpenAI's baselines; Ziegler et
+    al. 2019's code) a value that has gone further than `clip` from the old one, and towards the return, has no gradient.
+    clip None: (v - R)^2 / 2.
 
     All arguments of one shape. -> (terms, fp32 at least; clipped, bool), both of that shape. Errors: ValueError for a clip that
     is not positive.

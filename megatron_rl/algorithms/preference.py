@@ -61,6 +61,11 @@ def _mean(terms: Tensor, weights: Tensor | None = None) -> Tensor:
     return (weights * terms).sum() / torch.where(total > 0, total, 1.0)
 
 
+def _check_smoothing(label_smoothing: float) -> None:
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing = {label_smoothing:g}: must be in [0, 1/2)")
+
+
 # -- policies ---------------------------------------------------------------------------------------------------------
 
 
@@ -77,7 +82,7 @@ def dpo(
     rejected_lengths: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> DPOLoss:
-    """Direct preference optimization (Rafailov et al. 2023, eq. 7; papers/002, section 10.11) and its kin.
+    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) and its kin.
 
     All log-probs [N]. With d = (policy - reference of the chosen) - (policy - reference of the rejected), e = label_smoothing:
 
@@ -88,8 +93,7 @@ def dpo(
 
     sigmoid with e > 0 is conservative DPO (Mitchell 2023): labels are flipped with probability e, and the loss says so. robust
     (Chowdhury et al. 2024) is unbiased under such labels: its mean over the flips is sigmoid's loss on the true ones. ipo: Azar
-    et al. 2023, eq. 17. hinge: SLiC (Zhao et al. 2023) with log-ratios. (papers/002 has beta in what it derives, as is done
-    here, and prints 1 / beta in the objective below it.)
+    et al. 2023, eq. 17. hinge: SLiC (Zhao et al. 2023) with log-ratios.
 
     chosen_lengths, rejected_lengths: [N], tokens of the responses; the log-ratios are divided by them first, and so are means
     over tokens (TRL's ipo and sigmoid_norm). A response without tokens has the log-ratio 0. weights: [N], as of `pairs`; the
@@ -101,8 +105,7 @@ def dpo(
     if kind not in get_args(DPOKind):
         raise ValueError(f"kind '{kind}': choose sigmoid, ipo, hinge or robust")
     check_positive(beta=beta)
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing = {label_smoothing:g}: must be in [0, 1/2)")
+    _check_smoothing(label_smoothing)
     if label_smoothing and kind in ("ipo", "hinge"):
         raise ValueError(f"label_smoothing = {label_smoothing:g}: kind '{kind}' has none")
     log_probs = {"policy_chosen": policy_chosen, "policy_rejected": policy_rejected}
@@ -187,23 +190,32 @@ def bradley_terry(
     *,
     margin: Tensor | float | None = None,
     center: float = 0.0,
+    label_smoothing: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Mean of -log sigmoid(chosen - rejected - margin), a scalar (Bradley and Terry 1952; papers/002, section 10.8).
+    """Mean of -log sigmoid(chosen - rejected - margin), a scalar (Bradley and Terry 1952; Ouyang et al. 2022, eq. 1).
 
     chosen, rejected: [N] scores; margin: one, or [N], by how much the chosen must be better (Touvron et al. 2023, eq. 2).
     center: adds center x mean of (chosen + rejected)^2, which ties down the constant that differences leave free (Eisenstein
-    et al. 2023). weights: [N], as of `pairs`; the means are weighted by them. Errors: ValueError for shapes that differ.
+    et al. 2023). weights: [N], as of `pairs`; the means are weighted by them.
+
+    label_smoothing e: -(1 - e) log sigmoid(x) - e log sigmoid(-x), with x the difference less the margin: a label is wrong with
+    probability e, and the loss says so, as conservative DPO's does (Mitchell 2023). It is least where sigmoid(x) = 1 - e.
+
+    Errors: ValueError for shapes that differ, and for a label_smoothing outside of [0, 1/2).
     """
+    _check_smoothing(label_smoothing)
     beyond = _beyond(chosen, rejected, weights, margin=0.0 if margin is None else margin)
     loss = _mean(-F.logsigmoid(beyond), weights)
+    if label_smoothing:  # -log sigmoid(-x) = x - log sigmoid(x)
+        loss = loss + label_smoothing * _mean(beyond, weights)
     if center:
         loss = loss + center * _mean((_exact(chosen) + _exact(rejected)).square(), weights)
     return loss
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float, weights: Tensor | None = None) -> Tensor:
-    """Mean of max(0, margin - (chosen - rejected)), a scalar (papers/002, section 10.8): no gradient beyond the margin.
+    """Mean of max(0, margin - (chosen - rejected)), a scalar (Herbrich et al. 2000): no gradient beyond the margin.
 
     [N] scores; margin: one, or [N]; weights: [N], as in `bradley_terry`. Errors: ValueError for shapes that differ.
     """
@@ -211,7 +223,7 @@ def hinge(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float, weights: 
 
 
 def squared_gap(chosen: Tensor, rejected: Tensor, *, gap: Tensor | float, weights: Tensor | None = None) -> Tensor:
-    """Mean of (chosen - rejected - gap)^2, a scalar (papers/002, section 10.8): for gaps that are known.
+    """Mean of (chosen - rejected - gap)^2, a scalar: for gaps that are known.
 
     [N] scores; gap: one, or [N]; weights: [N], as in `bradley_terry`. Errors: ValueError for shapes that differ.
     """
@@ -227,8 +239,8 @@ def plackett_luce(scores: Tensor, group_ids: Tensor, ranks: Tensor, *, top: int 
     before the other (Breslow 1974). Their terms are least where their scores are equal, and that is all that a group of nothing
     but ties asks for. A group of one has the term 0, and counts.
 
-    top: only the first so many places count: those of whom fewer than `top` of their group are better. 1 is the listwise loss
-    of papers/002, section 10.8, with all probability on the best. Two that are not tied have the loss of `bradley_terry`.
+    top: only the first so many places count: those of whom fewer than `top` of their group are better. 1 is ListNet's
+    (Cao et al. 2007) with all probability on the best. Two that are not tied have the loss of `bradley_terry`.
 
     scores: [N]; group_ids: [N] in any order; ranks: [N], 0 is the best; only their order counts. Makes N x N scores.
     Errors: ValueError for shapes that differ and for a top below 1.
@@ -280,10 +292,40 @@ def pair_calibration(chosen: Tensor, rejected: Tensor, bins: int = 10) -> Tensor
     return rows.new_zeros(3, bins).index_add_(1, places, rows)
 
 
-def calibration_error(sums: Tensor) -> Tensor:
-    """Expected calibration error (Guo et al. 2017, eq. 3), a scalar between 0 and 1; NaN without pairs.
+@torch.no_grad()
+def label_calibration(scores: Tensor, labels: Tensor, bins: int = 10) -> Tensor:
+    """What `calibration_error` needs to know of N labels from 0 to 1: [3, bins] fp64 that may be added up.
 
-    The mean over pairs of |mean confidence - share of right ones| of their bin. sums: [3, bins], added up `pair_calibration`.
+    A score is the logit of p, the probability of a yes. Rows: labels, sum of p, sum of the labels themselves; bins of equal
+    width of p from 0 to 1. Errors: ValueError for shapes that differ and for bins below 1.
+    """
+    if bins < 1:
+        raise ValueError(f"bins = {bins}: must be at least 1")
+    _same_length(scores=scores, labels=labels)
+    p = torch.sigmoid(scores.double())
+    rows = torch.stack([torch.ones_like(p), p, labels.double()])
+    return rows.new_zeros(3, bins).index_add_(1, (p * bins).long().clamp(max=bins - 1), rows)
+
+
+@torch.no_grad()
+def area_under_curve(positives: Tensor, negatives: Tensor) -> Tensor:
+    """Area under the ROC curve, a scalar fp64: share of the pairs of one of each in which the positive has the higher score.
+
+    Equal scores count half (Mann and Whitney 1947). [P] and [N] scores; NaN where there are none of either, or one is NaN.
+    """
+    if not len(positives) or not len(negatives) or bool(torch.cat([positives, negatives]).isnan().any()):
+        return torch.tensor(torch.nan, dtype=torch.float64)
+    values, places = torch.cat([positives, negatives]).unique(return_inverse=True)
+    counts = [part.bincount(minlength=len(values)).double() for part in places.tensor_split([len(positives)])]
+    below = counts[1].cumsum(0) - counts[1] / 2  # negatives with a lower score, and half of those with the same
+    return (counts[0] * below).sum() / (len(positives) * len(negatives))
+
+
+def calibration_error(sums: Tensor) -> Tensor:
+    """Expected calibration error (Guo et al. 2017, eq. 3), a scalar between 0 and 1; NaN without pairs, or labels.
+
+    The mean over pairs of |mean confidence - share of right ones| of their bin, or over labels of |mean p - mean label|. sums:
+    [3, bins], added up `pair_calibration` or `label_calibration`.
     """
     count, confidence, right = sums
     return (confidence - right).abs().sum() / count.sum()

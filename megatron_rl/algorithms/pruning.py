@@ -1,4 +1,4 @@
-"""The cost of pruning the vocabulary ("Dynamic Vocabulary Pruning", papers/000); `ops.masked_log_softmax` does it."""
+"""The cost of pruning the vocabulary (Li et al., "Taming the Tail"); `ops.masked_log_softmax` does it."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ def as_dict(
 ) -> dict[str, Any]:
     """The fields that `--json` prints; all sizes in bytes.
 
+    micro_batches: of an update on a data-parallel rank; pipeline_bubble: share of its passes in which a stage waits.
     per_gpu: use of the pipeline stage that needs most. Its total is what is resident plus the largest of `phases`, which follow
     one another and share their memory. fits: whether training fits. server: one GPU of an engine of rollout.server with that
     memory.
@@ -78,6 +79,8 @@ def as_dict(
         "per_gpu": {**usage.kinds, "total": usage.total},
         "phases": {name: sum(kinds.values()) for name, kinds in usage.phases.items()},
         "pipeline_stage": usage.stage,
+        "micro_batches": found.micro_batches,
+        "pipeline_bubble": found.bubble,
         "host_optimizer": found.host,
         "save": found.save,
         "push": found.push,
@@ -153,6 +156,11 @@ def _print_tables(report: dict[str, Any]) -> None:
         f"a save: {gigabytes(save['host_bytes'])} GB of host memory a process, {gigabytes(save['host_bytes_per_node'])} GB a"
         f" node, {gigabytes(save['disk_bytes'])} GB on disk; a push: {gigabytes(push['bytes'])} GB in {push['buckets']} buckets"
     )
+    if bubble := report["pipeline_bubble"]:
+        console.print(
+            f"pipeline: its stages wait for {bubble:.1%} of an update's passes, of {report['micro_batches']} micro-batches on a"
+            " data-parallel rank; of shorter responses there are fewer, and they wait longer"
+        )
     server = report["server"]
     cache = f"{gigabytes(server['cache'])} GB for its cache" if server["cache"] else "nothing for its cache"
     cache += "" if server["fits"] else " [bold red]and does not fit[/]"

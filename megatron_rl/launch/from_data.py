@@ -13,6 +13,9 @@ from megatron_rl.metrics.reduce import Metrics
 from megatron_rl.metrics.step import log_line
 from megatron_rl.trainer.trainer import Update
 
+SEVERAL = {"pair": "pairs", "list": "lists", "label": "labels", "point": "scores", "steps": "steps"}
+"""Kinds of preferences, in words."""
+
 
 @dataclass(frozen=True)
 class Learned:
@@ -61,7 +64,7 @@ def check_kind(run: Run, takes: Mapping[str, tuple[str, ...]], key: str, loss: s
     kind = run.task.comparison(run.stream.prompts[0], random.Random(0)).kind
     if kind not in takes[loss]:
         others = [other for other, kinds in takes.items() if kind in kinds]
-        remedy = f"set {key}: {others[0]}" if others else f"give {' or '.join(takes[loss])}s"
-        raise UserError(
-            f"config: {key} = {loss} learns from {' or '.join(takes[loss])}s, and the data has {kind}s: {remedy}"
-        )
+        *first, last = (SEVERAL[wanted] for wanted in takes[loss])
+        wanted = f"{', '.join(first)} or {last}" if first else last
+        remedy = f"set {key}: {others[0]}" if others else f"give {wanted}"
+        raise UserError(f"config: {key} = {loss} learns from {wanted}, and the data has {SEVERAL[kind]}: {remedy}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.registry import resolve
+from megatron_rl.routing.balance import ExpertBias, Utilization
 from megatron_rl.routing.hook import Routes
 from megatron_rl.routing.predictors import Predictors
 from megatron_rl.routing.replay import PREDICTING
@@ -36,11 +37,16 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
     if config.algorithm.on_policy:
         hooks.append(OnPolicy())
     # After those that change gradients: what they make of the zeros' is taken away too.
-    return [*hooks, *(_outside(name, config) for name in config.hooks), *data_hooks(config)]
+    return [*hooks, *(_outside(name, config) for name in config.hooks), *_kept_zeros(config)]
 
 
 def data_hooks(config: Config) -> list[UpdateHook]:
     """Those of what learns from data alone."""
+    rate = config.model.moe_bias_update_rate
+    return [Utilization(), *([ExpertBias(rate)] if rate else []), *_kept_zeros(config)]
+
+
+def _kept_zeros(config: Config) -> list[UpdateHook]:
     return [KeepZeros(config.model.keep_zeros)] if config.model.keep_zeros else []
 
 

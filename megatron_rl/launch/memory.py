@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import Kind, Plan, make_plan, reference_of
+from megatron_rl.launch.plan import Kind, Plan, make_plan, pipeline_bubble, reference_of
 from megatron_rl.models.freeze import ADAPTER, is_frozen
 from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, read_hf_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
@@ -44,6 +44,8 @@ ASLEEP = 2 * GB
 """What a colocated engine keeps while the trainer trains, CUDA's context and graphs: an assumption."""
 IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
+SEQUENCES: dict[Kind, int] = {"sft": 1, "reward": 2, "dpo": 2}
+"""Of one of batch.prompts_per_step where data is learned from, in one update: comparisons are counted as pairs."""
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
 NODE = 8
 """GPUs of a node."""
@@ -121,6 +123,10 @@ class Estimate:
     push: dict[str, int]
     host: int
     """Bytes of a process's optimizer in host memory."""
+    micro_batches: int
+    """Those of an update on a data-parallel rank, all responses being as long as they may be: the most there are."""
+    bubble: float
+    """Share of an update's passes in which a pipeline stage waits with so many; with fewer it is more."""
 
     def fits(self, memory: int) -> bool:
         """Whether the run fits in `memory` bytes of each GPU."""
@@ -134,12 +140,18 @@ def estimate(
     if gpus < 1:
         raise UserError(f"plan: --gpus {gpus}: the trainer needs at least one")
     check_parallel(hf_config, config.parallel, gpus)
-    plan = make_plan(config.batch, config.parallel, gpus)
+    batch = config.batch
+    if run in SEQUENCES:
+        batch = replace(batch, samples_per_prompt=SEQUENCES[run], updates_per_step=1)
+    plan = make_plan(batch, config.parallel, gpus)
     shape = Shape.from_config(hf_config)
     stages = [stage_usage(config, shape, plan, stage, kernels, run) for stage in range(config.parallel.pipeline)]
     usage = max(stages, key=lambda usage: usage.total)
     save, push = save_cost(config, shape, gpus), push_cost(config, shape)
-    return Estimate(gpus, model_counts(shape), usage, save, push, host_bytes(config, shape, gpus))
+    micro_batches = _StepTokens.of(config, plan).micro_batches // plan.updates_per_step
+    bubble = pipeline_bubble(config.parallel.pipeline, micro_batches, config.parallel.virtual_pipeline)
+    host = host_bytes(config, shape, gpus)
+    return Estimate(gpus, model_counts(shape), usage, save, push, host, micro_batches, bubble)
 
 
 # -- one GPU -----------------------------------------------------------------------------------------------------------

@@ -58,6 +58,18 @@ class Plan:
         ]
 
 
+def pipeline_bubble(stages: int, micro_batches: int, virtual: int = 1) -> float:
+    """Share of the time of an update's passes in which a pipeline stage has nothing to do: (p - 1) / (m v + p - 1).
+
+    p stages, m micro-batches of an update on a data-parallel rank, each stage in v virtual ones (Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2, which gives it as a share of the other time: (p - 1) / (m v)). Passes are as long on every stage.
+    Interleaved schedules (v > 1) take micro-batches in rounds of p, the last of which is filled up with empty ones; these are
+    counted as work. A pass of scoring, forward alone, has the same share.
+    """
+    filled = -(-micro_batches // stages) * stages if virtual > 1 else micro_batches
+    return (stages - 1) / (filled * virtual + stages - 1)
+
+
 def check_group(batch: BatchConfig, advantage: str) -> None:
     """Errors: UserError where RL has no group to compare a response with."""
     if batch.samples_per_prompt < 2 and advantage not in WITHOUT_GROUPS:

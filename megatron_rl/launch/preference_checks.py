@@ -41,6 +41,7 @@ def _check_reward_model(config: RewardModelConfig) -> None:
     default, loss = RewardModelConfig(), config.loss
     for key, idle, why in (
         ("center", loss != "bradley_terry", "is of bradley_terry"),
+        ("label_smoothing", loss != "bradley_terry", "is of bradley_terry"),
         ("top", loss != "plackett_luce", "is of plackett_luce"),
         ("margin", loss not in WITH_MARGIN, f"is of {', '.join(WITH_MARGIN)}"),
     ):

@@ -29,6 +29,7 @@ from megatron_rl.launch.lora_checks import check_lora
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
 from megatron_rl.launch.prune_checks import check_prune
+from megatron_rl.launch.router_checks import check_routers
 from megatron_rl.launch.teacher_checks import check_teacher
 from megatron_rl.models.freeze import check_patterns
 from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
@@ -140,6 +141,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if kind not in LOOKS:
         _check_vp2o(config, hf_config, kind)
         _check_weights(config, hf_config, kind)
+        check_routers(config, hf_config, kind)
         check_lora(config, hf_config, kind)
     if kind != "ask":
         _check_packages(config, machine)

@@ -61,8 +61,8 @@ class Mismatch:
     histogram: np.ndarray = field(default_factory=lambda: np.zeros(2 * HALF + 1, np.int64))
     """[2 * HALF + 1] counts of d."""
     bound: np.ndarray = field(default_factory=lambda: np.zeros(HALF + 1, np.int64))
-    """[HALF + 1] counts of |d| / (2 (1 - p)): the logit error that proposition 4.2 of papers/000 needs at least; of tokens
-    that one of the two sides is not sure of."""
+    """[HALF + 1] counts of |d| / (2 (1 - p)): the logit error that proposition 4.2 of "Taming the Tail" (Li et al.) needs at
+    least; of tokens that one of the two sides is not sure of."""
     classes: np.ndarray = field(default_factory=lambda: np.zeros((len(BELOW), 4)))
     """[len(BELOW), 4] by p: tokens, sum of |d|, sum of -d, sum of d^2."""
     largest: np.ndarray = field(default_factory=lambda: np.zeros(len(BELOW)))
@@ -197,7 +197,7 @@ def kl_figures(measured: Mismatch) -> dict[str, float]:
 
 
 def law_figures(measured: Mismatch) -> dict[str, float]:
-    """Where in the distribution the mismatch sits (papers/000, section 4.3); absent where there is no token.
+    """Where in the distribution the mismatch sits ("Taming the Tail", section 4.3); absent where there is no token.
 
     epsilon_p99, epsilon_p100: the logit error e with which |d| <= 2 e (1 - p) holds for 99 % of the tokens, and
     for all (proposition 4.2), p being the smaller of both sides' probabilities; at most 20. tail_bias: mean of

@@ -120,7 +120,7 @@ def _pruning_metrics(batch: _Scored, largest: float) -> Metrics:
     left of 1; out_of_set: sampled tokens outside the trainer's set.
 
     pruning/bias_bound: R_max T (1 - Z_min), which bounds how far the expected reward of the pruned policy is from that of
-    the whole one (papers/000, proposition 5.5), with T = rollout.max_new_tokens, the smallest coverage in the states that
+    the whole one (Li et al., proposition 5.5), with T = rollout.max_new_tokens, the smallest coverage in the states that
     were sampled, and R_max the sum of the reward weights, as parts lie between 0 and 1; pruning/bias_mean: R_max T mean(1 - Z),
     its form before the minimum is taken (eq. 26). largest: R_max T.
     """

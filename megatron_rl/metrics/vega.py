@@ -263,7 +263,7 @@ def short(value: float) -> str:
 
 
 def probability(classes: Mapping[float, Mapping[str, float]], bounds: Mapping[float, float | None]) -> Spec:
-    """|d log p| of sampled tokens by their probability (figure 1 of papers/000).
+    """|d log p| of sampled tokens by their probability (figure 1 of "Taming the Tail", Li et al.).
 
     Marks at the mean and the largest of each class, the bound as a dashed line, and a dot at the mean of engine - trainer,
     filled where it is above 0.

@@ -342,6 +342,7 @@ def load(
     moe_router_fusion: bool = False,
     moe_permute_fusion: bool = True,
     moe_aux_loss: float = 0.0,
+    moe_z_loss: float = 0.0,
     freeze: Sequence[str] = (),
     lora: LoRAConfig | None = None,
     seed: int = 0,
@@ -380,7 +381,7 @@ def load(
     _set_parallel(config, parallel)
     _set_kernels(config, TRAIN[precision], recompute, plain)
     if expert_count(hf_config):
-        _set_experts(config, moe_dispatcher, moe_aux_loss, moe_router_fusion, moe_permute_fusion)
+        _set_experts(config, moe_dispatcher, moe_aux_loss, moe_z_loss, moe_router_fusion, moe_permute_fusion)
     spec_options: dict[str, Any] = {"plain": plain}
     if identical:
         spec_options["rotary"] = set_batch_invariant(config, hf_config)
@@ -473,6 +474,7 @@ def _set_experts(
     config: GPTModelProvider,
     dispatcher: Literal["alltoall", "allgather", "flex"],
     aux_loss: float,
+    z_loss: float,
     router_fusion: bool,
     permute_fusion: bool,
 ) -> None:
@@ -481,6 +483,7 @@ def _set_experts(
         config.moe_flex_dispatcher_backend = "deepep"
     config.moe_router_load_balancing_type = "aux_loss" if aux_loss > 0 else "none"
     config.moe_aux_loss_coeff = aux_loss
+    config.moe_z_loss_coeff = z_loss or None
     config.moe_router_dtype = "fp32"
     config.moe_router_fusion = router_fusion
     config.moe_shared_expert_overlap = False

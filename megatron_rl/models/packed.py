@@ -10,6 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.ops.token_places import TokenPlaces
 from megatron_rl.routing.passes import RoutePass
+from megatron_rl.routing.router_losses import RouterLosses
 
 
 class LayerOutputs(Protocol):
@@ -30,6 +31,8 @@ class PackedBatch(PackedSeqParams):
     """Work of the routers in this pass; None: they route freely, and nothing is recorded."""
     features: LayerOutputs | None = None
     """Who looks at the outputs of the layers in this pass."""
+    router_losses: RouterLosses | None = None
+    """Which tokens the routers balance, in a pass with gradients; None: all, and nothing is measured."""
 
 
 def token_places(params: PackedSeqParams, tokens: int, cp_group: torch.distributed.ProcessGroup) -> TokenPlaces:

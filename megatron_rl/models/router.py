@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_rl.algorithms.balance import load_balancing_terms, z_terms
 from megatron_rl.models.packed import PackedBatch
 from megatron_rl.routing.passes import RouteObserver, RoutePass, RouteSelector
 from megatron_rl.routing.predictor import RoutePredictor
+from megatron_rl.routing.router_losses import RouterLosses
 
 PREDICTOR_WEIGHT = ".router.predictor.weight"
 """How the names of the predictors' parameters end, in a chunk."""
@@ -22,7 +26,10 @@ PREDICTOR_WEIGHT = ".router.predictor.weight"
 class ReplayRouter(TopKRouter):
     """Megatron's router, whose choice of experts a `RoutePass` may record, predict or replay.
 
-    Scores, weights, groups, expert bias and auxiliary losses stay Megatron's. Without a pass it is Megatron's router.
+    Scores, weights, groups and expert bias stay Megatron's; without a pass it is Megatron's router. Its auxiliary losses are
+    sums over this process's tokens that are no padding: the trainer divides all gradients by one number, and tells Megatron
+    by how much these are to be multiplied before (`Trainer._scale_of_router_losses`). Megatron's own are right where every
+    token of a micro-batch is in the loss, and they count padding.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -30,6 +37,17 @@ class ReplayRouter(TopKRouter):
         self.router_replay = RouteSelector()
         self.predictor: RoutePredictor | None = None
         self.adapter: RouterAdapter | None = None
+        self._losses: RouterLosses | None = None
+
+    @contextmanager
+    def during(self, batch: PackedBatch) -> Iterator[None]:
+        """Obey and tell what came with the packing inside the block. Errors: RuntimeError as `RouteSelector.during`."""
+        self._losses = batch.router_losses
+        try:
+            with self.router_replay.during(batch.routing):
+                yield
+        finally:
+            self._losses = None
 
     def add_predictor(self) -> None:
         """Give it an evolution predictor, at zero. The policy's optimizer and gradient buffers never see its weight."""
@@ -58,6 +76,40 @@ class ReplayRouter(TopKRouter):
         """[s, b, E] logits -> weights [T, E] of the experts of this pass, 0 for the others, and which they are [T, E] bool."""
         weights, chosen = super().routing(logits, padding_mask=padding_mask)
         return self.router_replay.weigh(weights, self.config.moe_router_topk_scaling_factor or 1.0), chosen
+
+    def _real(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """[T, E] choices of the tokens that are no padding."""
+        return routing_map if self._losses is None else routing_map & self._losses.real[:, None]
+
+    def _attached(self, name: str, coefficient: float, terms: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
+        """The activation as it is; its backward adds the gradient of coefficient x the sum of the terms [T]."""
+        losses = self._losses
+        total = terms.sum() if losses is None else losses.see(name, self.router_replay.layer, terms)
+        attached: Any = MoEAuxLossAutoScaler.apply(activation, coefficient * total)
+        return attached
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if not coefficient:
+            return probs
+        loads = self._real(routing_map).sum(0)
+        if self.tp_cp_group.size() > 1:  # the other parts of the same micro-batch
+            dist.all_reduce(loads, group=self.tp_cp_group)
+        return self._attached("aux_loss", coefficient, load_balancing_terms(scores_for_aux_loss, loads), probs)
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, E] logits -> the same, with the gradient of the z-loss."""
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or not self.training or not torch.is_grad_enabled():
+            return logits
+        return self._attached("z_loss", coefficient, z_terms(logits), logits)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        if self.enable_expert_bias and torch.is_grad_enabled():  # of an update, and there once
+            with torch.no_grad():
+                self.get_buffer("local_tokens_per_expert").add_(self._real(routing_map).sum(0))
 
     @torch.no_grad()
     def choice(self, logits: torch.Tensor) -> torch.Tensor:
@@ -149,7 +201,7 @@ class ReplayTransformerLayer(TransformerLayer):
         router = getattr(self.mlp, "router", None)
         if router is None or not isinstance(packed_seq_params, PackedBatch):
             return super()._forward_mlp(*arguments)
-        with router.router_replay.during(packed_seq_params.routing):
+        with router.during(packed_seq_params):
             return super()._forward_mlp(*arguments)
 
 

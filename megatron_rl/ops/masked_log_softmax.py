@@ -1,4 +1,4 @@
-"""Log-softmax over the min-p safe set, at given targets: Dynamic Vocabulary Pruning (papers/000, eq. 18-20).
+"""Log-softmax over the min-p safe set, at given targets: Dynamic Vocabulary Pruning (Li et al., eq. 18-20).
 
 The safe set of a row is {j : z_j >= max(z) + log_rho} with z = logits / temperature in fp32; it is fixed in the
 backward. Probabilities are renormalized over it. log_rho=None keeps the whole vocabulary: plain log-softmax.

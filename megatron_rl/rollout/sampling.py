@@ -26,7 +26,7 @@ class SamplingSupport:
     """Temperature and truncation under which tokens are drawn and under which both sides' log-probs are taken.
 
     Log-probs of engine and trainer are always over the same kind of renormalized support. Nothing truncated: the whole
-    vocabulary. min_p (pruning.rho): each side's own tokens within min_p of its likeliest one (papers/000, def. 5.1); the
+    vocabulary. min_p (pruning.rho): each side's own tokens within min_p of its likeliest one (Li et al., def. 5.1); the
     engine's may be fewer (engine_min_p: pruning.engine_rho). Log-probs of each side are over its own set (def. 5.2), so that
     a ratio then has the factor Z_engine / Z_trainer = 1 - m, with m the share of the tokens between the two borders.
     top_p, top_k: the tokens that the engine kept, which it sends along. Log-probs of a truncated engine against those

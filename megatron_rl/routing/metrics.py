@@ -32,7 +32,7 @@ def layer_name(layer: int, name: str) -> str:
     return f"routing/layer_{layer:02}/{name}"
 
 
-def per_token(total: Value, tokens: int) -> Metric:
+def per_token(total: Value, tokens: Value) -> Metric:
     """A mean over tokens, of which there may be none."""
     return derived(share, total, tokens)
 

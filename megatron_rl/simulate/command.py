@@ -42,6 +42,10 @@ class Scenario:
     server_gpus: Positive = 1
     slots: Positive = 256
     gpus_per_rank: Positive = 1
+    pipeline: Positive = 1
+    """Stages of a rank of the trainer; its seconds a token are those without waiting for other stages."""
+    virtual_pipeline: Positive = 1
+    """Parts of a stage, in turn (interleaved schedule)."""
     concurrency: Positive = 512
     steps: Annotated[int, Field(ge=1)] = 3
     """That are looked at, behind those in which the servers get ahead."""
@@ -53,6 +57,10 @@ class Scenario:
             raise ValueError("hardware and model go together: state both, or neither and all of costs")
         if not self.modes or not self.gpus:
             raise ValueError("there is nothing to simulate: give gpus and modes at least one entry")
+        if self.gpus_per_rank % self.pipeline:
+            raise ValueError(f"pipeline {self.pipeline} does not divide the gpus_per_rank of {self.gpus_per_rank}")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(f"virtual_pipeline {self.virtual_pipeline} is of a pipeline of two or more: set pipeline")
         return self
 
     def stated_costs(self) -> Costs:
@@ -89,6 +97,8 @@ class Scenario:
             max_staleness=mode.max_staleness,
             partial_rollout=mode.partial_rollout,
             colocated=mode.colocate,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual_pipeline,
         )
 
     def simulated(self, mode: Mode, gpus: int, costs: Costs) -> Simulated:

@@ -186,6 +186,9 @@ class Setting:
     max_staleness: int = 0
     partial_rollout: bool = True
     colocated: bool = False
+    pipeline: int = 1
+    """Stages of a rank."""
+    virtual_pipeline: int = 1
 
 
 @section

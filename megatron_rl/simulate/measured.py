@@ -147,6 +147,8 @@ def _setting(log: RunLog, ranks: int, prompt_tokens: float) -> Setting:
         max_staleness=log.setting("rollout.max_staleness", 0),
         partial_rollout=log.setting("rollout.partial_rollout") is not False,
         colocated=log.setting("rollout.colocate", False),
+        pipeline=log.setting("parallel.pipeline", 1),
+        virtual_pipeline=log.setting("parallel.virtual_pipeline", 1),
     )
 
 

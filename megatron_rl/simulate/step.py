@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.launch.plan import pipeline_bubble
 from megatron_rl.simulate.costs import Costs, Setting
 from megatron_rl.simulate.servers import Servers, Work
 
@@ -51,7 +52,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class TrainerWork:
-    """What the slowest rank does in a step, in units of which `Costs` has the seconds."""
+    """What the slowest rank does in a step, in units of which `Costs` has the seconds; waiting for other stages counts."""
 
     tokens: float
     pairs: float
@@ -66,7 +67,9 @@ class TrainerWork:
         tokens = max(whole.sum() / ranks / updates, whole.max())
         pairs = max((whole**2).sum() / ranks / updates, whole.max() ** 2) / 2
         micro_batches = max(1, math.ceil(tokens / setting.tokens_per_micro_batch - 1e-9))
-        return cls(tokens * updates, pairs * updates, micro_batches * updates, updates)
+        # Stages of a pipeline wait for one another: as if there were more to do.
+        times = updates / (1 - pipeline_bubble(setting.pipeline, micro_batches, setting.virtual_pipeline))
+        return cls(tokens * times, pairs * times, micro_batches * times, updates)
 
     def passes_s(self, costs: Costs) -> float:
         """Forwards and backwards."""

@@ -22,7 +22,14 @@ from megatron_rl.trainer.units import with_last_state
 def critic_config(config: Config) -> Config:
     """The config of the critic's own trainer, without what is of policies."""
     critic = config.critic
-    model = replace(config.model, path=critic.path or config.model.path, freeze=critic.freeze, moe_aux_loss=0.0)
+    model = replace(
+        config.model,
+        path=critic.path or config.model.path,
+        freeze=critic.freeze,
+        moe_aux_loss=0.0,
+        moe_z_loss=0.0,
+        moe_bias_update_rate=0.0,
+    )
     start = None if model.path != config.model.path else config.lora.path  # adapters of the policy's own model
     lora = replace(config.lora, path=start)
     return replace(config, model=model, optimizer=critic.optimizer, vp2o=VP2OConfig(), lora=lora)

@@ -87,10 +87,15 @@ FEATURE_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": squar
 
 def own_rows(mask: Tensor, *, sequence_parallel: bool) -> Tensor:
     """The rows of this process's layer outputs that count. mask: [T] of the micro-batch's labels on this context rank."""
-    if sequence_parallel:
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        mask = mask.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
-    return mask.nonzero()[:, 0]
+    return own_part(mask, sequence_parallel=sequence_parallel).nonzero()[:, 0]
+
+
+def own_part(values: Tensor, *, sequence_parallel: bool) -> Tensor:
+    """Those of this process's layers. values: [T] of a micro-batch on this context rank."""
+    if not sequence_parallel:
+        return values
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron_rl.config import DistillationConfig
 from megatron_rl.ops import linear_kl, linear_log_probs, linear_topk_kl
 from megatron_rl.ops.kept_tokens import KeptTokens
+from megatron_rl.ops.label_over_mean import label_over_mean
 from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.ops.linear_log_probs import TokenLoss
 from megatron_rl.trainer.parallel import process_group
@@ -42,6 +43,8 @@ class HeadRequest:
     identical: bool = False
     """Log-probs are those of an engine with the same operators, bit for bit (precision.identical)."""
     teacher: TeacherHead | RecordedTeacher | None = None
+    smooths: bool = False
+    """Whether label smoothing asks how far the label's logit is above their mean; of whole softmaxes at temperature 1."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def log_prob_head(
     context: HeadRequest,
     **_: object,
 ) -> torch.Tensor:
-    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> the five `HeadOutputs`, [5, T] fp32.
+    """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> the `HeadOutputs`, [5, T] fp32, or [6, T] if it smooths.
 
     Tokens without a label have zeros, and coverage 1. A token outside the safe set has a log-prob of -inf. With tensor
     parallelism hidden states come sharded over the sequence and the vocabulary is sharded over the ranks; the gradient is
@@ -113,7 +116,17 @@ def log_prob_head(
         else:
             found = _distance(context, context.teacher, hidden, weight, group)
         distance = distance.index_copy(0, context.rows, found.to(distance.dtype))
-    return torch.stack([result.log_probs, entropy, result.coverage, result.margin, distance])
+    found = [result.log_probs, entropy, result.coverage, result.margin, distance]
+    if context.smooths:
+        above = label_over_mean(
+            hidden_states[context.rows],
+            weight,
+            context.labels[context.rows],
+            tp_group=group,
+            vocab_size=context.vocab_size,
+        )
+        found.append(torch.zeros_like(distance).index_copy(0, context.rows, above.to(distance.dtype)))
+    return torch.stack(found)
 
 
 def _distance(

@@ -38,6 +38,8 @@ class HeadOutputs(NamedTuple):
     """Logarithm of the label's probability over that of the likeliest token; None: nobody has asked."""
     distance: Tensor | None = None
     """Divergence from the teacher (section distillation); zeros without one, None where nobody has asked."""
+    above_mean: Tensor | None = None
+    """Logit of the label less the mean logit of the vocabulary; None where no labels are smoothed."""
 
 
 class Values(NamedTuple):
@@ -91,10 +93,16 @@ class Objective[Outputs: (HeadOutputs, Values, HiddenStates)]:
     """Whether it asks for hidden states, and not for what the head makes of them."""
     teacher: DistillationConfig | None = None
     """How far from the teacher the head says each label to be; None: it does not."""
+    label_smoothing: float = 0.0
+    """Share of each label that is spread over the vocabulary; above 0 the head tells its logit above the mean."""
 
     def for_update(self, totals: Totals) -> Self:
         """The objective of one update."""
         return self
+
+    def divisor(self, totals: Totals) -> int:
+        """Sum of `Result.counted` over the update, as far as it is known before the passes: the counted labels."""
+        return totals.tokens
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Result:
         """Return the loss and metrics of one micro-batch."""
@@ -132,9 +140,14 @@ class ComputeHidden(Objective[HiddenStates]):
 
 @dataclass(frozen=True)
 class SFT(Objective[HeadOutputs]):
-    """Negative log-likelihood of the counted labels, and their divergence from a teacher where there is one."""
+    """Negative log-likelihood of the counted labels, and their divergence from a teacher where there is one.
+
+    With label smoothing e (Szegedy et al. 2016, section 7) it is the cross entropy to 1 - e on the label and e spread evenly
+    over the vocabulary, the label's token included (`ops.label_over_mean`).
+    """
 
     teacher: DistillationConfig | None = None
+    label_smoothing: float = 0.0
     per_token = True
 
     @property
@@ -147,10 +160,14 @@ class SFT(Objective[HeadOutputs]):
         """Return the sum over the counted labels."""
         nll = -torch.where(batch.mask, outputs.log_probs, torch.zeros_like(outputs.log_probs)).sum()
         entropy = torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()
-        sums = {"loss/policy": nll.detach(), "entropy": entropy}
+        sums, loss = {"loss/policy": nll.detach(), "entropy": entropy}, nll
+        if outputs.above_mean is not None:
+            above = torch.where(batch.mask, outputs.above_mean, torch.zeros_like(outputs.above_mean)).sum()
+            loss = loss + self.label_smoothing * above
+            sums["loss/smoothed"] = loss.detach()
         if self.teacher is None:
-            return Result(nll, _token_means(batch, sums))
-        loss = self.teacher.task_coefficient * nll
+            return Result(loss, _token_means(batch, sums))
+        loss = self.teacher.task_coefficient * loss
         if outputs.distance is not None:
             distance = torch.where(batch.mask, outputs.distance, torch.zeros_like(outputs.distance)).sum()
             loss = loss + self.teacher.coefficient * self.teacher.temperature**2 * distance
@@ -175,6 +192,10 @@ class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
         """Return the objective with the totals."""
         return replace(self, totals=totals)
 
+    def divisor(self, totals: Totals) -> int:
+        """All tokens."""
+        return totals.inputs
+
     def __call__(self, batch: Batch, outputs: Outputs) -> Result:
         """Return a loss of that gradient; its own value says nothing."""
         output = outputs.values if isinstance(outputs, Values) else outputs.log_probs
@@ -182,8 +203,7 @@ class GivenGradients[Outputs: (HeadOutputs, Values)](Objective[Outputs]):
         metrics = {}
         if isinstance(outputs, HeadOutputs):
             metrics = _token_means(batch, {"entropy": torch.where(batch.mask, outputs.entropy.detach(), 0.0).sum()})
-        # The trainer divides by what is counted. Here that is all tokens, as those that count may be few (one a response), and
-        # the divisor is also that of other losses, such as load balancing.
+        # The trainer divides by what is counted. Here that is all tokens, as those that count may be few (one a response).
         inputs = (batch.segments.ids >= 0).sum()
         return Result(terms.sum() * self.totals.inputs, metrics, counted=inputs)
 
@@ -230,8 +250,8 @@ class Policy(Objective[HeadOutputs]):
     The loss is sum(a x) / sum(a c) over the update, with x a token's term times its weight, c what it counts
     (`correction.counts`), and a = 1, or with sequence_mean 1 / (counted tokens of its sequence). Both sums are known once the
     passes of all micro-batches are done, so that on-policy, where weights come from the very pass, none is needed before.
-    Other losses that are sums over all tokens (load balancing, VP2O's orthogonality) share the divisor: where a part of the
-    tokens counts, they are larger by the inverse of that part (`loss/counted`).
+    Other losses (load balancing, the routers' z-loss, VP2O's orthogonality) share the divisor: where what is dropped leaves it,
+    which is known only then, they are larger by the inverse of what stays (`loss/counted`).
     """
 
     config: Config
@@ -305,7 +325,7 @@ class Policy(Objective[HeadOutputs]):
                 " Trainer.compute_fields(batches, objective.needs) before the update"
             )
         old = batch["old_log_probs"] if self.ratio_from_old else log_probs.detach()
-        # A token outside the safe set, now or then, has ratio 0: no term, and a weight of 0 (papers/000, theorem 5.3).
+        # A token outside the safe set, now or then, has ratio 0: no term, and a weight of 0 ("Taming the Tail", theorem 5.3).
         inside = mask & (log_probs > -torch.inf) & (old > -torch.inf)
         corrected = self._without(mask & ~inside, batch, self.weights(batch, old))
         sums: dict[str, Tensor] = {}

@@ -34,9 +34,10 @@ from megatron_rl.ops.late_checks import LateChecks
 from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.passes import RoutePass
+from megatron_rl.routing.router_losses import RouterLosses
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import fingerprint_tensor, to_integers
-from megatron_rl.trainer.features import DrawnLayers, RecordedLayers, own_rows, watched_layers
+from megatron_rl.trainer.features import DrawnLayers, RecordedLayers, own_part, own_rows, watched_layers
 from megatron_rl.trainer.head import HeadRequest, RecordedTeacher, TeacherHead, hidden_head, log_prob_head
 from megatron_rl.trainer.hooks import ALONE, Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.interrupt import Interrupt
@@ -112,6 +113,8 @@ class Trainer:
         self._optimizer: ChainedOptimizer | None = None
         self._results: list[Result | None] = []
         self._divisor = torch.ones(())
+        self._router_weight = 1.0
+        """By what a sum over tokens of the routers' own losses is multiplied, beside the objective's sum."""
         self.hooks = list(hooks)
         self.companions: dict[str, Trainer] = {}
         """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
@@ -150,6 +153,7 @@ class Trainer:
         settings = self.chunks[0].config
         settings.finalize_model_grads_func = self._finalize
         settings.grad_scale_func = self._optimizer.scale_loss
+        settings.moe_grad_scale_func = self._scale_of_router_losses
         waits = [d.no_sync for d in self.ddp]
         settings.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]: as Megatron's
 
@@ -255,17 +259,24 @@ class Trainer:
             ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        objective = objective.for_update(self.totals(batches))
+        totals = self.totals(batches)
+        objective = objective.for_update(totals)
+        # Gradients are divided by what the objective counts; of the routers' losses it is the mean over all tokens.
+        self._router_weight = objective.divisor(totals) / max(1, totals.inputs)
+        routers = [self._router_losses(batch) for batch in batches]
         drawn: list[DrawnLayers] = []
         if objective.teacher is not None and objective.teacher.feature_layers:
             drawn = [DrawnLayers(self._feature_rows(b), b.teacher_layers, objective.teacher) for b in batches]
         with self._observed(self.hooks, batches, "update", place) as passes:
-            results = self._run(self.ddp, batches, passes, objective, self.support, forward_only=False, features=drawn)
+            results = self._run(
+                self.ddp, batches, passes, objective, self.support, forward_only=False, features=drawn, routers=routers
+            )
         for batch in batches:
             batch.teacher_hidden, batch.teacher_layers = None, {}  # which are large, and have been used
         measured = [result.metrics for result in results if result] if self.reports else []
         measured += [observer.metrics() for route_pass in passes if route_pass for observer in route_pass.observers]
         measured += [features.metrics() for features in drawn]
+        measured += [losses.metrics(place.update + 1) for losses in routers if losses]
         metrics = over_ranks(self.ranks, measured)
         for hook in self.hooks:
             hook.check(metrics)
@@ -314,6 +325,17 @@ class Trainer:
         for hook in self.hooks:
             hook.after_reduction()
 
+    def _router_losses(self, batch: Batch) -> RouterLosses | None:
+        """Of a micro-batch; None of a dense model."""
+        if not expert_count(self.model.hf_config):
+            return None
+        settings = self.chunks[0].config
+        return RouterLosses(own_part(batch.segments.ids >= 0, sequence_parallel=settings.sequence_parallel))
+
+    def _scale_of_router_losses(self) -> torch.Tensor:
+        """By what Megatron multiplies the gradients of the routers' own losses, which are sums over tokens."""
+        return self.optimizer.scale_loss(torch.full((1,), self._router_weight, device=self.ranks.device))
+
     def weights_pushed(self) -> None:
         """The rollout engine has just got the weights as they are. Collective."""
         self.residence.require("weights")
@@ -359,10 +381,12 @@ class Trainer:
         *,
         forward_only: bool,
         features: Items[LayerOutputs] = (),
+        routers: Items[RouterLosses | None] = (),
     ) -> list[Result | None]:
         """What the objective makes of each micro-batch; None on pipeline stages without the head.
 
-        features: who looks at the outputs of the layers, of each micro-batch; empty: nobody.
+        features: who looks at the outputs of the layers, of each micro-batch; empty: nobody. routers: likewise, of what the
+        routers balance.
         """
         self.residence.require("all")
         if forward_only:
@@ -370,8 +394,9 @@ class Trainer:
                 chunk.eval()
         results: list[Result | None] = [None] * len(batches)
         self._results = results
-        watchers = features or [None] * len(batches)
-        data: list[Iterator] = [zip(range(len(batches)), batches, passes, watchers, strict=True) for _ in chunks]
+        nobody: list[None] = [None] * len(batches)
+        of_each = (range(len(batches)), batches, passes, features or nobody, routers or nobody)
+        data: list[Iterator] = [zip(*of_each, strict=True) for _ in chunks]
         late = LateChecks()
         if self.interrupt is not None:
             self.interrupt.look()
@@ -391,7 +416,7 @@ class Trainer:
 
     def _forward_step(
         self,
-        iterator: Iterator[tuple[int, Batch, RoutePass | None, LayerOutputs | None]],
+        iterator: Iterator[tuple[int, Batch, RoutePass | None, LayerOutputs | None, RouterLosses | None]],
         chunk: torch.nn.Module,
         *,
         objective: Objective,
@@ -399,7 +424,7 @@ class Trainer:
         results: list[Result | None],
         late: LateChecks,
     ):
-        index, batch, route_pass, features = next(iterator)
+        index, batch, route_pass, features, router_losses = next(iterator)
         if self.interrupt is not None and self.interrupt.deep:
             self.interrupt.look()
 
@@ -424,6 +449,7 @@ class Trainer:
             places=batch.places,
             routing=route_pass,
             features=features,
+            router_losses=router_losses,
         )
         if self.model.value_head:
             head, request = value_head, None
@@ -445,6 +471,7 @@ class Trainer:
                 self.config.precision.fp32_lm_head,
                 self.config.precision.identical,
                 self._teacher_head(batch, objective),
+                objective.label_smoothing > 0,
             )
         values = chunk(
             input_ids=batch.tokens,
@@ -588,6 +615,7 @@ def build_trainer(
         moe_router_fusion=config.model.moe_router_fusion,
         moe_permute_fusion=not any(hook.reads_outputs for hook in hooks),
         moe_aux_loss=config.model.moe_aux_loss,
+        moe_z_loss=config.model.moe_z_loss,
         freeze=config.model.freeze,
         lora=config.lora,
         seed=config.seed,

@@ -158,7 +158,7 @@ def test_exponential_tilt_is_group_size_times_softmax(rng, temperature):
             assert float(ours[i]) == pytest.approx(len(members) * share / sum(shares), rel=1e-11, abs=1e-300)
 
 
-def test_exponential_tilt_has_the_gradient_of_the_papers_loss(rng):
+def test_exponential_tilt_has_the_gradient_of_its_cross_entropy(rng):
     """REINFORCE with these advantages, mean over responses, is -sum of omega log pi, mean over groups of one size."""
     rewards, logits = torch.tensor(rng.normal(size=8)), torch.tensor(rng.normal(size=8), requires_grad=True)
     ids, beta = torch.arange(8) % 2, 0.5

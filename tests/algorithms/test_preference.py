@@ -12,6 +12,8 @@ import torch
 from mpmath import mp
 
 from megatron_rl.algorithms import preference
+from megatron_rl.metrics.preferences import label_metrics
+from megatron_rl.metrics.reduce import figures
 
 mp.dps = 40
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -469,3 +471,91 @@ def test_calibration_of_judges_that_are_known():
     assert math.isnan(float(preference.calibration_error(torch.zeros(3, 10))))
     with pytest.raises(ValueError, match="bins = 0"):
         preference.pair_calibration(*sure, bins=0)
+
+
+# -- labels -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_area_under_the_curve_is_the_loop_over_pairs(rng):
+    """In fp64, with ties; a half for who knows nothing, whatever the share of positives."""
+    for size, positives in ((1, 1), (40, 7), (150, 140)):
+        scores = torch.tensor(rng.integers(-3, 4, size + positives) / 2)  # many are equal
+        better, worse = scores[:positives], scores[positives:]
+        expected = np.mean([(b > w) + 0.5 * (b == w) for b in better.tolist() for w in worse.tolist()])
+        assert float(preference.area_under_curve(better, worse)) == pytest.approx(expected, rel=1e-14)
+        both = preference.area_under_curve(better, worse) + preference.area_under_curve(worse, better)
+        assert float(both) == pytest.approx(1, abs=1e-14)
+    nothing = torch.zeros(9)
+    assert float(preference.area_under_curve(nothing[:2], nothing[2:])) == 0.5
+    fresh = torch.tensor(rng.normal(size=12)).float()
+    moved = preference.area_under_curve(3 * fresh[:5].double() - 1, 3 * fresh[5:].double() - 1)  # order alone counts
+    assert moved == preference.area_under_curve(fresh[:5], fresh[5:])
+    assert float(preference.area_under_curve(torch.tensor([torch.inf]), torch.tensor([-torch.inf, torch.inf]))) == 0.75
+    for missing in (nothing[:0], torch.tensor([torch.nan])):
+        assert preference.area_under_curve(missing, nothing).isnan()
+        assert preference.area_under_curve(nothing, missing).isnan()
+
+
+def test_calibration_of_labels_is_the_loop_over_bins_and_adds_up(rng):
+    scores, labels = rng.normal(0, 3, 300), rng.random(300).round(1)
+    scores[:3] = 0, 1e3, -1e3
+    parts = [slice(0, 1), slice(1, 120), slice(120, 120), slice(120, 300)]
+    sums = sum(preference.label_calibration(torch.tensor(scores[p]), torch.tensor(labels[p])) for p in parts)
+    probabilities = 1 / (1 + np.exp(-np.clip(scores, -700, 700)))
+    expected = 0.0
+    for low in range(10):
+        inside = (probabilities * 10).astype(int).clip(max=9) == low
+        if inside.any():
+            expected += inside.mean() * abs(probabilities[inside].mean() - labels[inside].mean())
+    assert float(preference.calibration_error(sums)) == pytest.approx(expected, rel=1e-10)
+    sure = torch.full((4,), 50.0)
+    assert float(preference.calibration_error(preference.label_calibration(sure, torch.ones(4)))) < 1e-20
+    assert float(preference.calibration_error(preference.label_calibration(sure, torch.zeros(4)))) == 1.0
+    even = preference.label_calibration(torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 1.0]), bins=3)
+    assert float(preference.calibration_error(even)) == 0.0 and even[0].tolist() == [0, 4, 0]
+    with pytest.raises(ValueError, match="bins = 0"):
+        preference.label_calibration(sure, sure, bins=0)
+    with pytest.raises(ValueError, match="scores and labels"):
+        preference.label_calibration(sure, torch.ones(3))
+
+
+def test_metrics_of_labels():
+    """Who has learned nothing is right half of the time, whatever the labels are."""
+    for labels in (torch.zeros(5), torch.ones(5), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])):
+        found = figures(label_metrics(torch.zeros(5, requires_grad=True), labels.double()))
+        assert found["preference/accuracy"] == 0.5
+        assert found["preference/positives"] == pytest.approx(float(labels.mean()))
+        assert found["preference/calibration_error"] == pytest.approx(abs(0.5 - float(labels.mean())))
+        assert found.get("preference/auc") == (0.5 if 0 < labels.mean() < 1 else None)
+    scores = torch.tensor([2.0, -1.0, 0.5, -3.0, 0.0, 1.0])
+    labels = torch.tensor([1.0, 0.6, 0.2, 0.0, 1.0, 0.5])  # right, wrong, wrong, right, half, half
+    found = figures(label_metrics(scores, labels))
+    assert found["preference/accuracy"] == pytest.approx(3 / 6) and found["preference/positives"] == 3.5 / 6
+    # 2, -1 and 0 against 0.5 and -3: the first is above both, the others above one.
+    assert found["preference/auc"] == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.37])
+def test_bradley_terry_of_conservative_labels(rng, smoothing):
+    """Value and gradient by the cross entropy to 1 - e; least where the chosen one is as likely as its label is right."""
+    chosen, rejected, margin = (torch.tensor(rng.normal(0, 3, 30), requires_grad=True) for _ in range(3))
+    weights = torch.tensor(rng.random(30))
+    given = {"margin": margin.detach(), "weights": weights}
+    ours = preference.bradley_terry(chosen, rejected, label_smoothing=smoothing, **given)
+    x = [c - r - m for c, r, m in zip(chosen.tolist(), rejected.tolist(), margin.tolist(), strict=True)]
+    probabilities = [1 / (1 + math.exp(-v)) for v in x]
+    terms = [-(1 - smoothing) * math.log(p) - smoothing * math.log(1 - p) for p in probabilities]
+    assert ours.item() == pytest.approx(float(np.average(terms, weights=weights.numpy())), rel=1e-9)
+    of_chosen, of_rejected = torch.autograd.grad(ours, (chosen, rejected))
+    expected = (torch.tensor(probabilities, dtype=torch.float64) - (1 - smoothing)) * weights / weights.sum()
+    torch.testing.assert_close(of_chosen, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(of_rejected, -expected, rtol=1e-9, atol=1e-12)
+    plain = preference.dpo(chosen, rejected, rejected * 0, rejected * 0, beta=1.0, label_smoothing=smoothing)
+    unweighted = preference.bradley_terry(chosen, rejected, label_smoothing=smoothing)
+    assert plain.loss.item() == pytest.approx(unweighted.item(), rel=1e-12)
+
+
+def test_bradley_terry_refuses_labels_that_are_wrong_as_often_as_right():
+    for wrong in (0.5, -0.1, 1.0):
+        with pytest.raises(ValueError, match="label_smoothing"):
+            preference.bradley_terry(torch.ones(2), torch.zeros(2), label_smoothing=wrong)

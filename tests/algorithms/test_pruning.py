@@ -1,4 +1,4 @@
-"""The statements of "Dynamic Vocabulary Pruning" (papers/000), on random draws and on examples small enough to enumerate."""
+"""The statements of "Dynamic Vocabulary Pruning" (Li et al.), on random draws and on examples small enough to enumerate."""
 
 from __future__ import annotations
 

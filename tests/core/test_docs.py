@@ -83,6 +83,20 @@ def test_flags_of_python_tools_exist():
                 assert flag in help_of[tool], f"{document.name}: {tool} has no {flag}"
 
 
+def test_sources_are_cited_by_their_names():
+    """Nobody has a folder of papers beside the repository: a source is its authors, year and number at arXiv."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("a copy without its history: what is tracked is not known")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True, timeout=60
+    ).stdout
+    files = [REPOSITORY / name for name in tracked.decode().split("\0") if name]
+    assert len(files) > 500
+    cited = "papers" + "/0"
+    found = [str(file) for file in files if file.is_file() and cited.encode() in file.read_bytes()]
+    assert not found, f"{found[0]} cites {cited}..., which is in no repository"
+
+
 def test_config_keys_exist():
     """`section.key` in backquotes is a key of the config."""
     sections = {key.split(".")[0] for key in key_paths() if "." in key}

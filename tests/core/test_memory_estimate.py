@@ -16,6 +16,7 @@ from megatron_rl.config_file import load_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.memory import ASLEEP, GB, Estimate, changed, estimate, remedies, server_use
+from megatron_rl.launch.plan import pipeline_bubble
 from megatron_rl.models.sizes import Shape
 from megatron_rl.routing.cost import cache_cost
 
@@ -199,6 +200,38 @@ def test_pipeline_stages_have_micro_batches_in_flight():
     assert quarter.usage.stage == 0 and 0.95 < ratio < 1
 
 
+@pytest.mark.parametrize(
+    ("stages", "virtual", "micro_batches"), [(4, 1, 8), (2, 1, 3), (4, 3, 8), (8, 2, 11), (1, 1, 7)]
+)
+def test_the_pipelines_bubble(stages, virtual, micro_batches):
+    """By a schedule in units of a virtual stage's forward and backward: the last stage begins p - 1 of them late."""
+    rounds = -(-micro_batches // stages) * stages if virtual > 1 else micro_batches
+    busy = rounds * virtual
+    assert pipeline_bubble(stages, micro_batches, virtual) == pytest.approx(
+        (stages - 1) / (busy + stages - 1), abs=1e-15
+    )
+    found = plan("Qwen3-30B-A3B", 8 * stages, parallel__pipeline=stages, parallel__virtual_pipeline=virtual)
+    assert found.bubble == pipeline_bubble(stages, found.micro_batches, virtual)
+    # 256 responses of at most 8,191 tokens on 8 ranks, in one update.
+    recipes = recipe("Qwen3-30B-A3B")
+    responses = recipes.batch.prompts_per_step * recipes.batch.samples_per_prompt // 8 // recipes.batch.updates_per_step
+    longest = recipes.rollout.context_length - 1
+    assert found.micro_batches == -(-responses * longest // max(recipes.batch.tokens_per_micro_batch, longest))
+
+
+def test_four_stages_of_eight_micro_batches_wait_for_27_percent():
+    assert pipeline_bubble(4, 8) == 3 / 11 and pipeline_bubble(4, 8, 2) == 3 / 19
+    assert pipeline_bubble(4, 6, 2) == 3 / 19  # in rounds of four
+    for kind, sequences in (("sft", 1), ("reward", 2), ("dpo", 2), ("train", 8)):
+        sizes = {"batch__samples_per_prompt": 8, "batch__prompts_per_step": 32}
+        config = recipe("OLMoE-1B-7B", parallel__pipeline=2, parallel__expert=1, **sizes)
+        config = changed(changed(config, "rollout.context_length", 1025), "batch.tokens_per_micro_batch", 4096)
+        found = estimate(config, MODELS["OLMoE-1B-7B"], 2, run=kind)
+        updates = config.batch.updates_per_step if kind == "train" else 1
+        assert found.micro_batches == 32 * sequences * 1024 // 4096 // updates
+        assert found.bubble == 1 / (found.micro_batches + 1)
+
+
 def test_vp2o_keeps_anchors():
     config = recipe("OLMoE-1B-7B")
     with_vp2o = changed(config, "vp2o", replace(config.vp2o, enabled=True, trust_region=0.1))
@@ -276,9 +309,21 @@ def test_command_reads_a_config_json_alone(tmp_path, capsys):
         "fits": True,
     }
     assert report["server"] == server
+    assert report["pipeline_bubble"] == 0 and report["micro_batches"] > 1
+    staged = [*given, "--gpus", "32", "--parallel.pipeline", "4"]
+    assert main([*staged, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["pipeline_bubble"] == 3 / (report["micro_batches"] + 3)
+    assert main(staged) == 0
+    assert f"wait for {report['pipeline_bubble']:.1%} of" in " ".join(capsys.readouterr().out.split())
     assert main(given) == 0
     text = capsys.readouterr().out
-    assert "does not fit" in text and "optimizer" in text and "28.99 B of them in experts" in text
+    assert (
+        "pipeline" not in text
+        and "does not fit" in text
+        and "optimizer" in text
+        and "28.99 B of them in experts" in text
+    )
     assert main([*given, "--rollout.server.memory_fraction", "0.5"]) == 0
     assert "nothing for its cache" in " ".join(capsys.readouterr().out.split())
     assert main([*given, "--memory", "192"]) == 0 and "does not fit" not in capsys.readouterr().out

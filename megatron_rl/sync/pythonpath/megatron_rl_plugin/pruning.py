@@ -12,7 +12,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 
 class PruneTail(CustomLogitProcessor):
-    """Keeps {j : z_j >= max(z) + log_rho} with z = logits / temperature (papers/000, eq. 19).
+    """Keeps {j : z_j >= max(z) + log_rho} with z = logits / temperature (Li et al., "Taming the Tail", eq. 19).
 
     custom_params of a request: temperature; log_rho, without which all tokens stay; log_floor, by which z <- max(z, max(z) +
     log_floor) before. The sampler divides by the temperature afterwards and takes its log-probs from what is left, so those are

@@ -304,6 +304,19 @@ class ScorerConfig:
     """Subtract the mean of all scores of the run so far, and divide by their standard deviation; not in evaluations."""
     clip: PositiveFloat | None = None
     """Largest absolute value of a score, after all that; not in evaluations."""
+    sigmoid: bool = False
+    """Take the logistic function of a score before all that: of a model that has learned by cross_entropy, a probability."""
+    steps: bool = False
+    """Process rewards: the model, which has learned from data.steps_key, scores each step of a response by the value behind its
+    last token. Steps end with the separator that the model has learned with."""
+    step_separator: Annotated[str, Field(min_length=1)] | None = None
+    """steps: what ends a step, where the model's folder does not say so itself (reward_step_separator in its config.json)."""
+    step_placement: Literal["tokens", "response"] = "tokens"
+    """steps: tokens: rewards lie where steps end. gae and reinforce_plus_plus get each at its step's last token; grpo adds to a
+    token's advantage the sum of the scores of its step and of those behind it, each normalized over all steps of the responses
+    to the prompt (dr_grpo: without the division). response: one number is a part of the response's reward, as of any model."""
+    step_aggregation: Literal["min", "mean", "last", "product"] = "min"
+    """steps: that number; with tokens it is logged, and evaluations have it. 0 where there is no step."""
 
 
 @section
@@ -943,6 +956,12 @@ class Config:
         """Whether there is a teacher."""
         teacher = self.distillation
         return teacher.teacher is not None or teacher.address is not None or teacher.recorded
+
+    @property
+    def process_rewards(self) -> str | None:
+        """Name of the reward model whose scores are rewards at the ends of steps; None where there is none."""
+        found = (n for n, model in self.rewards.models.items() if model.steps and model.step_placement == "tokens")
+        return next(found, None)
 
     @property
     def policy_reference(self) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_rl.config import Config, DPOConfig, RewardModelConfig
+from megatron_rl.config import Config, DPOConfig, RewardModelConfig, ScorerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import Kind
 from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
 from megatron_rl.models.parallel_check import check_parallel, is_classifier, read_hf_config
+from megatron_rl.trainer.advantages import OF_STEPS
 
 WITH_MARGIN = ("bradley_terry", "hinge", "squared_gap")
 """Losses of a reward model that know a margin."""
@@ -30,7 +31,7 @@ def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
             )
         _check_reference(config.model.path, config.policy_reference, "algorithm.kl.reference")
     if kind in ("train", "ask"):
-        _check_scorers(config, world_size)
+        _check_scorers(config, kind, world_size)
 
 
 def _idle(section: str, key: str, value: object, why: str, remedy: str) -> UserError:
@@ -99,7 +100,7 @@ def _check_reference(policy: str, reference: str | None, key: str) -> None:
         check_same_tokenizer(policy, reference, key)
 
 
-def _check_scorers(config: Config, world_size: int) -> None:
+def _check_scorers(config: Config, kind: Kind, world_size: int) -> None:
     for name, model in config.rewards.models.items():
         key = f"rewards.models.{name}"
         if model.path is None and model.address is None:
@@ -115,8 +116,65 @@ def _check_scorers(config: Config, world_size: int) -> None:
             )
         check_parallel(hf_config, config.parallel, world_size)
         check_same_tokenizer(config.model.path, model.path, f"{key}.path")
+        if model.steps:
+            _check_separator(model, getattr(hf_config, "reward_step_separator", None), key)
+    _check_steps(config, kind)
     if config.rewards.overlong_buffer > config.rollout.max_new_tokens:
         raise UserError(
             f"config: rewards.overlong_buffer = {config.rewards.overlong_buffer} is more than rollout.max_new_tokens ="
             f" {config.rollout.max_new_tokens}, so that every response would be punished; make it smaller"
+        )
+
+
+def _check_separator(model: ScorerConfig, learned: str | None, key: str) -> None:
+    """Steps are parted as those that the model has learned from."""
+    if not (learned or model.step_separator):
+        raise UserError(
+            f"config: {key}.steps: {model.path} does not say what ends a step (reward_step_separator in config.json, where"
+            f" megatron-rl reward has learned from data.steps_key); set {key}.step_separator"
+        )
+    if learned and model.step_separator and learned != model.step_separator:
+        raise UserError(
+            f"config: {key}.step_separator = {model.step_separator!r}, and {model.path} has learned from steps that end with"
+            f" {learned!r}; leave it out"
+        )
+
+
+def _check_steps(config: Config, kind: Kind) -> None:
+    """Refuse process rewards that cannot be given, or that the advantage knows nothing of."""
+    default, placed = ScorerConfig(), []
+    for name, model in config.rewards.models.items():
+        key = f"rewards.models.{name}"
+        if not model.steps:
+            for each in ("step_separator", "step_placement", "step_aggregation"):
+                if (value := getattr(model, each)) != getattr(default, each):
+                    raise _idle(key, each, value, f"{key}.steps is false", "set steps: true, or leave it out")
+            continue
+        for refused, problem in (
+            (
+                model.address is not None,
+                "the trainer's processes score steps, and a server none; leave address out, and give the folder as path",
+            ),
+            (
+                model.step_aggregation == "product" and not model.sigmoid,
+                "step_aggregation: product multiplies probabilities; set sigmoid: true, or step_aggregation: min",
+            ),
+            (
+                config.rollout.program != "single_turn",
+                f"a response of rollout.program = {config.rollout.program} is no text in steps; set steps: false",
+            ),
+        ):
+            if refused:
+                raise UserError(f"config: {key}.steps: {problem}")
+        placed += [key] if model.step_placement == "tokens" else []
+    if kind != "train" or not placed:
+        return
+    if config.algorithm.advantage not in OF_STEPS:
+        raise UserError(
+            f"config: {placed[0]}.step_placement = tokens: algorithm.advantage = {config.algorithm.advantage} knows no rewards"
+            f" of steps; set one of {', '.join(OF_STEPS)}, or step_placement: response"
+        )
+    if len(placed) > 1:
+        raise UserError(
+            f"config: {placed[0]} and {placed[1]} both have rewards at the ends of steps; set step_placement: response for one"
         )

@@ -320,11 +320,55 @@ class ScorerConfig:
 
 
 @section
+class JudgeConfig:
+    """A language model that says how good a response is, one of rewards.judges. What it gives no verdict on does not train."""
+
+    address: str = ""
+    """An OpenAI-compatible server, as its clients take it (base_url): http://host:port/v1 or https://host/v1."""
+    model: str = ""
+    """The model's name there."""
+    api_key: Secret | None = None
+    """Where the key of that server is: env:NAME or file:PATH."""
+    prompt: str = (
+        "How good is the response to the prompt? Is it correct, complete and to the point?\n{prompt}{response}"
+    )
+    """What is asked: {response} is replaced by the response, {prompt} by the prompt, {answer} by the expected answer, each
+    fenced off as data. How the judge has to write its verdict is added."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """The worst and the best verdict, which become 0 and 1. Another number is none."""
+    pattern: str | None = None
+    """A regular expression that has to match the whole verdict, with one group: the number. null: the verdict is a number."""
+    json_key: str | None = None
+    """Instead: the verdict is a JSON object with the number under this key."""
+    thinking: bool = False
+    """Show the judge the response's thinking too, and not only what stands behind </think>."""
+    temperature: NonNegativeFloat = 0.0
+    max_tokens: Positive = 1024
+    """Most tokens of its reply, its own thinking included; one that is cut off has no verdict."""
+    votes: Positive = 1
+    """Replies whose verdicts are averaged; with a temperature above 0 they differ."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """More keys of the request, such as {reasoning_effort: low}; null takes one of the others out."""
+    cache: Count = 100_000
+    """Scores that are kept, in memory and in the run's folder: the same response to the same prompt is judged once."""
+    concurrency: Positive = 32
+    """Requests in flight per data-parallel leader."""
+    timeout_s: PositiveFloat = 120.0
+    """Longest wait for a reply."""
+    retries: Count = 2
+    """Attempts after the first, with a growing pause, where the server does not answer or its reply has no verdict."""
+    max_failures: Fraction = 0.5
+    """Largest share of a leader's responses of a step, or of an evaluation, without a verdict; above it the run stops."""
+
+
+@section
 class RewardsConfig:
     """Reward parts beside the task's own. They weigh 1.0 unless data.rewards says otherwise."""
 
     models: dict[str, ScorerConfig] = dataclasses.field(default_factory=dict)
     """Reward models by the names of their parts: {helpful: {path: runs/reward/hf}}."""
+    judges: dict[str, JudgeConfig] = dataclasses.field(default_factory=dict)
+    """Judges by the names of their parts: {polite: {address: "http://host:30000/v1", model: NAME}}."""
     overlong_buffer: Count = 0
     """Part `overlong` (DAPO, eq. 13): from 0 down to -1 over the last so many of rollout.max_new_tokens. 0: there is none."""
     clip: PositiveFloat | None = None

@@ -1,4 +1,4 @@
-"""Reward parts that look at finished responses: reward models (`rewards.models`), and their length."""
+"""Reward parts that look at finished responses: reward models (`rewards.models`), judges (`rewards.judges`), and length."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +26,8 @@ from megatron_rl.environments import Prompt, Task, combine, encode_text
 from megatron_rl.environments.steps import encode_steps, last_tokens, steps_of
 from megatron_rl.metrics.reduce import Metrics, mean
 from megatron_rl.models.hf_folder import read_tokenizer
+from megatron_rl.rollout.judge import Judge
+from megatron_rl.rollout.judgements import Judgements
 from megatron_rl.rollout.scores_by_server import ask_all
 from megatron_rl.trainer.critic import everywhere
 from megatron_rl.trainer.parallel import Ranks
@@ -42,26 +45,43 @@ AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
 
 def names_of(config: RewardsConfig) -> list[str]:
     """Names of these parts."""
-    return [*config.models, *([OVERLONG] if config.overlong_buffer else [])]
+    return [*config.models, *config.judges, *([OVERLONG] if config.overlong_buffer else [])]
 
 
 class LaterRewards:
     """Adds these parts to the rewards of trajectories. Every process has one and calls it."""
 
     def __init__(
-        self, config: RewardsConfig, ranks: Ranks, task: Task, *, max_new_tokens: int, zero_truncated: bool = False
+        self,
+        config: RewardsConfig,
+        ranks: Ranks,
+        task: Task,
+        *,
+        max_new_tokens: int,
+        zero_truncated: bool = False,
+        folder: Path | None = None,
     ) -> None:
-        """zero_truncated: what a limit has ended has a reward of 0 (agent.on_truncation)."""
+        """zero_truncated: what a limit has ended has a reward of 0 (agent.on_truncation). folder: keeps what judges say."""
         self._config, self._ranks, self._task, self._longest = config, ranks, task, max_new_tokens
         self._zero_truncated = zero_truncated
         self.models: dict[str, Trainer] = {}
         """Those that the trainer's processes score by; `build` makes them."""
         self._servers = {n: Server(n, m, config.timeout_s) for n, m in config.models.items() if m.address}
+        self._judges = {
+            name: Judge(name, judge, Judgements(judge.cache, folder, name, ranks.data_rank if folder else 0))
+            for name, judge in config.judges.items()
+            if ranks.is_leader
+        }
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         """Of process reward models."""
         self._measured: Metrics = {}
         self._seen = {name: torch.zeros(3, dtype=torch.float64) for name, m in config.models.items() if m.normalize}
         """Moments of all scores of the run so far."""
+
+    def check(self) -> None:
+        """Ask each judge for a word. Errors: UserError on all processes, for one that does not answer."""
+        if self._config.judges:
+            self._ranks.main_does(lambda: [judge.check() for judge in self._judges.values()] and None, patient=True)
 
     def build(self, make: Callable[[str], Trainer]) -> None:
         """Load the models of the trainer's own processes. make: a folder's, with its value head."""
@@ -80,7 +100,9 @@ class LaterRewards:
         """
         if not names_of(self._config):
             return
-        judged = [t for t in trajectories if self._judges(t)]
+        self._measured = {} if learns else self._measured
+        self._ask_judges(trajectories, prompts, learns=learns)
+        judged = [t for t in trajectories if self._counts(t)]
         for name, settings in self._config.models.items():
             if settings.steps:
                 self._score_steps(name, settings, judged, learns=learns)
@@ -94,7 +116,7 @@ class LaterRewards:
                 trajectory.reward_parts[name] = score
         first = None
         for t in trajectories:
-            if self._config.overlong_buffer and self._judges(t):
+            if self._config.overlong_buffer and self._counts(t):
                 t.reward_parts[OVERLONG] = overlong(t.response_length, self._longest, self._config.overlong_buffer)
             if t.part and first is not None:
                 t.reward_parts = first.reward_parts
@@ -102,8 +124,31 @@ class LaterRewards:
                 first = t
             t.reward = combine(t.reward_parts, self._task.weights)
 
-    def _judges(self, t: Trajectory) -> bool:
+    def _counts(self, t: Trajectory) -> bool:
         return not t.part and not t.masked and not (self._zero_truncated and t.truncated)
+
+    def _ask_judges(self, trajectories: list[Trajectory], prompts: Sequence[Prompt], *, learns: bool) -> None:
+        """Set the parts of judges, and mask samples without a verdict."""
+        for name in self._config.judges:
+            judged = [t for t in trajectories if self._counts(t)]
+            scores = self._ranks.leaders_do(partial(self._verdicts, name, judged, prompts), patient=True) or []
+            missing = {id(t) for t, score in zip(judged, scores, strict=True) if score is None}
+            for t, score in zip(judged, scores, strict=True):
+                t.reward_parts[name] = score or 0.0
+            first = None
+            for t in trajectories:
+                first = t if not t.part else first
+                if id(first) in missing:
+                    t.masked, t["loss_mask"], t.reward_parts = True, False, dict.fromkeys(t.reward_parts, 0.0)
+            if learns:
+                asked = self._judges[name].asked if name in self._judges else 0
+                self._measured |= {
+                    f"judge/{name}/masked": mean(len(missing), len(judged)),
+                    f"judge/{name}/known": mean(len(judged) - asked, len(judged)),
+                }
+
+    def _verdicts(self, name: str, judged: list[Trajectory], prompts: Sequence[Prompt]) -> list[float | None]:
+        return self._judges[name].score(judged, prompts)
 
     def _by_model(self, model: Trainer, judged: list[Trajectory]) -> list[float]:
         """Scores of the leader's trajectories, by all processes of its copy of the model; none elsewhere."""

@@ -53,6 +53,16 @@ REFUSED = {
         {"rewards": {"models": {"liked": {}}}},
         r"rewards\.models\.liked has neither a path nor an",
     ),
+    "steps of a whole": (
+        "ask",
+        {"rewards": {"models": {"liked": {"address": "http://host:1", "step_aggregation": "mean"}}}},
+        r"rewards\.models\.liked\.step_aggregation = mean does nothing: rewards\.models\.liked\.steps is false",
+    ),
+    "steps by a server": (
+        "ask",
+        {"rewards": {"models": {"liked": {"address": "http://host:1", "steps": True}}}},
+        r"rewards\.models\.liked\.steps: .* leave address out",
+    ),
     "all too long": (
         "train",
         {"rewards": {"overlong_buffer": 9}, "rollout": {"max_new_tokens": 8}},
@@ -91,6 +101,38 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     with pytest.raises(UserError, match=r"data\.verifier: none judges no response, .* name a reward model"):
         check("train", data={"verifier": "none"})
     check("train", data={"verifier": "none"}, rewards={"models": {"liked": {"path": str(fits)}}})
+    steps: dict = {"path": str(fits), "steps": True, "step_separator": "\n"}
+    models = {"models": {"liked": steps}}
+    for advantage in ("gae", "reinforce_plus_plus", "grpo", "dr_grpo"):
+        check("train", rewards=models, algorithm={"advantage": advantage})
+    for advantage in ("rloo", "tilt", "reinforce_plus_plus_baseline", "somewhere:mine"):
+        check("ask", rewards=models, algorithm={"advantage": advantage})
+        with pytest.raises(
+            UserError, match=rf"algorithm\.advantage = {advantage} knows no rewards of steps; set one of gae"
+        ):
+            check("train", rewards=models, algorithm={"advantage": advantage})
+        in_one = {"models": {"liked": steps | {"step_placement": "response"}}}
+        check("train", rewards=in_one, algorithm={"advantage": advantage})
+    for more, message in (
+        ({"step_separator": None}, r"liked\.steps: .*/fits does not say what ends a step .* set .*\.step_separator"),
+        ({"step_aggregation": "product"}, r"product multiplies probabilities; set sigmoid: true"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check("train", rewards={"models": {"liked": steps | more}})
+    check("train", rewards={"models": {"liked": steps | {"step_aggregation": "product", "sigmoid": True}}})
+    with pytest.raises(UserError, match=r"models\.liked and rewards\.models\.other both have rewards at the ends"):
+        check("train", rewards={"models": {"liked": steps, "other": steps}})
+    with pytest.raises(UserError, match=r"rollout\.program = agent is no text in steps"):
+        check("train", rewards=models, rollout={"program": "agent"})
+    by_lines = tmp_path / "by_lines"
+    shutil.copytree(fits, by_lines)
+    hf_config = json.loads((by_lines / "config.json").read_text()) | {"reward_step_separator": "\n\n"}
+    (by_lines / "config.json").write_text(json.dumps(hf_config))
+    check("train", rewards={"models": {"liked": {"path": str(by_lines), "steps": True}}})
+    with pytest.raises(
+        UserError, match=r"step_separator = '\\n', and .*by_lines has learned from steps that end with '\\n\\n'"
+    ):
+        check("train", rewards={"models": {"liked": steps | {"path": str(by_lines)}}})
     mean = tmp_path / "mean"
     shutil.copytree(fits, mean)
     hf_config = json.loads((mean / "config.json").read_text()) | {"reward_pooling": "mean"}

@@ -79,7 +79,7 @@ def score(
 ) -> list[tuple[dict[str, float], dict[str, tuple[float, list[float]]]]]:
     """Layout by layout, by ids: rewards of all trajectories, and the reward and step_scores of all texts.
 
-    Scores are normalized, as in a step of training; those of steps are probabilities.
+    Scores are normalized, as in a step of training; those of steps are probabilities, and -1 is none.
     """
     results = []
     for layout in layouts:
@@ -103,7 +103,9 @@ def score(
         by_steps.build(lambda folder, rewards=rewards: rewards.models["liked"])
         texts = [t for t in make_texts(seed, read_tokenizer(classifier)) if t.group_id in share]
         by_steps.score(texts, [Prompt("p", "")] * COUNT, learns=True)
-        scored = ranks.gather({t.prompt_id: (t.reward, t["step_scores"].tolist()) for t in texts})
+        scored = ranks.gather(
+            {t.prompt_id: (t.reward, np.nan_to_num(t["step_scores"], nan=-1.0).tolist()) for t in texts}
+        )
         results.append(
             tuple({number: one for part in each for number, one in part.items()} for each in (found, scored))
         )

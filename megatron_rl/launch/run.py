@@ -145,7 +145,7 @@ class Run:
             folder=self.folder / "judgements" if kind == "train" else None,
         )
         if kind in ("train", "ask"):
-            self.rewards.check()
+            self.rewards.check([self.stream.prompts[0]])
         self.critic: Critic | None = None
         """Of PPO; after `build`."""
         self.current_clock = Clock()

@@ -16,7 +16,7 @@ from statistics import fmean
 import aiohttp
 
 from megatron_rl.config import JudgeConfig
-from megatron_rl.credentials import WRONG_KEY, bearer, hide, key_of
+from megatron_rl.credentials import HIDDEN, WRONG_KEY, bearer, hide, key_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
 from megatron_rl.environments.stated_answer import behind_thinking
@@ -54,8 +54,10 @@ class Judge:
     asked: int = field(default=0, init=False)
     """Different responses of the last call that the server was asked about."""
 
-    def check(self) -> None:
-        """Ask for a word. Errors: UserError where the server does not answer as it should."""
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Ask for a word. prompts: some that it will see. Errors: UserError where that cannot be, or no word comes."""
+        for prompt in prompts:
+            self._asked(prompt)
 
         async def one() -> None:
             async with self._session() as session:
@@ -71,7 +73,8 @@ class Judge:
 
         Errors: UserError where more than max_failures of them have none.
         """
-        fields = [self._fields(t, prompts[t.group_id]) for t in judged]
+        seen = [t.text if self.config.thinking else behind_thinking(t.text).strip() for t in judged]
+        fields = [{"response": text} | self._asked(prompts[t.group_id]) for t, text in zip(judged, seen, strict=True)]
         keys = [self._key(of_response) for of_response in fields]
         scores = {key: score for key in keys if (score := self.known.get(key)) is not None}
         asked = {key: of_response for key, of_response in zip(keys, fields, strict=True) if key not in scores}
@@ -83,10 +86,10 @@ class Judge:
             self.known.add(found)
         return [(scores | found).get(key) for key in keys]
 
-    def _fields(self, t: Trajectory, prompt: Prompt) -> dict[str, str]:
-        """What the judge is shown. Errors: UserError for a prompt without the answer that is asked for."""
+    def _asked(self, prompt: Prompt) -> dict[str, str]:
+        """What the judge is shown of a prompt. Errors: UserError for one without the answer that the judge is to see."""
         asked = prompt.text if prompt.messages is None else json.dumps(prompt.messages, ensure_ascii=False, indent=1)
-        fields = {"prompt": asked, "response": t.text if self.config.thinking else behind_thinking(t.text).strip()}
+        fields = {"prompt": asked}
         if "answer" in FIELD.findall(self.config.prompt):
             if prompt.answer is None:
                 raise UserError(
@@ -188,19 +191,19 @@ class Judge:
                     raw += chunk
                     if len(raw) > MOST_BYTES:
                         raise NoVerdict(f"{url} answers more than {MOST_BYTES} bytes")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise NoVerdict(f"{url}: {' '.join(f'{type(error).__name__} {error}'.split()):.200}") from None
+        said = repr(raw[:200].decode(errors="replace").replace(self._key_of_server() or "\0", HIDDEN))
         if answer.status in (401, 403):
             raise NoVerdict(f"{url}: {WRONG_KEY.format(setting='the api_key beside its address')}", again=False)
         if answer.status != 200:
-            said = raw[:200].decode(errors="replace")
             again = answer.status in (408, 409, 425, 429) or answer.status >= 500
-            raise NoVerdict(f"{url} answers {answer.status}: {said!r}", again=again)
+            raise NoVerdict(f"{url} answers {answer.status}: {said}", again=again)
         try:
             choice = json.loads(raw)["choices"][0]
             content, ended = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise NoVerdict(f"{url} answers no chat completion: {bytes(raw[:200])!r}") from None
+            raise NoVerdict(f"{url} answers no chat completion: {said}") from None
         if whole and not isinstance(content, str):
             raise NoVerdict(f"{url} answers without a text; a judge that thinks needs more max_tokens")
         if whole and ended != "stop":
@@ -208,9 +211,12 @@ class Judge:
         return str(content)
 
     def _session(self) -> aiohttp.ClientSession:
-        headers = bearer(key_of(self.config.api_key, f"rewards.judges.{self.name}.api_key"))
+        headers = bearer(self._key_of_server())
         timeout = aiohttp.ClientTimeout(total=self.config.timeout_s)
         return aiohttp.ClientSession(timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))
+
+    def _key_of_server(self) -> str:
+        return key_of(self.config.api_key, f"rewards.judges.{self.name}.api_key")
 
     def _problem(self, problem: str) -> str:
         return (

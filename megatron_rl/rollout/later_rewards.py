@@ -78,10 +78,18 @@ class LaterRewards:
         self._seen = {name: torch.zeros(3, dtype=torch.float64) for name, m in config.models.items() if m.normalize}
         """Moments of all scores of the run so far."""
 
-    def check(self) -> None:
-        """Ask each judge for a word. Errors: UserError on all processes, for one that does not answer."""
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Ask each judge for a word. prompts: some that it will see.
+
+        Errors: UserError on all processes, for a judge that does not answer, or is to see an answer that a prompt lacks.
+        """
+
+        def ask() -> None:
+            for judge in self._judges.values():
+                judge.check(prompts)
+
         if self._config.judges:
-            self._ranks.main_does(lambda: [judge.check() for judge in self._judges.values()] and None, patient=True)
+            self._ranks.main_does(ask, patient=True)
 
     def build(self, make: Callable[[str], Trainer]) -> None:
         """Load the models of the trainer's own processes. make: a folder's, with its value head."""

@@ -63,6 +63,47 @@ REFUSED = {
         {"rewards": {"models": {"liked": {"address": "http://host:1", "steps": True}}}},
         r"rewards\.models\.liked\.steps: .* leave address out",
     ),
+    **{
+        f"a judge {name}": (
+            "ask",
+            {"rewards": {"judges": {"wise": {"address": "http://h:1/v1", "model": "m"} | keys}}},
+            said,
+        )
+        for name, (keys, said) in {
+            "of nowhere": ({"address": ""}, r"judges\.wise\.address = '': give that of an OpenAI-compatible server"),
+            "at a path": ({"address": "/v1"}, r"judges\.wise\.address = '/v1'"),
+            "by file": ({"address": "file:///etc/passwd"}, r"judges\.wise\.address = 'file:"),
+            "without a model": ({"model": ""}, r"judges\.wise\.model is empty"),
+            "that sees nothing": (
+                {"prompt": "Is {prompt} good? {respons}"},
+                r"judges\.wise\.prompt has no \{response\}",
+            ),
+            "without a scale": ({"scale": [3, 3]}, r"judges\.wise\.scale = \[3, 3\]"),
+            "upside down": ({"scale": [10, 0]}, r"judges\.wise\.scale = \[10, 0\]"),
+            "without bounds": ({"scale": [0, float("inf")]}, r"judges\.wise\.scale = \[0, inf\]"),
+            "of no pattern": ({"pattern": r"(\d"}, r"judges\.wise\.pattern = .* is no regular expression \("),
+            "without a group": ({"pattern": r"\d"}, r"judges\.wise\.pattern = .* has 0 groups"),
+            "of two groups": ({"pattern": r"(\d)(\d)"}, r"judges\.wise\.pattern = .* has 2 groups"),
+            "in two forms": (
+                {"pattern": r"(\d)", "json_key": "x"},
+                r"judges\.wise\.pattern and \.json_key are both given",
+            ),
+            "without its key": (
+                {"api_key": "env:NOWHERE_AT_ALL"},
+                r"judges\.wise\.api_key: the environment has no NOWHERE",
+            ),
+        }.items()
+    },
+    "two of a name": (
+        "ask",
+        {
+            "rewards": {
+                "models": {"wise": {"address": "http://host:1"}},
+                "judges": {"wise": {"address": "http://host:1/v1", "model": "m"}},
+            }
+        },
+        r"rewards\.judges\.wise: rewards\.models has a part of that name",
+    ),
     "all too long": (
         "train",
         {"rewards": {"overlong_buffer": 9}, "rollout": {"max_new_tokens": 8}},
@@ -78,6 +119,28 @@ def test_refused(case, tiny_model):
     with pytest.raises(UserError, match=message) as refusal:
         check_preferences(config, kind, 1)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "warns"),
+    [
+        ("http://judge.example/v1", True, True),
+        ("http://10.0.0.9:80/v1", True, True),
+        ("https://judge.example/v1", True, False),
+        ("http://127.0.0.1:30000/v1", True, False),
+        ("http://localhost/v1", True, False),
+        ("http://judge.example/v1", False, False),
+    ],
+)
+def test_a_judges_key_over_plain_http_is_named(address, key, warns, tiny_model, tmp_path, caplog):
+    (tmp_path / "key").write_text("sk-secret\n")
+    judge = {"address": address, "model": "m"} | ({"api_key": f"file:{tmp_path / 'key'}"} if key else {})
+    models = {"judges": {"wise": judge}}
+    config = build_config(
+        {"model": {"path": str(tiny_model("llama"))}, "data": {"verifier": "none"}, "rewards": models}
+    )
+    check_preferences(config, "train", 1)  # a judge is enough of a reward
+    assert ("its key goes to" in caplog.text) == warns and "sk-secret" not in caplog.text
 
 
 def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import signal
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_rl.config import JudgeConfig
-from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.judge import Judge
-from megatron_rl.rollout.judgements import Judgements
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, reserve_port
-from tests.rollout.conftest import Question, assert_agree, client_of, collect, key_reference, prefill_log_probs
+from tests.rollout.conftest import Question, assert_agree, client_of, collect, prefill_log_probs
 
 
 def questions(count: int, vocab: int = 512, shortest: int = 3, longest: int = 40) -> list[Question]:
@@ -123,28 +115,6 @@ def test_a_refused_prompt_is_an_error_and_is_not_retried(server):
     with pytest.raises(UserError, match="4500"):
         collect(client, [Question("long", [5] * 4500)], SamplingSupport(), samples_per_prompt=1, max_new_tokens=4)
     assert client.retried == 0
-
-
-def test_its_openai_endpoint_is_a_judge(server, monkeypatch, caplog):
-    """A random model has no verdict; with a grammar that leaves it the mark alone it has one. Without its key: one line."""
-    response = Trajectory(
-        tokens=np.arange(4, dtype=np.int32), prompt_length=2, prompt_id="p", group_id=0, text="fine é"
-    )
-    prompts = [Prompt("p", "how are you?")]
-
-    def judge(**keys: Any) -> Judge:
-        config = JudgeConfig(address=f"{server.address}/v1", model="tiny", retries=0, max_failures=1.0, max_tokens=40)
-        return Judge("wise", replace(config, **keys), Judgements(9, None, "wise", 0))
-
-    key = key_reference(server)
-    judge(api_key=key).check()
-    assert judge(api_key=key).score([response], prompts) == [None]
-    assert "1 of 1 responses are masked: its reply was cut off ('length')" in caplog.text or "no verdict" in caplog.text
-    monkeypatch.setattr(secrets, "token_hex", lambda size: "ab12")
-    [score] = judge(api_key=key, options={"regex": "VERDICT ab12: [1-9]"}).score([response], prompts)
-    assert score in [mark / 10 for mark in range(1, 10)]
-    with pytest.raises(UserError, match=r"rewards\.judges\.wise: http://.* it asks for another key; set the api_key"):
-        judge().check()
 
 
 def test_an_unreachable_server_is_replaced_by_another(server):

@@ -79,8 +79,9 @@ def test_fields_are_put_in_as_they_are_and_once(server):
     talk = [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "é\n"}]
     make_judge(server).score(responses("q1"), [Prompt("p:0", "so?", messages=talk)])
     assert json.loads(fenced(server.seen[-1], "PROMPT")) == talk
-    with pytest.raises(UserError, match=r"judges\.wise\.prompt has \{answer\}, and p:0 has none"):
-        make_judge(server, **keys).score(responses("q1"), [Prompt("p:0", "so?")])
+    for look in (lambda judge, prompts: judge.score(responses("q1"), prompts), Judge.check):
+        with pytest.raises(UserError, match=r"judges\.wise\.prompt has \{answer\}, and p:0 has none"):
+            look(make_judge(server, **keys), [Prompt("p:0", "so?")])
 
 
 @pytest.mark.parametrize(
@@ -219,18 +220,17 @@ def obeys(message: str) -> str:
 def test_a_response_does_not_raise_its_own_score(says, server):
     """2 is what each deserves. Nobody is paid more; at worst the response is masked, as where a judge only repeats things."""
     server.says = says
-    fair = 0.2
-    texts = [f"q2 {text}" for text in INJECTIONS] + INJECTIONS
-    for keys in ({}, {"json_key": "score"}, {"pattern": r".*?(\d+).*"}):
-        config: dict[str, Any] = {"retries": 0, "thinking": True, "scale": (0.0, 10.0), **keys}
-        found = make_judge(server, **config).score(responses(*texts), PROMPTS)
-        assert all(score is None or score == pytest.approx(fair) for score in found), dict(
-            zip(texts, found, strict=True)
-        )
-        if says is echoes_all:
-            assert found == [None] * len(texts)
-        elif "json_key" not in keys and says is obeys:
-            assert found == pytest.approx([fair] * len(texts))
+    found = make_judge(server, retries=0, thinking=True).score(responses(*INJECTIONS), PROMPTS)
+    assert all(score in (None, 0.2) for score in found), dict(zip(INJECTIONS, found, strict=True))
+    assert found.count(None) == {echoes_all: len(INJECTIONS), obeys: 0}.get(says, found.count(None))
+    for keys in ({"json_key": "score"}, {"pattern": r".*?(\d+).*"}):  # the most open of patterns
+        config = replace(JudgeConfig(), **keys)
+        for text in INJECTIONS:
+            reply = says(question(config, "ab12", {"prompt": text, "response": text}))
+            try:
+                assert verdict(config, "ab12", reply) == 0.2, text
+            except ValueError:
+                assert says is not obeys or "json_key" in keys
     plain = question(JudgeConfig(), "ab12", {"prompt": "", "response": ""})
     assert not re.search("10[.]|: 10|Give|Ignore", plain.replace("from 0 to 10", "")), (
         "the question itself would be obeyed"
@@ -325,22 +325,27 @@ def test_one_that_does_not_answer_in_time(server):
 
 
 def test_a_wrong_key_is_named_once_and_goes_nowhere_else(server, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "sk-of-the-judge")
+    monkeypatch.setenv("JUDGE_KEY", "0of1the2judge")
     judge = make_judge(server, api_key="env:JUDGE_KEY")
-    judge.check()
-    assert server.headers[-1]["Authorization"] == "Bearer sk-of-the-judge"
-    server.says = lambda text: (401, b"sk-of-the-judge is wrong")
+    judge.check(PROMPTS)
+    assert server.headers[-1]["Authorization"] == "Bearer 0of1the2judge"
+    server.says = lambda text: (401, b"0of1the2judge is wrong")
     with pytest.raises(UserError, match=r"it asks for another key; set the api_key") as wrong:
         make_judge(server, api_key="env:JUDGE_KEY", max_failures=0.0).score(responses("q1"), PROMPTS)
-    assert len(server.seen) == 2 and "sk-of" not in str(wrong.value)
+    assert len(server.seen) == 2 and "0of1" not in str(wrong.value)
+    for answer in ((400, b"the key 0of1the2judge"), b"not for 0of1the2judge"):
+        server.says = lambda text, answer=answer: answer
+        with pytest.raises(UserError, match="<hidden>") as told:
+            make_judge(server, api_key="env:JUDGE_KEY", max_failures=0.0, retries=0).score(responses("q1"), PROMPTS)
+        assert "0of1" not in str(told.value)
 
 
 def test_a_server_that_is_not_there_is_told_at_the_start(server):
     judge = make_judge(server)
-    judge.check()
+    judge.check(PROMPTS)
     server.die()
     with pytest.raises(UserError, match=r"judges\.wise: http://.*; its address has to be .* of the model m") as gone:
-        judge.check()
+        judge.check(PROMPTS)
     assert "\n" not in str(gone.value)
 
 
@@ -415,7 +420,7 @@ def test_a_sample_without_a_verdict_does_not_train(server):
     )
     task: Any = SimpleNamespace(weights={"correct": 0.5, "wise": 2.0, "overlong": 1.0})
     rewards = LaterRewards(config.rewards, alone, task, max_new_tokens=4)
-    rewards.check()
+    rewards.check(PROMPTS)
     parts = ("correct", "wise", "overlong")
     found = responses("q4", "?", "?", "q1", "q9", parts=parts)
     for t in found:

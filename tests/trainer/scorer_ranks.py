@@ -68,16 +68,16 @@ def make_texts(seed: int, tokenizer: PreTrainedTokenizerBase) -> list[Trajectory
                 finish_reason="length" if cut else "stop",
                 text=text,
                 masked=number == 2,
-                reward_parts={"steps": 0.0},
+                reward_parts={"steps": 0.0, "wise": 0.0},
             )
         )
     return found
 
 
 def score(
-    model: str, classifier: str, seed: int, layouts: list[dict[str, Any]]
+    model: str, classifier: str, judge: str, seed: int, layouts: list[dict[str, Any]]
 ) -> list[tuple[dict[str, float], dict[str, tuple[float, list[float]]]]]:
-    """Layout by layout, by ids: rewards of all trajectories, and the reward and step_scores of all texts.
+    """Layout by layout, by ids: rewards of all trajectories; reward and step_scores of all texts, at which a judge looks too.
 
     Scores are normalized, as in a step of training; those of steps are probabilities, and -1 is none.
     """
@@ -97,9 +97,11 @@ def score(
         mine = [t for t in make_trajectories(seed) if t.group_id in share]
         rewards.score(mine, [Prompt("p", "")] * COUNT, learns=True)
         found = ranks.gather({t.prompt_id: t.reward for t in mine})
-        steps = build_config({"rewards": {"models": {"steps": {"path": classifier, **STEPS}}}})
-        of_steps: Any = SimpleNamespace(weights={"steps": 2.0})
+        judges = {"wise": {"address": judge, "model": "m", "scale": [0, 100], "max_failures": 1.0, "retries": 0}}
+        steps = build_config({"rewards": {"models": {"steps": {"path": classifier, **STEPS}}, "judges": judges}})
+        of_steps: Any = SimpleNamespace(weights={"steps": 2.0, "wise": 1.0})
         by_steps = LaterRewards(steps.rewards, ranks, of_steps, max_new_tokens=LONGEST)
+        by_steps.check([Prompt("p", "")])
         by_steps.build(lambda folder, rewards=rewards: rewards.models["liked"])
         texts = [t for t in make_texts(seed, read_tokenizer(classifier)) if t.group_id in share]
         by_steps.score(texts, [Prompt("p", "")] * COUNT, learns=True)

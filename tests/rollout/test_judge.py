@@ -314,10 +314,9 @@ def test_one_that_dies_masks_and_then_stops_the_run(server, tmp_path):
 
 def test_one_that_does_not_answer_in_time(server):
     hangs = threading.Event()
-    server.says = lambda text: honest(text) if "fair" in text else (hangs.wait(60), "VERDICT")[1]
+    server.says = lambda text: (hangs.wait(60), "VERDICT")[1]
     try:
-        found = make_judge(server, timeout_s=0.5, retries=1).score(responses("q9"), PROMPTS)
-        assert found == [None] and len(server.seen) == 2
+        assert make_judge(server, timeout_s=0.5, retries=1).score(responses("q9"), PROMPTS) == [None]
         with pytest.raises(UserError, match=r"TimeoutError.*; 1 of 1 responses have no verdict"):
             make_judge(server, timeout_s=0.5, retries=0, max_failures=0.5).score(responses("q9"), PROMPTS)
     finally:

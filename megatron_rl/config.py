@@ -321,6 +321,61 @@ class ScorerConfig:
     """Subtract the mean of all scores of the run so far, and divide by their standard deviation; not in evaluations."""
     clip: PositiveFloat | None = None
     """Largest absolute value of a score, after all that; not in evaluations."""
+    sigmoid: bool = False
+    """Take the logistic function of a score before all that: of a model that has learned by cross_entropy, a probability."""
+    steps: bool = False
+    """Process rewards: the model, which has learned from data.steps_key, scores each step of a response by the value behind its
+    last token. Steps end with the separator that the model has learned with."""
+    step_separator: Annotated[str, Field(min_length=1)] | None = None
+    """steps: what ends a step, where the model's folder does not say so itself (reward_step_separator in its config.json)."""
+    step_placement: Literal["tokens", "response"] = "tokens"
+    """steps: tokens: rewards lie where steps end. gae and reinforce_plus_plus get each at its step's last token; grpo adds to a
+    token's advantage the sum of the scores of its step and of those behind it, each normalized over all steps of the responses
+    to the prompt (dr_grpo: without the division). response: one number is a part of the response's reward, as of any model."""
+    step_aggregation: Literal["min", "mean", "last", "product"] = "min"
+    """steps: that number; with tokens it is logged, and evaluations have it. 0 where there is no step."""
+
+
+@section
+class JudgeConfig:
+    """A language model that says how good a response is, one of rewards.judges. What it gives no verdict on does not train."""
+
+    address: str = ""
+    """An OpenAI-compatible server, as its clients take it (base_url): http://host:port/v1 or https://host/v1."""
+    model: str = ""
+    """The model's name there."""
+    api_key: Secret | None = None
+    """Where the key of that server is: env:NAME or file:PATH."""
+    prompt: str = (
+        "How good is the response to the prompt? Is it correct, complete and to the point?\n{prompt}{response}"
+    )
+    """What is asked: {response} is replaced by the response, {prompt} by the prompt, {answer} by the expected answer, each
+    fenced off as data. How the judge has to write its verdict is added."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """The worst and the best verdict, which become 0 and 1. Another number is none."""
+    pattern: str | None = None
+    """A regular expression that has to match the whole verdict, with one group: the number. null: the verdict is a number."""
+    json_key: str | None = None
+    """Instead: the verdict is a JSON object with the number under this key."""
+    thinking: bool = False
+    """Show the judge the response's thinking too, and not only what stands behind </think>."""
+    temperature: NonNegativeFloat = 0.0
+    max_tokens: Positive = 1024
+    """Most tokens of its reply, its own thinking included; one that is cut off has no verdict."""
+    votes: Positive = 1
+    """Replies whose verdicts are averaged; with a temperature above 0 they differ."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """More keys of the request, such as {reasoning_effort: low}; null takes one of the others out."""
+    cache: Count = 100_000
+    """Scores that are kept, in memory and in the run's folder: the same response to the same prompt is judged once."""
+    concurrency: Positive = 32
+    """Requests in flight per data-parallel leader."""
+    timeout_s: PositiveFloat = 120.0
+    """Longest wait for a reply."""
+    retries: Count = 2
+    """Attempts after the first, with a growing pause, where the server does not answer or its reply has no verdict."""
+    max_failures: Fraction = 0.5
+    """Largest share of a leader's responses of a step, or of an evaluation, without a verdict; above it the run stops."""
 
 
 @section
@@ -329,6 +384,8 @@ class RewardsConfig:
 
     models: dict[str, ScorerConfig] = dataclasses.field(default_factory=dict)
     """Reward models by the names of their parts: {helpful: {path: runs/reward/hf}}."""
+    judges: dict[str, JudgeConfig] = dataclasses.field(default_factory=dict)
+    """Judges by the names of their parts: {polite: {address: "http://host:30000/v1", model: NAME}}."""
     overlong_buffer: Count = 0
     """Part `overlong` (DAPO, eq. 13): from 0 down to -1 over the last so many of rollout.max_new_tokens. 0: there is none."""
     clip: PositiveFloat | None = None
@@ -961,6 +1018,12 @@ class Config:
         """Whether there is a teacher."""
         teacher = self.distillation
         return teacher.teacher is not None or teacher.address is not None or teacher.recorded
+
+    @property
+    def process_rewards(self) -> str | None:
+        """Name of the reward model whose scores are rewards at the ends of steps; None where there is none."""
+        found = (n for n, model in self.rewards.models.items() if model.steps and model.step_placement == "tokens")
+        return next(found, None)
 
     @property
     def policy_reference(self) -> str | None:

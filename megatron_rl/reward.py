@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,8 +37,10 @@ TAKES: dict[str, tuple[Kind, ...]] = {
 def reward(config: Config) -> None:
     """config.steps updates on batch.prompts_per_step comparisons each; ends with a classifier folder `hf/`."""
     with Run(config, kind="reward") as run:
-        check_kind(run, TAKES, "reward_model.loss", config.reward_model.loss)
+        kind = check_kind(run, TAKES, "reward_model.loss", config.reward_model.loss)
         trainer = run.build()
+        separator = config.data.step_separator if kind == "steps" else None
+        trainer.model = replace(trainer.model, step_separator=separator)  # its folder says by what responses are parted
         mark = partial(places, pooling=config.reward_model.pooling)
         held_out = held_out_comparisons(run.held_out, run.program, config.rollout.context_length)
 

@@ -64,7 +64,7 @@ def train(config: Config) -> None:
                 if evaluated:
                     logger.log_eval(run.step, evaluate(config, run, engine))
             measured = engine.metrics() | rollouts.metrics() | refresh_metrics(drift, age, refreshed)
-            measured |= advantages.metrics()
+            measured |= run.rewards.metrics() | advantages.metrics()
             measured |= run.kl.update(updates, len(prompts) * config.batch.samples_per_prompt)
             log_step(run, trajectories, rollout_batch[: len(updates)], updates, measured, clock)
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's

@@ -36,6 +36,7 @@ FAST = (
     "test_dpo_loss.py",
     "test_kl_control.py",
     "test_later_rewards.py",
+    "test_judge.py",
     "test_slots.py",
     "test_finished.py",
     "test_gates.py",

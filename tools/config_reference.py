@@ -6,6 +6,7 @@ python tools/config_reference.py > docs/configuration.md
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list[
         after = body[index + 1] if index + 1 < len(body) else None
         text = ast.unparse(after.value) if isinstance(after, ast.Expr) else ""
         meaning = " ".join(ast.literal_eval(text).split()) if text else ""
+        if named := re.fullmatch(r"dict\[str, (\w+Config)\]", kind):
+            nested += rows(classes, named[1], f"{key}.NAME.")
         default = ast.unparse(node.value) if node.value else ""
         default = {
             "dataclasses.field(default_factory=dict)": "{}",

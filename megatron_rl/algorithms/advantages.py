@@ -47,13 +47,43 @@ def group_relative(rewards: torch.Tensor, group_ids: torch.Tensor, *, normalize:
     Errors: ValueError for shapes that differ and for a reward that is not finite.
     """
     index, sizes, spread = _groups(rewards, group_ids)
-    exact = rewards.double()
+    return _result(_standard(rewards.double(), index, sizes, spread, normalize), rewards)
+
+
+def _standard(
+    exact: torch.Tensor, index: torch.Tensor, sizes: torch.Tensor, spread: torch.Tensor, normalize: bool
+) -> torch.Tensor:
+    """[N] fp64: what is above the mean of its group, in its standard deviations where `normalize`; zeros without spread."""
     mean = exact.new_zeros(len(sizes)).index_add_(0, index, exact) / sizes
     centered = exact - mean[index]
     if normalize:
         variance = exact.new_zeros(len(sizes)).index_add_(0, index, centered**2) / sizes
         centered = centered / torch.where(spread, variance, 1.0).sqrt()[index]
-    return _result(torch.where(spread[index], centered, 0.0), rewards)
+    return torch.where(spread[index], centered, 0.0)
+
+
+def process_supervision(
+    scores: torch.Tensor, mask: torch.Tensor, group_ids: torch.Tensor, *, normalize: bool = True
+) -> torch.Tensor:
+    """GRPO with process supervision (Shao et al. 2024, section 4.1.3): the advantage of the tokens of each step.
+
+    A step's score is normalized over all steps of all responses of its group, and a token's advantage is the sum of those of
+    its own step and of the ones behind it. Without `normalize` only the mean is subtracted, as in Dr. GRPO.
+
+    scores: [N, K], of the steps of N responses; mask: [N, K] bool, which of them are there; group_ids: [N] in any order
+    -> [N, K], zeros where the mask is out. A group of which all steps have one score gives exact zeros.
+    Errors: ValueError for shapes that differ and for a score that is not finite.
+    """
+    mask = mask.bool()
+    if scores.ndim != 2 or scores.shape != mask.shape or scores.shape[:1] != group_ids.shape:
+        shapes = [list(t.shape) for t in (scores, mask, group_ids)]
+        raise ValueError(f"scores, mask and group_ids must be [N, K], [N, K] and [N]; found {shapes}")
+    relative = torch.zeros(scores.shape, dtype=torch.float64, device=scores.device)
+    of_steps = group_ids[:, None].expand(scores.shape)[mask]
+    index, sizes, spread = _groups(scores[mask], of_steps)
+    relative[mask] = _standard(scores[mask].double(), index, sizes, spread, normalize)
+    to_come = relative.flip(1).cumsum(1).flip(1)
+    return _result(torch.where(mask, to_come, 0.0), scores)
 
 
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ FIELDS = {
     "teacher_log_probs": Field(np.float32),  # of the teacher that is distilled
     "values": Field(np.float32),  # of the state before the label, by the critic or reward model
     "returns": Field(np.float32),  # what the critic's values are to be
+    "step_scores": Field(np.float32, np.nan),  # of a process reward model, where a step ends; NaN: none does
     "unit": Field(np.int32, -1),  # what the label is a part of the score of (trainer.units); -1: of nothing
     "loss_gradients": Field(np.float32),  # of a loss, at the label's log-prob or value
     "text_bytes": Field(np.int32, -1),  # UTF-8 bytes of text that it stands for; -1: of none, or it is not known

@@ -56,10 +56,10 @@ def learn_from_data(run: Run, learn: Callable[[], Learned], evaluate: Callable[[
     run.save_hf()
 
 
-def check_kind(run: Run, takes: Mapping[str, tuple[str, ...]], key: str, loss: str) -> None:
-    """Errors: UserError where the data's preferences are of a kind that the loss does not learn from.
+def check_kind(run: Run, takes: Mapping[str, tuple[str, ...]], key: str, loss: str) -> str:
+    """The kind of the data's preferences. takes: kinds by the value of `key`.
 
-    takes: kinds of preferences by the value of `key`.
+    Errors: UserError where the loss does not learn from them.
     """
     kind = run.task.comparison(run.stream.prompts[0], random.Random(0)).kind
     if kind not in takes[loss]:
@@ -68,3 +68,4 @@ def check_kind(run: Run, takes: Mapping[str, tuple[str, ...]], key: str, loss: s
         wanted = f"{', '.join(first)} or {last}" if first else last
         remedy = f"set {key}: {others[0]}" if others else f"give {wanted}"
         raise UserError(f"config: {key} = {loss} learns from {wanted}, and the data has {SEVERAL[kind]}: {remedy}")
+    return kind

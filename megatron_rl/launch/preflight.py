@@ -532,6 +532,7 @@ def _check_dynamic_sampling(config: Config) -> None:
             "batch.samples_per_prompt: 1: a group of one response has no spread; set 2 or more",
         ),
         (bool(config.rewards.models), "rewards.models, which score behind the rollout: leave them out"),
+        (bool(config.rewards.judges), "rewards.judges, which score behind the rollout: leave them out"),
         (
             config.routing.source == "pr3" and config.routing.features == "engine",
             "routing.source: pr3: which responses its predictors learn from is settled before they are asked for",

@@ -142,7 +142,10 @@ class Run:
             self.task,
             max_new_tokens=config.rollout.max_new_tokens,
             zero_truncated=config.zero_truncated,
+            folder=self.folder / "judgements" if kind == "train" else None,
         )
+        if kind in ("train", "ask"):
+            self.rewards.check([self.stream.prompts[0]])
         self.critic: Critic | None = None
         """Of PPO; after `build`."""
         self.current_clock = Clock()

@@ -25,7 +25,8 @@ def readable(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> dict
         **{f"reward/{part}": value for part, value in t.reward_parts.items()},
         "finish": t.finish_reason,
         "weights": ",".join(span.version for span in t.weight_spans),
-        **({"turns": [_turn(tokenizer, t, turn) for turn in t.turns], "masked": t.masked} if t.turns else {}),
+        **({"turns": [_turn(tokenizer, t, turn) for turn in t.turns]} if t.turns else {}),
+        **({"masked": t.masked} if t.turns or t.masked else {}),
     }
 
 

@@ -70,6 +70,8 @@ class Model:
     """Of the adapters' start."""
     pooling: Literal["last", "mean"] = "last"
     """How such numbers make the score of a response, of a reward model (ours alone: transformers takes the last)."""
+    step_separator: str | None = None
+    """What ends the steps of a response that a reward model scores; None: it scores whole responses."""
 
     def make_chunks(
         self, load_weights: bool = True, weights: str | Path | None = None, *, adapt: bool = True
@@ -275,7 +277,8 @@ class Model:
                 " they read the state before it, where this model's score is behind it; SGLang and megatron_rl read that"
             )
         label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers counts them
-        return {"architectures": [name], "tie_word_embeddings": False, "reward_pooling": self.pooling, **label}
+        learned = {"reward_pooling": self.pooling, "reward_step_separator": self.step_separator}
+        return {"architectures": [name], "tie_word_embeddings": False, **learned, **label}
 
     def gather_adapters(self, chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
         """All adapters in PEFT's format, on rank 0; a value head is with them. Collective."""
@@ -413,6 +416,7 @@ def load(
         lora or NO_ADAPTERS,
         seed,
         pooling,
+        getattr(hf_config, "reward_step_separator", None),
     )
 
 

@@ -15,6 +15,7 @@ from megatron_rl.data.sequence import Sequence, TopLogProbs
 from megatron_rl.environments import Prompt, Step, Task, encode_text
 from megatron_rl.environments.comparisons import Comparison
 from megatron_rl.environments.preferences import Preference, Response
+from megatron_rl.environments.steps import encode_steps
 from megatron_rl.errors import UserError
 from megatron_rl.models.hf_folder import vocabulary_digest
 from megatron_rl.rollout.collect import Collection
@@ -112,18 +113,12 @@ class SingleTurn:
         return found
 
     def stepwise(self, prompt: Prompt, steps: Iterable[Step]) -> tuple[Sequence, list[int]]:
-        """A response in steps, and the places of their last tokens in it. prompt: encoded.
-
-        Each step is encoded by itself, since a token of the whole text may reach over a border.
-        """
+        """A response in steps, and the places of their last tokens in it. prompt: encoded."""
         empty = self.sequence(prompt, "")
         frame = empty.tokens[empty.prompt_length :].tolist()  # what stands around an answer; an end token is its last
-        response, end = frame[:-1], frame[-1:]
-        ends = []
-        for step in steps:
-            response += self.tokenizer.encode(step.text, add_special_tokens=False)
-            ends.append(len(response) - 1)
-        return Sequence.demonstration(prompt.tokens, response + end), ends
+        before, end = frame[:-1], frame[-1:]
+        tokens, ends = encode_steps(self.tokenizer, (step.text for step in steps))
+        return Sequence.demonstration(prompt.tokens, before + tokens + end), [len(before) + place for place in ends]
 
     def collect(self, **settings: Any) -> Collection:
         """The collection of a step, or of an evaluation. settings: fields of `Collection`."""

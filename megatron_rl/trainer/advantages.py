@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.algorithms import advantages
 from megatron_rl.config import AlgorithmConfig, Config, DistillationConfig
@@ -23,6 +26,10 @@ from megatron_rl.trainer.trainer import Trainer
 
 OF_TOKENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages that go from token to token."""
+SUPERVISED = {"grpo": True, "dr_grpo": False}
+"""Advantages of whole responses to which those of steps are added, and whether these are divided by their deviation."""
+OF_STEPS = ("gae", "reinforce_plus_plus", *SUPERVISED)
+"""Advantages that know rewards of steps."""
 
 
 def estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -55,6 +62,8 @@ class Advantages:
             algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward"
         )
         """Whether rewards of tokens come to those of responses."""
+        self._process = config.process_rewards
+        self._process_weight = config.data.rewards.get(self._process or "", 1.0)
         self._timeout_s = config.rewards.timeout_s
         self._teacher = config.distillation if config.teaches else None
         self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
@@ -69,7 +78,7 @@ class Advantages:
             key = key_of(self._teacher.api_key, "distillation.api_key")
             self._ask_teacher(self._teacher.address, key, trajectories)
         judged = [t for t in trajectories if not t.masked and not t.part and not self._goes_on(t)]
-        found = self._seen([t.reward for t in judged])
+        found = self._seen([self._outcome(t) for t in judged])
         if self._config.advantage == "reinforce_plus_plus_baseline":
             found = self._over_groups(partial(advantages.group_relative, normalize=False), judged, found)
         elif not self._of_tokens and not self._shaped:
@@ -97,6 +106,12 @@ class Advantages:
     def _penalty(self, trajectory: Trajectory) -> float:
         """The part of the reward that is about the length alone."""
         return self._overlong_weight * trajectory.reward_parts.get(OVERLONG, 0.0)
+
+    def _outcome(self, trajectory: Trajectory) -> float:
+        """The reward of the whole, without what is paid at the ends of its steps."""
+        if self._process is None:
+            return trajectory.reward
+        return trajectory.reward - self._process_weight * trajectory.reward_parts[self._process]
 
     def _seen(self, rewards: list[float]) -> list[float]:
         """Rewards as advantages see them: within a limit, and of mean 0 and deviation 1 over the step, where that is wanted."""
@@ -126,7 +141,7 @@ class Advantages:
 
         rollout: this rank's trajectories of each update, which the batches are packed from; their fields are computed.
         """
-        if not (self._of_tokens or self._shaped or self._whitens or self._teacher):
+        if not (self._of_tokens or self._shaped or self._whitens or self._teacher or self._process):
             return
         labels = [Labels(trajectories) for trajectories in rollout]
         shaping = [
@@ -137,6 +152,8 @@ class Advantages:
             found = self._along_tokens(rollout, labels, shaping)
         else:
             found = self._along_responses(rollout, labels, shaping)
+            if self._process:
+                found = [a + b for a, b in zip(found, self._along_steps(rollout), strict=True)]
         if self._whitens:
             found = self._whitened(found, [of_update.of("loss_mask") for of_update in labels])
         if self._teacher:
@@ -157,14 +174,43 @@ class Advantages:
         return self._critic.metrics() if self._critic else {}
 
     def _shaping(self, labels: Labels, batches: list[Batch], kl_coefficient: float) -> Tensor:
-        """[L] rewards of the tokens themselves: minus their KL to the reference, and for their improbability."""
+        """[L] rewards of the tokens themselves: minus their KL to the reference, for their improbability, and of steps."""
         if not self._shaped:
-            return torch.zeros(labels.count)
+            return self._of_steps(labels)
         old = everywhere(self._trainer, labels, batches, "old_log_probs")
         rewards = -self._config.entropy_reward * old
         if self._config.kl.placement == "reward" and kl_coefficient:
             rewards -= kl_coefficient * (old - everywhere(self._trainer, labels, batches, "reference_log_probs"))
-        return torch.where(labels.of("loss_mask") & old.isfinite(), rewards, 0.0)  # a pruned token has no log-prob
+        counts = labels.of("loss_mask") & old.isfinite()  # a pruned token has no log-prob
+        return torch.where(counts, rewards, 0.0) + self._of_steps(labels)
+
+    def _of_steps(self, labels: Labels) -> Tensor:
+        """[L] rewards of the tokens with which steps end, where advantages go from token to token."""
+        if not (self._process and self._of_tokens):
+            return torch.zeros(labels.count)
+        return self._process_weight * labels.of("step_scores").nan_to_num(nan=0.0)
+
+    def _along_steps(self, rollout: Sequence[list[Trajectory]]) -> list[Tensor]:
+        """[L] what the steps of each update's responses, among all of their groups, add to the advantages of tokens."""
+        trajectories = [t for of_update in rollout for t in of_update]
+        ends = [np.flatnonzero(~np.isnan(t["step_scores"])) for t in trajectories]
+        mine = [(t.group_id, t["step_scores"][places].tolist()) for t, places in zip(trajectories, ends, strict=True)]
+        parts = self._trainer.ranks.gather_from_leaders(mine)
+        scores = [torch.tensor(steps, dtype=torch.float32) for part in parts for _, steps in part]
+        groups = torch.tensor([group for part in parts for group, _ in part])
+        padded = pad_sequence(scores, batch_first=True)
+        mask = torch.arange(padded.shape[1]) < torch.tensor([[len(steps)] for steps in scores])
+        found = advantages.process_supervision(padded, mask, groups, normalize=SUPERVISED[self._config.advantage])
+        first = sum(len(part) for part in parts[: self._trainer.ranks.data_rank])
+        own = torch.cat([self._process_weight * found, found.new_zeros(len(found), 1)], 1)[first : first + len(mine)]
+        values = []
+        for t, places, of_steps in zip(trajectories, ends, own, strict=True):
+            # The first step that ends with the token or behind it; of what was cut off there is none.
+            step = np.searchsorted(places, np.arange(t.response_length))
+            step[step == len(places)] = -1
+            values.append(of_steps[torch.from_numpy(step)])
+        following = iter(values)
+        return [torch.cat([torch.zeros(0), *islice(following, len(of_update))]) for of_update in rollout]
 
     def _taught(self, settings: DistillationConfig, labels: Labels, batches: list[Batch]) -> Tensor:
         """[L] what the teacher adds to the advantage of each token: by how much likelier it finds the token than the policy."""

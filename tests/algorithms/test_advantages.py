@@ -68,6 +68,52 @@ def test_no_spread_gives_exact_zeros(function):
     assert out.dtype == torch.float32
 
 
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**31), normalize=st.booleans())
+def test_process_supervision_is_the_sum_of_normalized_steps_from_a_token_on(seed, normalize):
+    """Ragged steps, responses without any, groups of one response, and one of equal scores."""
+    rng = np.random.default_rng(seed)
+    ids = rng.permutation(np.repeat([7, -3, 40, 5], [4, 3, 1, 3]))
+    counts = rng.integers(0, 6, len(ids))
+    mask = np.arange(7) < counts[:, None]
+    scores = rng.normal(size=mask.shape) * rng.choice([0.01, 1, 50])
+    scores[ids == 5] = 0.1  # which has no exact mean
+    ours = advantages.process_supervision(
+        torch.tensor(np.where(mask, scores, np.nan)), torch.tensor(mask), torch.tensor(ids), normalize=normalize
+    ).numpy()
+    for group in set(ids):
+        rows = [row for row in range(len(ids)) if ids[row] == group]
+        everything = [scores[row, k] for row in rows for k in range(counts[row])]
+        mean = sum(everything) / max(1, len(everything))
+        deviation = math.sqrt(sum((score - mean) ** 2 for score in everything) / max(1, len(everything)))
+        for row in rows:
+            for k in range(7):
+                behind = [(scores[row, later] - mean) for later in range(k, counts[row])]
+                if group == 5 or len(everything) < 2:  # no spread
+                    assert ours[row, k] == 0.0
+                else:  # 30 terms' rounding, over a deviation that is above 1e-6 of them but by a chance of 1e-6
+                    wanted = sum(behind) / (deviation if normalize else 1.0)
+                    assert ours[row, k] == pytest.approx(wanted, rel=1e-8, abs=1e-8)
+
+
+def test_process_supervision_by_hand():
+    """Two responses: of steps 1 and 0, and of one step 1 that is followed by what was cut off."""
+    scores, mask = torch.tensor([[1.0, 0.0], [1.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+    found = advantages.process_supervision(scores, mask, torch.tensor([3, 3]))
+    root2 = math.sqrt(2)  # mean 2/3, deviation sqrt(2)/3
+    torch.testing.assert_close(found, torch.tensor([[1 / root2 - root2, -root2], [1 / root2, 0.0]]))
+    assert advantages.process_supervision(torch.zeros(2, 0), torch.ones(2, 0), torch.zeros(2)).shape == (2, 0)
+    for wrong in (
+        (scores[0], mask[0], torch.zeros(2)),
+        (scores, mask[:1], torch.zeros(2)),
+        (scores, mask, torch.zeros(3)),
+    ):
+        with pytest.raises(ValueError, match=r"must be \[N, K\]"):
+            advantages.process_supervision(*wrong)
+    with pytest.raises(ValueError, match="is not a finite number"):
+        advantages.process_supervision(scores * torch.inf, mask, torch.tensor([3, 3]))
+
+
 def test_grpo_by_hand():
     out = advantages.group_relative(torch.tensor([1, 0, 0, 0, 7]), torch.tensor([4, 4, 4, 4, 1]))
     root3 = math.sqrt(3)

@@ -63,6 +63,57 @@ REFUSED = {
         {"rewards": {"models": {"liked": {}}}},
         r"rewards\.models\.liked has neither a path nor an",
     ),
+    "steps of a whole": (
+        "ask",
+        {"rewards": {"models": {"liked": {"address": "http://host:1", "step_aggregation": "mean"}}}},
+        r"rewards\.models\.liked\.step_aggregation = mean does nothing: rewards\.models\.liked\.steps is false",
+    ),
+    "steps by a server": (
+        "ask",
+        {"rewards": {"models": {"liked": {"address": "http://host:1", "steps": True}}}},
+        r"rewards\.models\.liked\.steps: .* leave address out",
+    ),
+    **{
+        f"a judge {name}": (
+            "ask",
+            {"rewards": {"judges": {"wise": {"address": "http://h:1/v1", "model": "m"} | keys}}},
+            said,
+        )
+        for name, (keys, said) in {
+            "of nowhere": ({"address": ""}, r"judges\.wise\.address = '': give that of an OpenAI-compatible server"),
+            "at a path": ({"address": "/v1"}, r"judges\.wise\.address = '/v1'"),
+            "by file": ({"address": "file:///etc/passwd"}, r"judges\.wise\.address = 'file:"),
+            "without a model": ({"model": ""}, r"judges\.wise\.model is empty"),
+            "that sees nothing": (
+                {"prompt": "Is {prompt} good? {respons}"},
+                r"judges\.wise\.prompt has no \{response\}",
+            ),
+            "without a scale": ({"scale": [3, 3]}, r"judges\.wise\.scale = \[3, 3\]"),
+            "upside down": ({"scale": [10, 0]}, r"judges\.wise\.scale = \[10, 0\]"),
+            "without bounds": ({"scale": [0, float("inf")]}, r"judges\.wise\.scale = \[0, inf\]"),
+            "of no pattern": ({"pattern": r"(\d"}, r"judges\.wise\.pattern = .* is no regular expression \("),
+            "without a group": ({"pattern": r"\d"}, r"judges\.wise\.pattern = .* has 0 groups"),
+            "of two groups": ({"pattern": r"(\d)(\d)"}, r"judges\.wise\.pattern = .* has 2 groups"),
+            "in two forms": (
+                {"pattern": r"(\d)", "json_key": "x"},
+                r"judges\.wise\.pattern and \.json_key are both given",
+            ),
+            "without its key": (
+                {"api_key": "env:NOWHERE_AT_ALL"},
+                r"judges\.wise\.api_key: the environment has no NOWHERE",
+            ),
+        }.items()
+    },
+    "two of a name": (
+        "ask",
+        {
+            "rewards": {
+                "models": {"wise": {"address": "http://host:1"}},
+                "judges": {"wise": {"address": "http://host:1/v1", "model": "m"}},
+            }
+        },
+        r"rewards\.judges\.wise: rewards\.models has a part of that name",
+    ),
     "all too long": (
         "train",
         {"rewards": {"overlong_buffer": 9}, "rollout": {"max_new_tokens": 8}},
@@ -119,6 +170,28 @@ def test_preferences_of_another_kind_are_named_in_words(takes, loss, kind, words
     check_kind(run, takes, key, loss)
 
 
+@pytest.mark.parametrize(
+    ("address", "key", "warns"),
+    [
+        ("http://judge.example/v1", True, True),
+        ("http://10.0.0.9:80/v1", True, True),
+        ("https://judge.example/v1", True, False),
+        ("http://127.0.0.1:30000/v1", True, False),
+        ("http://localhost/v1", True, False),
+        ("http://judge.example/v1", False, False),
+    ],
+)
+def test_a_judges_key_over_plain_http_is_named(address, key, warns, tiny_model, tmp_path, caplog):
+    (tmp_path / "key").write_text("sk-secret\n")
+    judge = {"address": address, "model": "m"} | ({"api_key": f"file:{tmp_path / 'key'}"} if key else {})
+    models = {"judges": {"wise": judge}}
+    config = build_config(
+        {"model": {"path": str(tiny_model("llama"))}, "data": {"verifier": "none"}, "rewards": models}
+    )
+    check_preferences(config, "train", 1)  # a judge is enough of a reward
+    assert ("its key goes to" in caplog.text) == warns and "sk-secret" not in caplog.text
+
+
 def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     policy, other = tiny_model("llama"), tiny_model("llama", "--tokenizer", "numbers", "--vocab", "64")
     fits = classifier(policy, tmp_path / "fits", seed=0)
@@ -140,6 +213,38 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     with pytest.raises(UserError, match=r"data\.verifier: none judges no response, .* name a reward model"):
         check("train", data={"verifier": "none"})
     check("train", data={"verifier": "none"}, rewards={"models": {"liked": {"path": str(fits)}}})
+    steps: dict = {"path": str(fits), "steps": True, "step_separator": "\n"}
+    models = {"models": {"liked": steps}}
+    for advantage in ("gae", "reinforce_plus_plus", "grpo", "dr_grpo"):
+        check("train", rewards=models, algorithm={"advantage": advantage})
+    for advantage in ("rloo", "tilt", "reinforce_plus_plus_baseline", "somewhere:mine"):
+        check("ask", rewards=models, algorithm={"advantage": advantage})
+        with pytest.raises(
+            UserError, match=rf"algorithm\.advantage = {advantage} knows no rewards of steps; set one of gae"
+        ):
+            check("train", rewards=models, algorithm={"advantage": advantage})
+        in_one = {"models": {"liked": steps | {"step_placement": "response"}}}
+        check("train", rewards=in_one, algorithm={"advantage": advantage})
+    for more, message in (
+        ({"step_separator": None}, r"liked\.steps: .*/fits does not say what ends a step .* set .*\.step_separator"),
+        ({"step_aggregation": "product"}, r"product multiplies probabilities; set sigmoid: true"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check("train", rewards={"models": {"liked": steps | more}})
+    check("train", rewards={"models": {"liked": steps | {"step_aggregation": "product", "sigmoid": True}}})
+    with pytest.raises(UserError, match=r"models\.liked and rewards\.models\.other both have rewards at the ends"):
+        check("train", rewards={"models": {"liked": steps, "other": steps}})
+    with pytest.raises(UserError, match=r"rollout\.program = agent is no text in steps"):
+        check("train", rewards=models, rollout={"program": "agent"})
+    by_lines = tmp_path / "by_lines"
+    shutil.copytree(fits, by_lines)
+    hf_config = json.loads((by_lines / "config.json").read_text()) | {"reward_step_separator": "\n\n"}
+    (by_lines / "config.json").write_text(json.dumps(hf_config))
+    check("train", rewards={"models": {"liked": {"path": str(by_lines), "steps": True}}})
+    with pytest.raises(
+        UserError, match=r"step_separator = '\\n', and .*by_lines has learned from steps that end with '\\n\\n'"
+    ):
+        check("train", rewards={"models": {"liked": steps | {"path": str(by_lines)}}})
     mean = tmp_path / "mean"
     shutil.copytree(fits, mean)
     hf_config = json.loads((mean / "config.json").read_text()) | {"reward_pooling": "mean"}

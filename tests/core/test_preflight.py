@@ -316,6 +316,10 @@ REFUSED |= {
         {**SAMPLES_AGAIN, "rewards": {"models": {"liked": {"address": "http://localhost:1"}}}},
         r"rollout\.dynamic_sampling with rewards\.models, which score behind the rollout",
     ),
+    "spread of what a judge says later": (
+        {**SAMPLES_AGAIN, "rewards": {"judges": {"wise": {"address": "http://localhost:1/v1", "model": "m"}}}},
+        r"rollout\.dynamic_sampling with rewards\.judges, which score behind the rollout",
+    ),
     "features of responses that may be left out": (
         {**SAMPLES_AGAIN, "routing": {"source": "pr3", "features": "engine"}},
         r"rollout\.dynamic_sampling with routing\.source: pr3: ",

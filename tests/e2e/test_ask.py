@@ -13,6 +13,7 @@ from megatron_rl.data.record import file_of, load_trajectories
 from megatron_rl.metrics.reduce import figures
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.trainer import parallel
+from tests.judge_server import Scripted, fenced, nonce_of
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +91,21 @@ def test_eval_of_a_run_whose_server_dies(config, monkeypatch, capsys):
 
 
 def test_rollout_writes_for_people_and_for_machines(config, capsys):
+    """With what a judge says of each response, by its length."""
+    judge = Scripted(lambda text: f"VERDICT {nonce_of(text)}: {len(fenced(text)) % 10}")
     try:
         assert main(["rollout", str(config)]) == 2
         assert "trained is the folder of a training run; choose another --name" in capsys.readouterr().err
-        assert main(["rollout", str(config), "--name", "sampled"]) == 0
+        where = ["--rewards.judges.wise.address", judge.url, "--rewards.judges.wise.model", "m"]
+        assert main(["rollout", str(config), "--name", "sampled", *where]) == 0
     finally:
         parallel.shutdown()
+        judge.die()
     folder = config.parent / "runs" / "sampled" / "rollouts"
     rows = rows_of(folder / "step_000000.jsonl")
     trajectories = load_trajectories(file_of(folder, 0, 0))
-    assert [(row["response"], row["reward"]) for row in rows] == [(t.text, t.reward) for t in trajectories]
+    assert [row["response"] for row in rows] == [t.text for t in trajectories]
+    for row in rows:
+        assert row["reward/wise"] == pytest.approx(len(row["response"]) % 10 / 10)
+        assert row["reward"] == pytest.approx(row["reward/correct"] + row["reward/wise"])
     assert len(rows) == 16 and (folder.parent / "config.yaml").exists()

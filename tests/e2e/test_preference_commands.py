@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from megatron_rl.environments.task import HELD_OUT_SHARE, is_held_out
 from megatron_rl.metrics.logger import read_json_lines
 from megatron_rl.models.hf_folder import read_weights
+from tests.judge_server import Scripted, fenced, nonce_of
 from tests.program import forked
 from tests.ranks import nearly_ties
 
@@ -138,11 +139,32 @@ def test_adapters_learn_preferences(command, files):
     assert {name for name in adapted if ".self_attn." in name} <= moved
 
 
-def train_by_ppo(files: Path, reward: Path, name: str, more: dict) -> None:
-    """Two steps against the reward model, with a critic that starts as it and learns alone in the first."""
+@pytest.fixture(scope="module")
+def process(files):
+    """A process reward model, of two steps on sorted numbers that are judged one by one."""
+    rows = []
+    for line in (files / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        numbers, right = row["rejected"].split(), row["chosen"].split()
+        labels = [int(number == wanted) for number, wanted in zip(numbers, right, strict=True)]
+        rows.append({"prompt": row["prompt"], "steps": numbers, "labels": labels})
+    (files / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ("--data.path", str(files / "steps.jsonl"), "--data.step_separator", " ", "--steps", "2")
+    forked("reward", str(files / "config.yaml"), "--name", "prm", *settings, "--reward_model.loss", "cross_entropy")
+    return files / "prm"
+
+
+def train_by_ppo(
+    files: Path, reward: Path, name: str, more: dict, models: dict | None = None, judges: dict | None = None
+) -> None:
+    """Two steps against the reward model, with a critic that starts as it and learns alone in the first.
+
+    models, judges: other parts of the reward.
+    """
+    models = {"liked": {"path": str(reward / "hf")}, **(models or {})}
     settings = {
         "data": {"task": "number_sorting", "rewards": {"correct": 0.0, "answered": 0.0, "liked": 1.0}},
-        "rewards": {"models": {"liked": {"path": str(reward / "hf")}}, "overlong_buffer": 2},
+        "rewards": {"models": models, "judges": judges or {}, "overlong_buffer": 2},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "tokens_per_micro_batch": 96},
         "algorithm": {
             "advantage": "gae",
@@ -165,26 +187,69 @@ def train_by_ppo(files: Path, reward: Path, name: str, more: dict) -> None:
     forked("train", str(files / f"{name}.yaml"), "--name", name, timeout=240)
 
 
-def test_ppo_against_a_reward_model_and_a_critic_that_starts_as_it(files, reward):
-    """Its scores are those of transformers, for the responses that were sampled; the task's own score is looked at alone."""
-    train_by_ppo(files, reward, "ppo", {})
+def test_ppo_against_models_and_a_judge(files, reward, process):
+    """Scores are those of transformers, for the responses that were sampled: of the whole, and of its steps.
+
+    What the judge gives no verdict on does not train. The task's own score is looked at alone.
+    """
+
+    def says(text: str) -> str:
+        length = len(fenced(text))
+        return f"VERDICT {nonce_of(text)}: {length}" if length % 3 else "I do not know."
+
+    judge = Scripted(says)
+    try:
+        train_by_ppo(
+            files,
+            reward,
+            "ppo",
+            {},
+            models={"prm": {"path": str(process / "hf"), "steps": True, "sigmoid": True}},
+            judges={"wise": {"address": judge.url, "model": "m", "scale": [0, 200], "retries": 0, "max_failures": 1.0}},
+        )
+    finally:
+        judge.die()
     lines = lines_of(files, "ppo")
     assert lines[1]["kl/coefficient"] == 0.1 and "loss/policy" not in {k for k, v in lines[1].items() if v is not None}
     assert lines[2]["loss/policy"] is not None and np.isfinite(lines[2]["critic/loss"])
     assert lines[2]["eval/reward/correct"] is not None and lines[2]["reward/overlong"] <= 0
 
-    model = AutoModelForSequenceClassification.from_pretrained(reward / "hf", dtype=torch.float32)
+    models = {
+        name: AutoModelForSequenceClassification.from_pretrained(folder / "hf", dtype=torch.float32)
+        for name, folder in (("liked", reward), ("prm", process))
+    }
+    assert models["prm"].config.reward_step_separator == " "
     tokenizer = AutoTokenizer.from_pretrained(reward / "hf")
     samples = [json.loads(line) for line in (files / "ppo" / "samples.jsonl").read_text().splitlines()]
-    ended = [sample for sample in samples if sample["finish"] == "stop"]
-    for sample in ended:
-        tokens = tokenizer.encode(sample["prompt"]) + tokenizer.encode(sample["response"]) + [tokenizer.eos_token_id]
-        with torch.no_grad():
-            score = model(torch.tensor([tokens])).logits.item()
-        assert nearly_ties(model, tokens) or sample["reward/liked"] == pytest.approx(score, abs=1e-4)
     for sample in samples:
-        weighted = sample["reward/liked"] + sample["reward/overlong"]
-        assert sample["reward"] == pytest.approx(weighted, abs=1e-6)
+        assert sample.get("masked", False) == (len(sample["response"]) % 3 == 0)
+        if sample.get("masked"):
+            assert sample["reward"] == 0
+            continue
+        prompt = tokenizer.encode(sample["prompt"])
+        steps = sample["response"].split(" ")
+        steps = steps[:-1] if sample["finish"] == "length" else steps
+        scores, ties = [], 0
+        for number in range(1, len(steps) + 1):
+            tokens = prompt + [token for step in steps[:number] for token in tokenizer.encode(f"{step} ")]
+            with torch.no_grad():
+                scores.append(models["prm"](torch.tensor([tokens])).logits.sigmoid().item())
+            ties += nearly_ties(models["prm"], tokens)
+        assert ties or sample["reward/prm"] == pytest.approx(min(scores, default=0.0), abs=1e-4)
+        assert sample["reward/wise"] == pytest.approx(len(sample["response"]) / 200, abs=1e-9)
+        if sample["finish"] == "stop":
+            tokens = prompt + tokenizer.encode(sample["response"]) + [tokenizer.eos_token_id]
+            with torch.no_grad():
+                score = models["liked"](torch.tensor([tokens])).logits.item()
+            assert nearly_ties(models["liked"], tokens) or sample["reward/liked"] == pytest.approx(score, abs=1e-4)
+        parts = ("liked", "overlong", "prm", "wise")
+        assert sample["reward"] == pytest.approx(sum(sample[f"reward/{part}"] for part in parts), abs=1e-6)
+    for step in (1, 2):
+        of_step = [sample for sample in samples if sample["step"] == step for _ in range(sample["count"])]
+        judged = [sample for sample in of_step if not sample.get("masked")]
+        assert len(of_step) == 8 and lines[step]["judge/wise/masked"] == pytest.approx(1 - len(judged) / 8)
+        steps = [len(s["response"].split(" ")) - (s["finish"] == "length") for s in judged]
+        assert lines[step]["process/prm/steps"] == pytest.approx(sum(steps) / max(1, len(judged)))
 
 
 def test_ppo_by_adapters_leaves_all_else(files, reward):

@@ -103,7 +103,10 @@ def test_a_language_model_begins_with_values_of_zero(tiny_model):
 
 def test_a_folder_and_a_checkpoint_are_converted_bit_for_bit(tiny_model, tmp_path):
     folder = classifier(tiny_model("qwen3_moe"), tmp_path / "classifier", seed=3)
-    config = json.loads((folder / "config.json").read_text()) | {"reward_pooling": "mean"}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "reward_pooling": "mean",
+        "reward_step_separator": "\n",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     hf_to_megatron(folder, tmp_path / "checkpoint", ParallelConfig())
     megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back", ParallelConfig())
@@ -112,7 +115,7 @@ def test_a_folder_and_a_checkpoint_are_converted_bit_for_bit(tiny_model, tmp_pat
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     found = read_hf_config(tmp_path / "back")
     assert is_classifier(found) and architecture(found) == "Qwen3MoeForCausalLM"
-    assert found.num_labels == 1 and found.reward_pooling == "mean"
+    assert found.num_labels == 1 and found.reward_pooling == "mean" and found.reward_step_separator == "\n"
 
 
 def test_what_is_no_reward_model_is_refused(tiny_model, tmp_path):

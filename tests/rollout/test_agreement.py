@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.config import JudgeConfig
 from megatron_rl.data.sequence import Sequence
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments import Prompt
+from megatron_rl.errors import UserError
+from megatron_rl.models.precision import Machine
+from megatron_rl.rollout.judge import Judge
+from megatron_rl.rollout.judgements import Judgements
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
@@ -18,6 +30,7 @@ from tests.rollout.conftest import (
     assert_agree,
     client_of,
     collect,
+    key_reference,
     prefill_log_probs,
 )
 from tests.weights import scaled
@@ -64,17 +77,53 @@ def gap(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return float(np.mean(d**2) / 2)
 
 
+class WithTokenizer(RolloutServer):
+    """A server that speaks OpenAI's API too, as one for others does."""
+
+    def command(self, machine: Machine | None = None) -> list[str]:
+        return [word for word in super().command(machine) if word != "--skip-tokenizer-init"]
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(reference, tmp_path_factory):
+    log = tmp_path_factory.mktemp("with_tokenizer") / "log"
+    with WithTokenizer(reference.folder, CPU_SERVER, dtype="bf16", context_length=4096, log_path=log) as server:
+        yield server
+
+
+def test_a_served_model_is_a_judge(with_tokenizer, monkeypatch, caplog):
+    """A random model has no verdict; with a grammar that leaves it the mark alone it has one. Without its key: one line."""
+    response = Trajectory(
+        tokens=np.arange(4, dtype=np.int32), prompt_length=2, prompt_id="p", group_id=0, text="fine é"
+    )
+    prompts = [Prompt("p", "how are you?")]
+
+    def judge(**keys: Any) -> Judge:
+        address = f"{with_tokenizer.address}/v1"
+        config = JudgeConfig(address=address, model="tiny", retries=0, max_failures=1.0, max_tokens=40)
+        return Judge("wise", replace(config, **keys), Judgements(9, None, "wise", 0))
+
+    key = key_reference(with_tokenizer)
+    judge(api_key=key).check(prompts)
+    assert judge(api_key=key).score([response], prompts) == [None]
+    assert re.search(
+        r"1 of 1 responses are masked: (its reply was cut off \('length'\)|there is no verdict)", caplog.text
+    )
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "ab12")
+    [score] = judge(api_key=key, options={"regex": "VERDICT ab12: [1-9]"}).score([response], prompts)
+    assert score in [mark / 10 for mark in range(1, 10)]
+    with pytest.raises(UserError, match=r"rewards\.judges\.wise: http://.* it asks for another key; set the api_key"):
+        judge().check(prompts)
+
+
 @pytest.mark.parametrize(("dtype", "median", "largest"), [("fp32", 1e-5, 1e-5), ("bf16", 0.01, 0.1)])
-def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request, tmp_path):
+def test_trainer_agrees_with_prefill(dtype, median, largest, reference, request):
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
     sequences = [rng.integers(3, 512, int(rng.integers(4, 60))).tolist() for _ in range(24)]
     if dtype == "fp32":
         served = prefill_log_probs(client_of(request.getfixturevalue("server")), sequences)
     else:
-        with RolloutServer(
-            reference.folder, CPU_SERVER, dtype=dtype, context_length=512, log_path=tmp_path / "log"
-        ) as server:
-            served = prefill_log_probs(client_of(server), sequences)
+        served = prefill_log_probs(client_of(request.getfixturevalue("with_tokenizer")), sequences)
     samples = [Sequence.demonstration(sequence[:1], sequence[1:]) for sequence in sequences]
     recipes = [dtype] if dtype == "fp32" else [dtype, "fp8_blockwise", "fp8_tensorwise"]
     trained, *in_fp8 = ask_trainer(reference.folder, *((recipe, samples, SamplingSupport()) for recipe in recipes))

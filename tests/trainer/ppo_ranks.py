@@ -12,7 +12,7 @@ import torch.distributed as dist
 from layouts import make_config, make_trainer, whole_gradients
 from ranks import end_layout
 
-from megatron_rl.config import AlgorithmConfig, Config, KLConfig
+from megatron_rl.config import AlgorithmConfig, Config, KLConfig, RewardsConfig
 from megatron_rl.data.balance import redistribute
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.trajectory import Trajectory
@@ -44,8 +44,20 @@ OF_TOKENS = {
     "baseline": AlgorithmConfig(advantage="reinforce_plus_plus_baseline", entropy_reward=0.03),
     "baseline, not whitened": AlgorithmConfig(advantage="reinforce_plus_plus_baseline", whiten=False),
 }
+OF_STEPS = {
+    "gae": AlgorithmConfig(advantage="gae", gamma=0.95, lam=0.8),
+    "reinforce_plus_plus": AlgorithmConfig(advantage="reinforce_plus_plus", gamma=0.9, kl=IN_REWARD),
+    "grpo": AlgorithmConfig(kl=IN_REWARD, whiten=True),
+    "dr_grpo": AlgorithmConfig(advantage="dr_grpo"),
+}
+"""With rewards at the ends of steps, as the cases of gae and of grpo have too."""
+PROCESS = {
+    "data": {"rewards": {"prm": 0.7}},
+    "rewards": {"models": {"prm": {"path": "nowhere", "steps": True}}},  # what it says is made up
+}
 CASES: dict[str, dict[str, Any]] = {
     "gae": {
+        **PROCESS,
         "algorithm": {
             "advantage": "gae",
             "gamma": 0.98,
@@ -56,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {
         "algorithm": {"advantage": "reinforce_plus_plus_baseline", "entropy_reward": 0.05},
     },
-    "grpo": {"algorithm": {"kl": {"coefficient": 0.1, "placement": "reward"}}},
+    "grpo": {"algorithm": {"kl": {"coefficient": 0.1, "placement": "reward"}}, **PROCESS},
     # What changes routers and log-probs, all at once.
     "together": {
         "algorithm": {"advantage": "gae", "kl": {"coefficient": 0.1, "placement": "reward"}, "entropy_reward": 0.01},
@@ -71,12 +83,13 @@ def make_trajectories(seed: int, *, parts: bool = True, vocab: int = 64) -> list
     """A step's, of lengths that no micro-batch of 96 tokens holds together, with whatever an episode may look like.
 
     Tokens that others chose at the beginning, in the middle and at the end of a response; responses that a limit ended; one
-    that is masked, one of which no token counts; parts: some samples are several sequences.
+    that is masked, one of which no token counts; parts: some samples are several sequences. Up to four steps, the last of
+    which may end before the response does; all scores of the second prompt's steps are equal.
     """
     rng = np.random.default_rng(seed)
     found: list[Trajectory] = []
     for sample in range(PROMPTS * SAMPLES):
-        reward, masked, overlong = float(rng.normal()), sample == 1, -float(rng.random())
+        reward, prm, masked, overlong = float(rng.normal()), float(rng.normal()), sample == 1, -float(rng.random())
         for part in range(1 + (2 if parts and sample in (1, 9, 15) else 0)):
             prompt, response = int(rng.integers(1, 15)), int(rng.integers(3, 26))
             mask = np.ones(response, bool)
@@ -88,6 +101,10 @@ def make_trajectories(seed: int, *, parts: bool = True, vocab: int = 64) -> list
                 mask[: 1 + length // 2] = False
             if masked or sample == 6:
                 mask[:] = False
+            own = np.flatnonzero(mask)
+            ends = rng.choice(own, int(rng.integers(0, min(4, len(own)) + 1)), replace=False)
+            steps = np.full(response, np.nan, np.float32)
+            steps[ends] = 0.3 if sample // SAMPLES == 1 else rng.normal(size=len(ends))
             found.append(
                 Trajectory(
                     prompt_id=str(len(found)),
@@ -97,10 +114,11 @@ def make_trajectories(seed: int, *, parts: bool = True, vocab: int = 64) -> list
                     fields={
                         "loss_mask": mask,
                         "rollout_log_probs": rng.normal(-3, 1, response).astype(np.float32),
+                        "step_scores": steps,
                     },
                     finish_reason="length" if sample % 3 == 0 else "stop",
                     reward=reward,
-                    reward_parts={"correct": reward - overlong, "overlong": overlong},
+                    reward_parts={"correct": reward - overlong - 0.7 * prm, "overlong": overlong, "prm": prm},
                     masked=masked,
                     part=part,
                 )
@@ -153,12 +171,15 @@ def advantages_of(
     critic: Critic | None,
     trajectories: list[Trajectory],
     updates: int = UPDATES,
+    *,
+    of_steps: bool = False,
 ) -> tuple[dict[str, Any], list, list, Advantages]:
     """From rewards to advantages as a step of `train` does, by trajectory, and all that they were made of."""
     ranks = trainer.ranks
     groups = share_of(PROMPTS, ranks.data_rank, ranks.data_size)
     mine = [replace(t, fields=dict(t.fields)) for t in trajectories if t.group_id in groups and ranks.is_leader]
     whole = replace(trainer.config, algorithm=algorithm)
+    whole = whole if of_steps else replace(whole, rewards=RewardsConfig())
     advantages = Advantages(whole, trainer, critic if algorithm.advantage == "gae" else None)
     advantages.of_responses(mine)
     samples = redistribute(mine, updates, ranks)
@@ -196,7 +217,10 @@ def step(
 ) -> tuple[dict[str, Any], dict[str, float], int]:
     """What `train` makes of a step's trajectories -> (advantages and their sources, metrics, micro-batches of an update)."""
     config = trainer.config
-    made, _, rollout_batch, advantages = advantages_of(config.algorithm, trainer, critic, trajectories)
+    of_steps = config.process_rewards is not None
+    made, _, rollout_batch, advantages = advantages_of(
+        config.algorithm, trainer, critic, trajectories, of_steps=of_steps
+    )
     objective, updates = replace(Policy(config), kl_coefficient=kl.value), []
     for index, batches in enumerate(rollout_batch):
         advantages.update_critic(index)
@@ -231,6 +255,11 @@ def run_layout(
     found: dict[str, Any] = {"advantages": {}}
     for name, algorithm in {"gae": OF_TOKENS, "grpo": WHOLE}.get(case, {}).items() if others else ():
         found["advantages"][name] = advantages_of(algorithm, trainer, critic, trajectories)[0]
+    for name, algorithm in OF_STEPS.items() if others and case in ("gae", "grpo") else ():
+        if name.endswith("grpo") == (case == "grpo"):
+            found["advantages"][f"process: {name}"] = advantages_of(
+                algorithm, trainer, critic, trajectories, of_steps=True
+            )[0]
     if case == "gae" and others:
         # One sequence an update: where there are two data-parallel ranks, one of them has none.
         few = [t for t in trajectories if not t.part][3:9:5]

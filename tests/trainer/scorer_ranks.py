@@ -8,16 +8,20 @@ from typing import Any
 import numpy as np
 from layouts import make_config
 from ranks import end_layout
+from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.config_file import build_config
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
 from megatron_rl.launch.plan import share_of
+from megatron_rl.models.hf_folder import read_tokenizer
 from megatron_rl.rollout.later_rewards import LaterRewards
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.trainer import build_trainer
 
 COUNT, LONGEST = 9, 30
+STEPS = {"steps": True, "step_separator": "\n", "sigmoid": True, "step_aggregation": "mean"}
 
 
 def make_trajectories(seed: int) -> list[Trajectory]:
@@ -44,8 +48,39 @@ def make_trajectories(seed: int) -> list[Trajectory]:
     return found
 
 
-def score(model: str, classifier: str, seed: int, layouts: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """The rewards of all trajectories by their ids, layout by layout; scores are normalized, as in a step of training."""
+def make_texts(seed: int, tokenizer: PreTrainedTokenizerBase) -> list[Trajectory]:
+    """Responses in lines: some cut off, some without a last line break, one that says nothing and one masked."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(COUNT):
+        lines = ["".join(rng.choice([*"abc =+12é", "数"], int(rng.integers(0, 7)))) for _ in range(rng.integers(1, 5))]
+        text = "" if number == 5 else "\n".join(lines)
+        cut = number % 3 == 0
+        prompt = rng.integers(4, 64, int(rng.integers(1, 15))).tolist()
+        response = tokenizer.encode(text, add_special_tokens=False) + ([] if cut else [tokenizer.eos_token_id])
+        found.append(
+            Trajectory(
+                prompt_id=str(number),
+                group_id=number,
+                tokens=np.asarray([*prompt, *response], np.int32),
+                prompt_length=len(prompt),
+                fields={"loss_mask": np.ones(len(response), bool)},
+                finish_reason="length" if cut else "stop",
+                text=text,
+                masked=number == 2,
+                reward_parts={"steps": 0.0, "wise": 0.0},
+            )
+        )
+    return found
+
+
+def score(
+    model: str, classifier: str, judge: str, seed: int, layouts: list[dict[str, Any]]
+) -> list[tuple[dict[str, float], dict[str, tuple[float, list[float]]]]]:
+    """Layout by layout, by ids: rewards of all trajectories; reward and step_scores of all texts, at which a judge looks too.
+
+    Scores are normalized, as in a step of training; those of steps are probabilities, and -1 is none.
+    """
     results = []
     for layout in layouts:
         models = {"liked": {"path": classifier, "normalize": True}}
@@ -62,6 +97,19 @@ def score(model: str, classifier: str, seed: int, layouts: list[dict[str, Any]])
         mine = [t for t in make_trajectories(seed) if t.group_id in share]
         rewards.score(mine, [Prompt("p", "")] * COUNT, learns=True)
         found = ranks.gather({t.prompt_id: t.reward for t in mine})
-        results.append({number: reward for part in found for number, reward in part.items()})
+        judges = {"wise": {"address": judge, "model": "m", "scale": [0, 100], "max_failures": 1.0, "retries": 0}}
+        steps = build_config({"rewards": {"models": {"steps": {"path": classifier, **STEPS}}, "judges": judges}})
+        of_steps: Any = SimpleNamespace(weights={"steps": 2.0, "wise": 1.0})
+        by_steps = LaterRewards(steps.rewards, ranks, of_steps, max_new_tokens=LONGEST)
+        by_steps.check([Prompt("p", "")])
+        by_steps.build(lambda folder, rewards=rewards: rewards.models["liked"])
+        texts = [t for t in make_texts(seed, read_tokenizer(classifier)) if t.group_id in share]
+        by_steps.score(texts, [Prompt("p", "")] * COUNT, learns=True)
+        scored = ranks.gather(
+            {t.prompt_id: (t.reward, np.nan_to_num(t["step_scores"], nan=-1.0).tolist()) for t in texts}
+        )
+        results.append(
+            tuple({number: one for part in each for number, one in part.items()} for each in (found, scored))
+        )
         end_layout()
     return results

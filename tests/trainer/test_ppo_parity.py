@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ppo_ranks import CASES, OF_TOKENS, WHOLE, make_config, make_trajectories
+from ppo_ranks import CASES, OF_STEPS, OF_TOKENS, WHOLE, make_config, make_trajectories
 from ranks import run_ranks, without_ties
 from test_parity import EPS, TWO_RANKS
 from transformers import AutoModelForSequenceClassification
@@ -176,9 +176,15 @@ def over_group(algorithm: AlgorithmConfig, rewards: list[float], index: int) -> 
 
 
 def expected(
-    algorithm: AlgorithmConfig, trajectories: list[Trajectory], found: dict[str, dict[int, np.ndarray]]
+    algorithm: AlgorithmConfig,
+    trajectories: list[Trajectory],
+    found: dict[str, dict[int, np.ndarray]],
+    process: float | None = None,
 ) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    """(advantages, returns) of each trajectory's counted tokens, by their definitions, in fp64."""
+    """(advantages, returns) of each trajectory's counted tokens, by their definitions, in fp64.
+
+    process: weight of rewards at the ends of steps.
+    """
     kl = algorithm.kl.coefficient if algorithm.kl.placement == "reward" else 0.0
     of_tokens: dict[int, list[float]] = {}
     steps = {int(t.prompt_id): [i for i, counts in enumerate(t["loss_mask"]) if counts] for t in trajectories}
@@ -191,6 +197,7 @@ def expected(
                 if kl:
                     reward -= kl * (old - float(found["reference_log_probs"][number][i]))
             of_tokens[number].append(reward)
+    scores = {int(t.prompt_id): {i: float(s) for i, s in enumerate(t["step_scores"]) if s == s} for t in trajectories}
     whole = algorithm.advantage in ("grpo", "dr_grpo", "rloo", "tilt")
     final: dict[tuple[int, int], float] = {}
     sample = 0
@@ -202,7 +209,8 @@ def expected(
     for t, number in zip(trajectories, samples, strict=True):
         if not t.masked and not t.part:
             shaped = sum(of_tokens[int(t.prompt_id)]) if whole else 0.0
-            groups.setdefault(t.group_id, []).append((number, t.reward + shaped))
+            outcome = t.reward - process * t.reward_parts["prm"] if process else t.reward
+            groups.setdefault(t.group_id, []).append((number, outcome + shaped))
     for members in groups.values():
         for index, (number, _) in enumerate(members):
             final[number] = over_group(algorithm, [reward for _, reward in members], index)
@@ -213,8 +221,21 @@ def expected(
         places, reward = steps[key], final.get(number, 0.0)
         if whole:
             advantages[key] = [reward] * len(places)
+            if process:
+                everything = [
+                    s for o in trajectories if o.group_id == t.group_id for s in scores[int(o.prompt_id)].values()
+                ]
+                mean = sum(everything) / max(1, len(everything))
+                deviation = math.sqrt(sum((s - mean) ** 2 for s in everything) / max(1, len(everything)))
+                scale = deviation if algorithm.advantage == "grpo" else 1.0
+                even = deviation < 1e-9  # all steps are worth the same
+                advantages[key] = [
+                    reward
+                    + process * (0 if even else sum((s - mean) / scale for end, s in scores[key].items() if end >= i))
+                    for i in places
+                ]
             continue
-        rewards = of_tokens[key]
+        rewards = [r + (process or 0.0) * scores[key].get(i, 0.0) for i, r in zip(places, of_tokens[key], strict=True)]
         goes_on = algorithm.advantage == "gae" and algorithm.bootstrap_truncated and t.finish_reason == "length"
         if goes_on:  # nobody knows how good it would have been, but how long it is
             reward = t.reward_parts["overlong"]
@@ -258,12 +279,17 @@ ALGORITHMS = {
 def test_advantages_are_those_of_their_definition(found, seed, run):
     case = run[0]
     algorithms = ALGORITHMS[case] if run[1] in WITH_OTHERS else {}
+    if algorithms:
+        algorithms = algorithms | {
+            f"process: {n}": a for n, a in OF_STEPS.items() if n.endswith("grpo") == (case == "grpo")
+        }
     for name, algorithm in (algorithms | {"case": algorithm_of(case)}).items():
         trajectories = make_trajectories(seed, parts=case != "grpo")
         if name == "few":
             trajectories = [t for t in trajectories if not t.part][3:9:5]
         made = found[run]["advantages"][name]
-        advantages, returns = expected(algorithm, trajectories, made)
+        of_steps = name.startswith("process: ") or (name == "case" and "rewards" in CASES[case])
+        advantages, returns = expected(algorithm, trajectories, made, 0.7 if of_steps else None)
         assert made["advantages"].keys() == advantages.keys()
         for t in trajectories:
             number, mask = int(t.prompt_id), t["loss_mask"]

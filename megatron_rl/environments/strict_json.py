@@ -1,4 +1,4 @@
-"""JSON as its standard has it (RFC 8259), of texts that a model or a client wrote: what Python's own reader lets pass is refused."""
+"""JSON as its standard (RFC 8259) has it, of texts by a model or a client: what Python's own reader lets pass is refused."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -215,10 +216,8 @@ def behind_thoughts(text: str, opener: str) -> str:
         if found[0] == "</think>":
             answer = at
             continue
-        try:
+        with suppress(ValueError):  # that is no call: what is in it counts as any text
             at = decode(text, at)[1]
-        except ValueError:
-            pass  # no call: what is in it counts as any text
     return text[answer:]
 
 

@@ -179,6 +179,8 @@ def parse_yaml(text: str) -> Any:
             return None
         _refuse_twice(node)
         return loader.construct_document(node)
+    except (AttributeError, LookupError, TypeError) as error:  # PyYAML's own of a value that its tag does not fit
+        raise yaml.YAMLError(f"a value is not of its tag ({error})") from None
     finally:
         loader.dispose()
 
@@ -195,13 +197,13 @@ def _parse_value(text: str, kind: Any) -> Any:
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
     if type(None) in kinds and text in _NULL:
         return None
+    if str in kinds or any(typing.get_origin(one) is typing.Literal for one in kinds):
+        return text
     try:
         parsed = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         parsed = text
-    if str in kinds or any(typing.get_origin(one) is typing.Literal for one in kinds):
-        return text
-    if list[str] in kinds and not isinstance(parsed, bool if bool in kinds else list):
+    if list[str] in kinds and not isinstance(parsed, (bool, list) if bool in kinds else list):
         return [part for part in map(str.strip, text.split(",")) if part]
     is_open = kind is None and not text.lstrip().startswith(("{", "[", "'", '"'))
     return text if is_open and isinstance(parsed, str | dict | list) else parsed

@@ -150,6 +150,9 @@ UNREADABLE = {
     "a tab": (b"batch:\n\tprompts_per_step: 4\n", "not YAML: line 2"),
     "a NUL": (b"steps: 3\0\n", "not YAML"),
     "an object": (b"steps: !!python/object/apply:os.getpid []\n", "not YAML"),
+    "a tag": (b"eval: {greedy: !!bool x}\n", "not YAML"),
+    "another tag": (b"name: !!timestamp x\n", "not YAML"),
+    "a third tag": (b"optimizer: {lr: !!float ''}\n", "not YAML"),
     "digits": (b"steps: " + b"9" * 5000, "not YAML"),
     "nests": (b"data: {options: " + b"[" * 5000, "not YAML"),
     "a section twice": (
@@ -357,6 +360,7 @@ def test_old_names_are_errors_that_name_the_new_one():
         (["--model.freeze", "7"], "model", "freeze", ["7"]),
         (["--model.freeze", ""], "model", "freeze", []),
         (["--model.keep_zeros", "*.a,*.b"], "model", "keep_zeros", ["*.a", "*.b"]),
+        (["--model.keep_zeros", "[a, '*.b']"], "model", "keep_zeros", ["a", "*.b"]),
         (["--model.keep_zeros", "true"], "model", "keep_zeros", True),
         (["--optimizer.decay", "linear"], "optimizer", "decay", "linear"),
         (["--correction.mode", "none"], "correction", "mode", "none"),

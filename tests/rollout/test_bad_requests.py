@@ -55,9 +55,9 @@ def world():
         ):
             return answer.status, (await answer.read()).decode()
 
-    def open_session(**settings):
+    def open_session(room=400, **settings):
         found.sampled.clear()
-        found.session = endpoint.sessions["s"] = Session(FORM, sample, 400, 4000, **settings)
+        found.session = endpoint.sessions["s"] = Session(FORM, sample, room, 4000, **settings)
 
     def ask(body, path=CHAT, **headers):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -272,11 +272,12 @@ REPLIES = [
 @given(
     st.lists(requests | st.tuples(st.integers(0, 3), st.lists(messages, max_size=2)), max_size=4),
     st.lists(st.lists(st.sampled_from(REPLIES), min_size=1, max_size=3).map("".join), min_size=1, max_size=3),
+    st.sampled_from([8, 60, 400]),
 )
-def test_no_request_is_5xx_and_the_record_is_whole_behind_each(world, bodies, replies):
-    """Requests of one session, some of which go on from what was answered before."""
+def test_no_request_is_5xx_and_the_record_is_whole_behind_each(world, bodies, replies, room):
+    """Requests of one session, some of which go on from what was answered before, until there is no room for a reply."""
     world.replies[:], said = replies, [USER]
-    world.open()
+    world.open(room)
     for body in bodies:
         if isinstance(body, tuple):
             body = {"messages": [*said[body[0] % len(said)], *body[1]]}
@@ -292,7 +293,9 @@ def test_no_request_is_5xx_and_the_record_is_whole_behind_each(world, bodies, re
         for branch in world.session.branches:
             talk = branch.talk
             assert not branch.busy and len(branch.ends) == len(talk.replies)
-            assert not branch.ends or branch.ends[-1] == (len(branch.messages), len(talk.context))
+            full = talk.finish_reason == "tokens"
+            assert full or branch.ends[-1] == (len(branch.messages), len(talk.context))
+            assert not branch.ends or (branch.ends[-1][1] == len(talk.context) and len(talk.tokens) <= room)
             assert list(talk.context) == [*talk.prompt, *talk.tokens]
         assert sum(len(b.talk.replies) for b in world.session.branches) == len(world.sampled)
     world.session.close("stop")

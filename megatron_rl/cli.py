@@ -46,7 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
             help=text,
             description=text,
             allow_abbrev=False,
-            epilog="Every key of the config can be given as --section.key VALUE; docs/configuration.md lists them.",
+            epilog="Every key of the config can be given as --section.key VALUE, in the place of the file's; the last one"
+            " counts. docs/configuration.md lists them.",
         )
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument(

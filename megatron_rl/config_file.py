@@ -5,10 +5,12 @@ An unknown key, an old name or a bad value is an error that names the key and th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
 import re
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,12 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
         raise UserError(f"config: '{prefix[:-1]}' is a section: give keys below it, not {hide(repr(values)):.60}")
     hints = _fields(tree)
     for name, value in values.items():
+        if name not in hints and f"{prefix}{name}" in key_paths():
+            section_name, _, key = f"{prefix}{name}".rpartition(".")
+            raise UserError(
+                f"config: '{prefix}{name}': dotted keys are for the command line; in a file '{section_name}' is a section:"
+                f" write '{key}:' below '{section_name}:'"
+            )
         if name not in hints:
             raise UserError(f"config: unknown key '{prefix}{name}'; {nearest_key(f'{prefix}{name}')}")
         if dataclasses.is_dataclass(hints[name]):
@@ -104,16 +112,8 @@ def _check_values(values: dict, source: str) -> None:
             raise UserError(f"config {source}: '{key}' = '{found}': it is called '{names[found]}' now")
 
 
-def _merge(base: dict, over: dict) -> dict:
-    merged = dict(base)
-    for key, value in over.items():
-        both_dicts = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both_dicts else value
-    return merged
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: 1e-6 is one and 2:4 is none (PyYAML reads YAML 1.1, where these are a string and 124)."""
+    """YAML 1.2's numbers: 1e-6 is one, 010 is ten and 2:4 is none (PyYAML reads YAML 1.1: a string, eight and 124)."""
 
 
 _FLOAT = r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
@@ -121,13 +121,49 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_INT = r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$"
+_INT = r"^[-+]?(0b[01_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)$"
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_INT), list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 
 
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """0o10, 0x8, 0b1000 and 8; 1_000 is 1000, which YAML 1.2 has not, and this always took."""
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    return int(text, 0 if text.lstrip("+-")[1:2] in ("b", "o", "x") else 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
+class _GivenTwice(yaml.MarkedYAMLError):
+    """A key that a mapping has twice: YAML forbids it, and PyYAML takes the last."""
+
+
+def _refuse_twice(node: yaml.Node, prefix: str = "", seen: set[int] | None = None) -> None:
+    """Errors: _GivenTwice naming the key and both lines."""
+    seen = set() if seen is None else seen
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            _refuse_twice(one, prefix, seen)
+        return
+    lines: dict[tuple[str, str], int] = {}
+    for key, value in node.value:
+        name = str(key.value) if isinstance(key, yaml.ScalarNode) else "?"
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode) and (key.tag, name) in lines:
+            first = lines[key.tag, name]
+            raise _GivenTwice(problem=f"'{prefix}{name}' is given twice, in lines {first} and {line}")
+        lines[key.tag, name] = line
+        _refuse_twice(value, f"{prefix}{name}.", seen)
+
+
 def yaml_problem(error: Exception) -> str:
     """The problem and its place, on one line: without the line itself, as PyYAML shows it, which may have a secret in it."""
+    if isinstance(error, _GivenTwice):
+        return str(error.problem)
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     mark = error.problem_mark
@@ -135,34 +171,82 @@ def yaml_problem(error: Exception) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text, with floats as in YAML 1.2."""
-    return yaml.load(text, _Loader)
+    """The value of a YAML text, with numbers as in YAML 1.2. Errors: YAMLError, also for a key that is given twice."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_twice(node)
+        return loader.construct_document(node)
+    except (AttributeError, LookupError, TypeError) as error:  # PyYAML's own of a value that its tag does not fit
+        raise yaml.YAMLError(f"a value is not of its tag ({error})") from None
+    finally:
+        loader.dispose()
+
+
+_NULL = ("null", "~", "")
 
 
 def _parse_value(text: str, kind: Any) -> Any:
-    """Read a value of the command line.
+    """Read a value of the command line. kind: the key's type; None where a task or a tool has keys of its own.
 
-    It is YAML, but where a text is wanted what YAML takes for something else stays one, such as {prompt} or 7; a list of
-    texts may be given as a,b.
+    Where a text is wanted it is what was typed, to the letter; null is none where there may be none. A list of texts is YAML in
+    brackets, or a,b. All else is YAML, and below keys of one's own a text that YAML takes for one is what was typed, too.
     """
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+    if type(None) in kinds and text in _NULL:
+        return None
+    if str in kinds or any(typing.get_origin(one) is typing.Literal for one in kinds):
+        return text
     try:
         parsed = parse_yaml(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         parsed = text
-    if kind == list[str] and isinstance(parsed, str):
-        return [part.strip() for part in parsed.split(",")]
-    optional = type(None) in typing.get_args(kind)
-    wants_text = kind is str or (optional and str in typing.get_args(kind))
-    return text if wants_text and not isinstance(parsed, str) and not (optional and parsed is None) else parsed
+    if list[str] in kinds and not isinstance(parsed, (bool, list) if bool in kinds else list):
+        return [part for part in map(str.strip, text.split(",")) if part]
+    is_open = kind is None and not text.lstrip().startswith(("{", "[", "'", '"'))
+    return text if is_open and isinstance(parsed, str | dict | list) else parsed
 
 
 _OPEN = ("agent.mcp_servers", "agent.tool_options", "data.options")
 """Keys below which users have keys of their own."""
 
 
-def parse_overrides(arguments: list[str]) -> dict:
-    """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; values are YAML (`_parse_value`)."""
-    tree: dict = {}
+def _kind_of(key: str) -> Any:
+    """The type of a key; None of one below data.options and its like. Errors: UserError for a key that is not there."""
+    paths = key_paths()
+    if key in paths:
+        return paths[key]
+    for path, kind in paths.items():
+        if typing.get_origin(kind) is dict and key.startswith(f"{path}."):
+            inner = typing.get_args(kind)[1]
+            _, _, field = key.removeprefix(f"{path}.").partition(".")
+            found = key_paths(inner).get(field) if dataclasses.is_dataclass(inner) else inner
+            return None if found is Any else found
+    raise UserError(f"config: unknown key '{key}'; {nearest_key(key)}")
+
+
+def _set(tree: dict, key: str, value: Any) -> None:
+    """Set a dotted key. Errors: UserError where the tree has something else than keys above it."""
+    *above, last = key.split(".")
+    for depth, part in enumerate(above):
+        if tree.get(part) is None:
+            tree[part] = {}
+        tree = tree[part]
+        if not isinstance(tree, dict):
+            name = ".".join(above[: depth + 1])
+            raise UserError(f"config: '{name}' is a section: give keys below it, not {hide(repr(tree)):.60}")
+    tree[last] = value
+
+
+def parse_overrides(arguments: list[str], onto: dict | None = None) -> dict:
+    """Turn ['--a.b', '1', '--c=x'] into {'a': {'b': 1}, 'c': 'x'}; `_parse_value` says what values are.
+
+    onto: the config's file, in which they are set, each in the place of what is there: {} empties a mapping, and keys below it
+    add to it. Of a key that is given twice the last counts, so that scripts may set what their caller may change.
+    """
+    tree = copy.deepcopy(onto or {})
     items = iter(arguments)
     for item in items:
         if not item.startswith("--"):
@@ -172,19 +256,15 @@ def parse_overrides(arguments: list[str]) -> dict:
             value = next(items, None)
             if value is None:
                 raise UserError(f"command line: --{key} needs a value")
-        paths = key_paths()
-        in_options = any(key.startswith(f"{p}.") for p, kind in paths.items() if typing.get_origin(kind) is dict)
-        if key not in paths and not in_options:
-            raise UserError(f"config: unknown key '{key}'; {nearest_key(key)}")
-        parsed = _parse_value(value, paths.get(key))
-        for part in reversed(key.split(".")):
-            parsed = {part: parsed}
-        if key.startswith(_OPEN) and hidden(parsed) != parsed:
+        parsed = _parse_value(value, _kind_of(key))
+        alone: dict = {}
+        _set(alone, key, parsed)
+        if key.startswith(_OPEN) and hidden(alone) != alone:
             remedy = "write env:NAME or file:PATH" if key.startswith(_OPEN[0]) else "write it in the config file"
             raise UserError(
                 f"command line: --{key} has a secret in it, which everybody on this machine can read: {remedy}"
             )
-        tree = _merge(tree, parsed)
+        _set(tree, key, parsed)
     return tree
 
 
@@ -212,22 +292,29 @@ def build_config(values: dict, source: str = "") -> Config:
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file and command-line overrides (['--batch.prompts_per_step', '16'])."""
+    """Read a YAML file and command-line overrides (['--batch.prompts_per_step', '16']); without these the file has some key.
+
+    Errors: UserError, one line that names the file.
+    """
     try:
-        values = parse_yaml(Path(path).read_text()) or {}
+        values = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"config {path}: no text: {error}") from None
+        raise UserError(f"config {path}: it is no text in UTF-8: {error}") from None
+    except _GivenTwice as error:
+        raise UserError(f"config {path}: {yaml_problem(error)}") from None
     except (
         yaml.YAMLError,
         ValueError,
         RecursionError,
     ) as error:  # the latter of dates that are none, and of deep nests
         raise UserError(f"config {path}: not YAML: {yaml_problem(error)}") from None
-    if not isinstance(values, dict):
+    if values is None and not overrides:
+        raise UserError(f"config {path}: it is empty: give at least model.path")
+    if not isinstance(values, dict | None):
         raise UserError(f"config {path}: it has no mapping of keys to values, but a {type(values).__name__}")
-    return build_config(_merge(values, parse_overrides(overrides or [])), str(path))
+    return build_config(parse_overrides(overrides or [], values), str(path))
 
 
 def to_yaml(config: Config) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from megatron_rl.environments.strict_json import loads
 
 Message = dict[str, Any]
 """role, content (text) and, where an assistant calls, tool_calls; a tool's has its name where that is known."""
@@ -14,7 +15,7 @@ def parse_call(call: Any) -> tuple[str, dict[str, Any]]:
     """Name and arguments of an element of `tool_calls`. Errors: ValueError saying what is wrong with it."""
     try:
         name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = loads(arguments) if isinstance(arguments, str) else arguments
     except (TypeError, KeyError, AttributeError, ValueError):
         raise ValueError("a call of tool_calls has a function with a name and arguments that are JSON") from None
     if not isinstance(arguments, dict):

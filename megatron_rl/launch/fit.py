@@ -123,6 +123,7 @@ def check_fits(config: Config, hf_config: PreTrainedConfig, gpus: int, memory: i
 
 def _print_tables(report: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     def gigabytes(size: float) -> str:
@@ -131,7 +132,8 @@ def _print_tables(report: dict[str, Any]) -> None:
     console = Console()
     counts = {name: f"{size / 1e9:.2f} B" for name, size in report["parameters"].items()}
     console.print(
-        f"{report['model']}: {counts['total']} parameters, {counts['experts']} of them in experts, {counts['active']} active"
+        f"{escape(report['model'])}: {counts['total']} parameters, {counts['experts']} of them in experts,"
+        f" {counts['active']} active"
     )
     total, memory = report["per_gpu"]["total"], report["memory"]
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

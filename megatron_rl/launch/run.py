@@ -27,6 +27,7 @@ from megatron_rl.launch.hooks import data_hooks, update_hooks
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, reference_of
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock, make_private
+from megatron_rl.launch.unread import unread
 from megatron_rl.metrics.logger import RunLogger
 from megatron_rl.models.hf_folder import read_tokenizer
 from megatron_rl.models.precision import slow_bf16, this_machine
@@ -257,6 +258,8 @@ class Run:
             }
             if hint := slow_bf16(self.config.precision, this_machine(), **sides):
                 self.logger.say(hint)
+            if ignored := unread(self.config, self.kind):
+                self.logger.say(f"warning: {self.kind} does nothing with {', '.join(ignored)}")
             if self.step:
                 self.logger.say(f"resumed at step {self.step}")
                 if self._changes:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, job_name
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import check_group, make_plan
 from megatron_rl.launch.run_lock import make_private
@@ -67,7 +67,7 @@ class Job:
         serve = f", {serving} serve" if serving else " and serve" * (self.command == "train")
         gpus = f" ({self.nodes * self.gpus_per_node} GPUs)" if self.gpus_per_node else ""
         options = {
-            "job-name": shlex.quote(self.name.replace("/", "-")),
+            "job-name": shlex.quote(job_name(self.name)),
             "nodes": self.nodes,
             **({"gpus-per-node": self.gpus_per_node} if self.gpus_per_node else {}),
             "exclusive": None,
@@ -204,6 +204,6 @@ def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence
     if done.returncode:
         raise UserError(f"launch: sbatch: {' '.join(done.stderr.split())} [{script}]")
     number = done.stdout.split(";")[0].strip()
-    log = f"{config.name.replace('/', '-')}-{number}.log"
+    log = f"{job_name(config.name)}-{number}.log"
     print(f"job {number} from {script}\nfollow it: tail -F {ROOT / log}; its processes' logs: {ROOT / 'logs'}")
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.config import job_name
 from megatron_rl.credentials import hide
 from megatron_rl.launch.run_lock import NAME as LOCK
 from megatron_rl.metrics.logger import METRICS_FILE
@@ -162,7 +163,7 @@ def _logs(folder: Path, name: str) -> list[str]:
     root = folder.resolve()
     for _ in Path(name).parts:
         root = root.parent
-    jobs = (root.parent / "logs").glob(f"{glob.escape(name.replace('/', '-'))}-*/attempt-*")
+    jobs = (root.parent / "logs").glob(f"{glob.escape(job_name(name))}-*/attempt-*")
     attempts = sorted(jobs, key=lambda path: path.stat().st_mtime)
     return found + [f"{path}/" for path in attempts[-1:]]
 

@@ -1,11 +1,13 @@
-"""Hugging Face model folders as files: check what is read, copy what belongs to the tokenizer, write safetensors."""
+"""Hugging Face model folders as files: check what is read, copy what lies beside the weights, write safetensors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +160,44 @@ class OpenFiles(Mapping[str, torch.Tensor]):
         return len(self._file_of)
 
 
+_OF_WEIGHTS = ["*.safetensors", "*.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5"]
+_OF_WEIGHTS += ["*.msgpack", "*.npz", "*.ot", "*.distcp", "*model*.bin", "*weights*.bin", "adapter_config.json"]
+_OF_WEIGHTS += ["hf_quant_config.json", "quant_config.json", "quantize_config.json", "quantization_config.json"]
+_OF_TRAINING = ["training_args.bin", "trainer_state.json", "optimizer.bin", "scheduler.bin", "events.out.tfevents.*"]
+LEFT_OUT = [*_OF_WEIGHTS, *_OF_TRAINING, "*.py", ".*"]
+"""Patterns of files that say something of a model's weights or of their training; and its code, which is never run."""
+LEFT_OUT_FOLDERS = [".*", "__pycache__", "*.partial", "checkpoint-*", "checkpoints", "global_step*", "step_*"]
+LEFT_OUT_FOLDERS += ["runs", "logs", "wandb", "tensorboard"]
+
+
+def _beside_weights(source: Path, out: Path) -> Iterator[Path]:
+    """Yield the files of a model's folder and its subfolders that go with any weights, relative to it.
+
+    out: what is written, which may lie in a subfolder (of runs) that is no part of the model.
+    """
+    for here, folders, files in os.walk(source):
+        folder = Path(here)
+        folders[:] = [n for n in folders if not _is_any(n, LEFT_OUT_FOLDERS) and not out.is_relative_to(folder / n)]
+        for name in files:
+            if not _is_any(name, LEFT_OUT) and (folder / name).is_file():
+                yield (folder / name).relative_to(source)
+
+
+def _is_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+
 def copy_metadata(source: Path, out: Path, dtype: torch.dtype, changes: dict[str, Any] | None = None) -> None:
-    """Copy config.json (for weights of `dtype`, and with `changes`), generation_config.json and the tokenizer's files."""
+    """Copy config.json (for weights of `dtype`, and with `changes`) and all else beside the weights, subfolders included.
+
+    That is the generation config, the tokenizer's files, chat templates by name and whatever else the folder has, but for
+    `LEFT_OUT`.
+    """
+    source, out = source.resolve(), out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken") and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, out / file.name)
+    for file in _beside_weights(source, out):
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / file, out / file)
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)  # weights are written as they are trained
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

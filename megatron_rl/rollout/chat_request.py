@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 MOST_STOPS = 1024
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OLD_NAMES = {"functions": "tools", "function_call": "tools and tool_choice"}
+"""Fields of an older API, which would be left out of what the policy is told -> those of today."""
 
 
 class BadRequest(Exception):
@@ -21,8 +25,24 @@ def _is_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+def _is_length(tokens: int) -> int:
+    if tokens == 0:
+        raise ValueError("a reply has at least one token; leave it out, or give -1, for as many as there is room for")
+    return tokens
+
+
+def _is_message(message: dict[str, Any]) -> dict[str, Any]:
+    if (role := message.get("role")) not in ROLES:
+        raise ValueError(f"a message has a role, one of {', '.join(ROLES)}, not {reprlib.repr(role)}")
+    if message.get("function_call") is not None:
+        raise ValueError("function_call is of an older API: give tool_calls")
+    return message
+
+
 Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)]
 """JSON has one kind of numbers: 7.0 is whole."""
+Length = Annotated[Whole, AfterValidator(_is_length)]
+Message = Annotated[dict[str, Any], AfterValidator(_is_message)]
 Tool = Annotated[dict[str, Any], AfterValidator(_is_tool)]
 
 
@@ -31,11 +51,11 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = None
     n: Literal[1] | None = None
-    max_tokens: Whole | None = None
-    max_completion_tokens: Whole | None = None
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
     stop: Annotated[
         Annotated[list[str], Field(max_length=MOST_STOPS)] | None,
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
@@ -45,7 +65,7 @@ class ChatRequest(BaseModel):
 
     @property
     def most_tokens(self) -> int:
-        """Longest reply [tokens]; 0 or less: as long as it may be."""
+        """Longest reply [tokens]; below 1: as long as it may be."""
         return self.max_completion_tokens or self.max_tokens or 0
 
     @property
@@ -56,6 +76,9 @@ class ChatRequest(BaseModel):
 
 def parse_request(body: Mapping[str, Any]) -> ChatRequest:
     """The request in a body. Errors: BadRequest that names the first field that does not fit."""
+    for old, new in OLD_NAMES.items():
+        if body.get(old) is not None:
+            raise BadRequest(f"{old}: it is of an older API: give {new}")
     try:
         return ChatRequest.model_validate(body)
     except ValidationError as error:

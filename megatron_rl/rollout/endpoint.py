@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from megatron_rl.environments.strict_json import loads
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.chat_request import BadRequest
 from megatron_rl.rollout.recorder import Session, chunks
@@ -84,8 +85,9 @@ class Endpoint:
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         try:
-            body = json.loads(await request.read())
-        except (ValueError, RecursionError, web.RequestPayloadError) as error:
+            raw = await request.read()
+            body = loads(raw.decode(json.detect_encoding(raw), "surrogatepass"))
+        except (ValueError, web.RequestPayloadError) as error:
             raise BadRequest(f"the request is not JSON ({' '.join(str(error).split())})") from None
         except web.HTTPRequestEntityTooLarge:
             raise web.HTTPRequestEntityTooLarge(

@@ -183,7 +183,7 @@ class Session:
         self.latest = branch
         turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
         ended = [token for token in ids if token not in (*self.form.stop_token_ids, *self.stop_token_ids)]
-        text = self.form.text(ended) if parsed.malformed is not None else (parsed.final or "")
+        text = self.form.text(ended) if parsed.malformed is not None else (parsed.final or parsed.said)
         for mark in stop:
             text = text.partition(mark)[0]
         message: dict[str, Any] = {"role": "assistant", "content": text or None}

@@ -13,6 +13,7 @@ import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from megatron_rl.config import Count, Positive, section
 from megatron_rl.config_file import parse_yaml, yaml_problem
@@ -174,7 +175,7 @@ def simulate_command(file: Path | None, measured: list[Path], compared: list[Pat
         table = Table(Column("run", overflow="fold"), "part", *numbers)
         for row in rows:
             error = f"{row.error:+.1%}" if row.part == "step" else ""
-            table.add_row(row.name, row.part, f"{row.measured:.3g}", f"{row.predicted:.3g}", error)
+            table.add_row(Text(row.name), row.part, f"{row.measured:.3g}", f"{row.predicted:.3g}", error)
         console.print(table)
     elif scenario:
         console.print(table_of(scenario, costs))

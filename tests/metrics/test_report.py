@@ -7,7 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_rl.cli import main
 from megatron_rl.config import Config
 from megatron_rl.config_file import to_yaml
 from megatron_rl.errors import UserError
@@ -188,6 +191,27 @@ def test_names_and_config_are_escaped(tmp_path):
     page = Page(write_report(run))
     assert page.tags.count("script") == 4 and "img" not in page.tags
     assert "<script>alert(1)</script>" in page.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["[bold]x[red]", "[bold]x[/]", "a[/b]", "l\u00e4uf \u2028 # y", "{{ 7 * 7 }}", "a'b\"c<!--", "%s %x", "a\\[b]"],
+)
+def test_any_name_of_a_run_is_shown_as_it_is(tmp_path, capsys, monkeypatch, name):
+    """On the page, in tables of the terminal and as a label of Prometheus."""
+    monkeypatch.setenv("COLUMNS", "500")
+    runs = [make_run(tmp_path / one, 10, total=10) for one in (name, "other")]
+    assert main(["report", *map(str, runs)]) == main(["status", str(runs[0])]) == 0
+    flat = lambda text: "".join(text.split())  # noqa: E731  (lines of the terminal are broken)
+    printed, path, name = capsys.readouterr(), name, Path(name).name
+    assert flat(printed.out).count(flat(path)) >= 2
+    assert flat(printed.out).count(flat(name)) >= 3 and not printed.err
+    page = Page(write_report(runs))
+    assert name in page.text and set(page.series("Reward")) == {name, "other"} and page.tags.count("script") == 4
+    registry = CollectorRegistry()
+    Gauge("steps", "of", ["run"], registry=registry).labels(name).set(1)
+    [family] = text_string_to_metric_families(generate_latest(registry).decode())
+    assert family.samples[0].labels == {"run": name}
 
 
 def test_a_run_in_progress_and_one_that_never_began(tmp_path):

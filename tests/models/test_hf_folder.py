@@ -106,3 +106,99 @@ def test_no_call_leaves_it_to_transformers_whether_code_is_run():
                 assert given.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
                 found += 1
     assert found > 4
+
+
+BESIDE = {
+    "README.md": b"words",
+    "LICENSE": b"terms",
+    "assets/curve.png": b"\x89PNG",
+    "additional_chat_templates/tool_use.jinja": None,
+    "additional_chat_templates/rag.jinja": None,
+    "original/tokenizer.model": b"\0\1",
+    "vocab.bin": b"a vocabulary",
+    "merges.own": b"of a tokenizer of one's own",
+    "chat_template.jinja": None,
+    "generation_config.json": b'{"eos_token_id": [2, 0], "temperature": 0.6}',
+    "special_tokens_map.json": b"{}",
+    "preprocessor_config.json": b"{}",
+    "1_Pooling/config.json": b"{}",
+    "tokenizer.json": None,
+    "tokenizer_config.json": None,
+    "config.json": None,
+}
+"""What goes with any weights; None: written by transformers."""
+OF_WEIGHTS = [
+    *(
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ),
+    *(
+        "original/consolidated.00.pth",
+        "gguf/model-Q4.gguf",
+        "onnx/model.onnx",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "MODEL.PT",
+    ),
+    *(
+        "optimizer.pt",
+        "rng_state_0.pth",
+        "trainer_state.json",
+        "training_args.bin",
+        "checkpoint-10/config.json",
+        "runs/a/config.yaml",
+    ),
+    *(
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "adapter_config.json",
+        "modeling_own.py",
+        ".cache/huggingface/x",
+        ".gitattributes",
+    ),
+    *("checkpoints/step_000001/common.pt", "global_step1/latest", "events.out.tfevents.1"),
+]
+
+
+@pytest.mark.parametrize("inside", ["", "runs/r/hf.partial", "mine/r/hf.partial"])
+def test_all_that_goes_with_any_weights_is_kept_and_nothing_of_these(inside, tiny_model, tmp_path):
+    """Also where the copy is made in a subfolder of the model's own folder."""
+    source = shutil.copytree(tiny_model("qwen3", "--layers", "2"), tmp_path / "model")
+    out = source / inside if inside else tmp_path / "out"
+    tokenizer = read_tokenizer(source)
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = {
+        "default": plain,
+        "tool_use": "TOOLS {{ tools }}" + plain,
+        "rag": "{{ documents }}" + plain,
+    }
+    tokenizer.save_pretrained(source)
+    for name, content in [*BESIDE.items(), *((name, b"x") for name in OF_WEIGHTS)]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if content is not None:
+            (source / name).write_bytes(content)
+    (source / "linked.json").symlink_to(source / "special_tokens_map.json")
+    (source / "gone.json").symlink_to(tmp_path / "nowhere")
+    if inside:
+        (out.parent / "metrics.jsonl").parent.mkdir(parents=True)
+        (out.parent / "metrics.jsonl").write_text("{}")
+    hf_folder.copy_metadata(source, out, torch.bfloat16, {"more": 1})
+    found = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    assert found == {*BESIDE, "linked.json"}
+    for name in found - {"config.json"}:
+        assert (out / name).read_bytes() == (source / name).read_bytes() and not (out / name).is_symlink()
+    config = json.loads((out / "config.json").read_text())
+    assert (config["dtype"], config["more"]) == ("bfloat16", 1)
+    copied = read_tokenizer(out)
+    assert copied.chat_template == tokenizer.chat_template and set(copied.chat_template) == {
+        "default",
+        "tool_use",
+        "rag",
+    }
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = [
+        t.apply_chat_template(messages, chat_template="tool_use", tools=[], tokenize=False) for t in (tokenizer, copied)
+    ]
+    assert rendered[0] == rendered[1] and rendered[0].startswith("TOOLS")

@@ -14,25 +14,38 @@ from hypothesis import strategies as st
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.environments.event_loop import EventLoop
 from megatron_rl.rollout.client import Reply
-from megatron_rl.rollout.dialects import Qwen
+from megatron_rl.rollout.dialects import Call, Qwen
 from megatron_rl.rollout.endpoint import MOST_BYTES, Endpoint, reward_parts
 from megatron_rl.rollout.recorder import Session
+from megatron_rl.rollout.sampling import SamplingSupport
 from tools.make_tiny_model import text_tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 
 
+FORM = Qwen(text_tokenizer(512))
+
+
+def reply_of(text: str) -> Reply:
+    tokens = np.asarray([*FORM.tokenizer.encode(text, add_special_tokens=False), FORM.tokenizer.eos_token_id], np.int32)
+    fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": np.zeros(len(tokens), np.float32)}
+    return Reply(tokens, fields, "stop", [WeightSpan("0", 0, len(tokens))])
+
+
 @pytest.fixture(scope="module")
 def world():
-    """post(raw or body, path) -> (status, answer), to a session of its own; `session` is the last one."""
-    form = Qwen(text_tokenizer(512))
-    tokens = np.asarray(form.tokenizer.encode("hello", add_special_tokens=False), np.int32)
-    fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": np.zeros(len(tokens), np.float32)}
-    loop, endpoint, found = EventLoop(), Endpoint(), SimpleNamespace()
+    """post(raw or body, path) -> (status, answer), to a session of its own; `session` is the last one, and `ask` goes on in it.
+
+    The policy says what `replies` has, in turn.
+    """
+    loop, endpoint = EventLoop(), Endpoint()
+    found = SimpleNamespace(replies=["hello"], sampled=[])
 
     async def sample(talk, sampling):
-        return Reply(tokens, fields, "stop", [WeightSpan("0", 0, len(tokens))])
+        reply = reply_of(found.replies[len(found.sampled) % len(found.replies)])
+        found.sampled.append(reply.first(min(len(reply.tokens), sampling["max_new_tokens"])))
+        return found.sampled[-1]
 
     async def send(url, raw, headers):
         timeout = aiohttp.ClientTimeout(total=120)
@@ -42,19 +55,26 @@ def world():
         ):
             return answer.status, (await answer.read()).decode()
 
-    def post(body, path=CHAT, **headers):
-        found.session = endpoint.sessions["s"] = Session(form, sample, 400, 4000)
+    def open_session(room=400, **settings):
+        found.sampled.clear()
+        found.session = endpoint.sessions["s"] = Session(FORM, sample, room, 4000, **settings)
+
+    def ask(body, path=CHAT, **headers):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return loop.run(send(f"http://127.0.0.1:{endpoint.port}/s{path}", raw, headers))
 
+    def post(body, path=CHAT, **headers):
+        open_session()
+        return ask(body, path, **headers)
+
     def reward(body):
-        endpoint.sessions["s"] = session = Session(form, sample, 400, 4000, parts=("correct", "form"))
+        open_session(parts=("correct", "form"))
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         status, answer = loop.run(send(endpoint.reward_url("s"), raw, {}))
-        return status, answer, session.reward
+        return status, answer, found.session.reward
 
     loop.run(endpoint.start())
-    found.post, found.reward, found.endpoint = post, reward, endpoint
+    found.open, found.ask, found.post, found.reward, found.endpoint = open_session, ask, post, reward, endpoint
     yield found
     loop.run(endpoint.close())
     loop.close()
@@ -83,6 +103,11 @@ def called(arguments) -> list[dict]:
         b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
         b'{"max_tokens": ' + b"9" * 5000 + b"}",
         b"NaN",
+        b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "more": [-Infinity]}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "more": 1e999}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "messages": []}',
+        b'{"messages": [{"role": "user", "content": "hi"}]} {}',
         [],
         "text",
         None,
@@ -97,6 +122,10 @@ def called(arguments) -> list[dict]:
         {"messages": [{"role": 5, "content": "x"}]},
         {"messages": [{"role": None, "content": "x"}]},
         {"messages": [{"role": ["user"], "content": "x"}]},
+        *({"messages": [{"role": role, "content": "x"}]} for role in ("asistant", "User", "", "function", "\ud800")),
+        {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]},
+        {"messages": USER, "functions": [{"name": "f"}]},
+        {"messages": USER, "function_call": "auto"},
         *(
             {"messages": [{"role": "user", "content": content}]}
             for content in (5, 0, False, {"a": 1}, [5], ["x"], [None])
@@ -106,7 +135,10 @@ def called(arguments) -> list[dict]:
             for part in ({}, {"type": ["text"]}, {"type": "image_url"})
         ),
         {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-        *({"messages": called(arguments)} for arguments in (5, "{", "[1]", "[" * 100_000, [1], "9" * 5000)),
+        *(
+            {"messages": called(arguments)}
+            for arguments in (5, "{", "[1]", "[" * 100_000, [1], "9" * 5000, '{"a": NaN}', "{}{}", '{"a": 1, "a": 2}')
+        ),
         {"messages": [{"role": "assistant", "tool_calls": "x"}]},
         {"messages": [{"role": "assistant", "tool_calls": [1]}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": [1]}]}]},
@@ -121,6 +153,9 @@ def called(arguments) -> list[dict]:
         {"messages": USER, "stop": [1]},
         {"messages": USER, "stop": ["x"] * 1025},
         {"messages": USER, "max_tokens": "9"},
+        {"messages": USER, "max_tokens": 0},
+        {"messages": USER, "max_completion_tokens": 0.0},
+        {"messages": USER, "n": 0},
         {"messages": USER, "max_tokens": 1e999},
         {"messages": USER, "max_tokens": [1]},
         {"messages": USER, "max_completion_tokens": True},
@@ -222,11 +257,53 @@ requests = st.fixed_dictionaries(
 unhurried = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
 
+REPLIES = [
+    "hello",
+    "<tool_call>",
+    "</think>",
+    FORM.call_text(Call("f", {"a": "</tool_call>"})),
+    '{"name": ',
+    "\ud7ff",
+    "",
+]
+
+
 @unhurried
-@given(requests)
-def test_no_request_is_5xx(world, body):
-    status, answer = world.post(body)
-    assert status == 200 or check_refused(status, answer) is None
+@given(
+    st.lists(requests | st.tuples(st.integers(0, 3), st.lists(messages, max_size=2)), max_size=4),
+    st.lists(st.lists(st.sampled_from(REPLIES), min_size=1, max_size=3).map("".join), min_size=1, max_size=3),
+    st.sampled_from([8, 60, 400]),
+)
+def test_no_request_is_5xx_and_the_record_is_whole_behind_each(world, bodies, replies, room):
+    """Requests of one session, some of which go on from what was answered before, until there is no room for a reply."""
+    world.replies[:], said = replies, [USER]
+    world.open(room)
+    for body in bodies:
+        if isinstance(body, tuple):
+            body = {"messages": [*said[body[0] % len(said)], *body[1]]}
+        before = [list(branch.talk.tokens) for branch in world.session.branches]
+        status, answer = world.ask(body)
+        assert status == 200 or check_refused(status, answer) is None
+        if status == 200 and not body.get("stream"):
+            said.append([*body["messages"], json.loads(answer)["choices"][0]["message"]])
+        for branch, tokens in zip(world.session.branches, before, strict=False):
+            assert list(branch.talk.tokens)[: len(tokens)] == tokens and (
+                status == 200 or len(branch.talk.tokens) == len(tokens)
+            )
+        for branch in world.session.branches:
+            talk = branch.talk
+            assert not branch.busy and len(branch.ends) == len(talk.replies)
+            full = talk.finish_reason == "tokens"
+            assert full or branch.ends[-1] == (len(branch.messages), len(talk.context))
+            assert not branch.ends or (branch.ends[-1][1] == len(talk.context) and len(talk.tokens) <= room)
+            assert list(talk.context) == [*talk.prompt, *talk.tokens]
+        assert sum(len(b.talk.replies) for b in world.session.branches) == len(world.sampled)
+    world.session.close("stop")
+    for branch in filter(lambda branch: branch.talk.replies, world.session.branches):
+        mask = branch.talk.trajectory(False, prompt_id="p", group_id=0, support=SamplingSupport(), text="", part=0)[
+            "loss_mask"
+        ]
+        assert mask.sum() == sum(len(reply.tokens) for reply in branch.talk.replies)
 
 
 @unhurried

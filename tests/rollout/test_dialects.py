@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.environments import Prompt
+from megatron_rl.environments.messages import parse_call
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.agent import demonstration
-from megatron_rl.rollout.dialects import DIALECTS, Call, dialect
+from megatron_rl.rollout.dialects import DIALECTS, Call, Harmony, dialect
 from megatron_rl.rollout.dialects.harmony_ids import MARKS
 from tools.make_tiny_model import calls_tokenizer, harmony_calls_tokenizer, text_tokenizer
 
@@ -129,10 +130,15 @@ def test_what_a_tool_returns_has_no_special_tokens(text, form):
             assert content in form.text(found)
 
 
+TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "\nAction: f", "\nAction Input: {", "\nFinal Answer: 3"]
+TAGGED = st.lists(st.sampled_from([*TAGS, '"', "{", "a"]), max_size=6).map("".join)
+"""Texts with what marks a call and where thinking ends."""
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     arguments=st.dictionaries(
-        st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=20), max_size=3
+        st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=20) | TAGGED, max_size=3
     ),
     name=st.text(string.ascii_letters + "_", min_size=1, max_size=12),
 )
@@ -140,10 +146,101 @@ def test_calls_come_back_as_they_were_written(arguments, name):
     call = Call(name, arguments)
     written = json.dumps(arguments)
     for form in FIT.values():
-        if any(mark in written for mark in ("<tool_call>", "</tool_call>", *form._special)):
-            continue
-        parsed = form.parse_text(form.call_text(call))
-        assert parsed.calls == [call] and parsed.final is None and parsed.malformed is None
+        if isinstance(form, Harmony) and any(mark in written for mark in form._special):
+            continue  # which parses tokens, and these are its own
+        thought = "" if isinstance(form, Harmony) else "<think>\n<tool_call> or an Action?\n</think>\n"
+        for text in (form.call_text(call), thought + form.call_text(call)):
+            parsed = form.parse_text(text)
+            assert parsed.calls == [call] and parsed.final is None and parsed.malformed is None and parsed.said == ""
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(TAGGED, min_size=1, max_size=3), words=st.lists(st.text("ab c", max_size=5), min_size=4, max_size=4)
+)
+def test_text_beside_calls_is_said(values, words):
+    words = [word.strip() for word in words]
+    form = FIT["qwen"]
+    calls = [Call("f", {"a": value}) for value in values]
+    pieces = [piece for word, call in zip(words, calls, strict=False) for piece in (word, form.call_text(call))]
+    parsed = form.parse_text("<think>why</think>" + "\n".join([*pieces, words[-1]]))
+    assert parsed.calls == calls
+    assert parsed.said == "\n".join(filter(None, [*words[: len(calls)], words[-1]]))
+    react = FIT["react"].parse_text(f"<think>x</think>Thought: {words[0]}\n{FIT['react'].call_text(calls[0])}")
+    assert (react.calls, react.said) == (calls[:1], f"Thought: {words[0]}".strip())
+    channel = "<|channel|>commentary<|message|>{}<|end|><|start|>assistant"
+    thought = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+    text = thought + channel.format("I look") + channel.format("it up") + FIT["harmony"].call_text(Call("f", {"a": 1}))
+    parsed = FIT["harmony"].parse_text(text)
+    assert (parsed.calls, parsed.said) == ([Call("f", {"a": 1})], "I look\nit up")
+    ids = FIT["harmony"].tokenizer.encode(text, add_special_tokens=False)
+    again = FIT["harmony"].parse(FIT["harmony"].reply_of(FIT["harmony"].message(ids)))
+    assert (again.calls, again.said) == (parsed.calls, parsed.said)
+
+
+def test_thinking_that_does_not_end_is_not_said():
+    call = FIT["qwen"].call_text(Call("f", {"a": "</think>"}))
+    for text, said in (
+        (f"<think>\nfirst {call}", ""),
+        (f"<think>a</think> b {call}", "b"),
+        (f"a</think> b {call} c", "b\nc"),
+    ):
+        parsed = FIT["qwen"].parse_text(text)
+        assert (parsed.calls, parsed.said) == ([Call("f", {"a": "</think>"})], said)
+    assert FIT["qwen"].parse_text(f"{call} no, wait </think> 7").final == "7", "a call in the thoughts is none"
+
+
+NOT_ARGUMENTS = [
+    *('{"a": NaN}', '{"a": -Infinity}', '{"a": [{"b": 1e999}]}', '{"a": 1, "a": 1}', '{"a": {"b": 1, "c": 2, "b": 3}}'),
+    *(
+        '{"a": 1} {}',
+        "[1]",
+        '"{}"',
+        '{"a": "\n"}',
+        "{'a': 1}",
+        "null",
+        '{"a": ' + "[" * 10_000,
+        '{"a": ' + "9" * 5000 + "}",
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments", NOT_ARGUMENTS, ids=lambda text: text[:20])
+def test_arguments_that_are_none_are_malformed_in_every_dialect(arguments):
+    for text, form in (
+        (f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>', FIT["qwen"]),
+        (f'<tool_call>{{"name": "f", "parameters": {arguments}}}</tool_call>', FIT["qwen"]),
+        (f"Action: f\nAction Input: {arguments}", FIT["react"]),
+        (f"<|channel|>commentary to=functions.f<|message|>{arguments}<|call|>", FIT["harmony"]),
+    ):
+        parsed = form.parse_text(text)
+        assert parsed.malformed and not parsed.calls and parsed.final is None and "\n" not in parsed.malformed
+    with pytest.raises(ValueError, match="JSON"):
+        parse_call({"function": {"name": "f", "arguments": arguments}})
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        ('{"name": "f", "parameters": {"a": 1}}', {"a": 1}),
+        ('{"name": "f"}', {}),
+        ('{"arguments": {"a": 1e308, "b": -0.0, "c": "\\ud83d"}, "name": "f"}', {"a": 1e308, "b": 0.0, "c": "\ud83d"}),
+        ('{"name": "f", "id": "1", "arguments": {}}', {}),
+        ('{"name": "f", "parameters": {"a": 1}, "arguments": {}}', None),
+        ('{"name": "f", "args": {"a": 1}}', None),
+        ('{"name": "f", "name": "g", "arguments": {}}', None),
+        ('{"name": "f", "arguments": {"a": 1}, "arguments": {"a": 1}}', None),
+        ('{"name": "", "arguments": {}}', None),
+        ('{"arguments": {}}', None),
+        ('[{"name": "f", "arguments": {}}]', None),
+        ('{"function": {"name": "f", "arguments": {}}}', None),
+        ('{"name": "f", "arguments": {}} and more', None),
+    ],
+)
+def test_forms_of_a_call(call, wanted):
+    parsed = FIT["qwen"].parse_text(f"<tool_call>\n{call}\n</tool_call>")
+    assert parsed.calls == ([] if wanted is None else [Call("f", wanted)])
+    assert (parsed.malformed is None) == (wanted is not None)
 
 
 @settings(max_examples=300, deadline=None)

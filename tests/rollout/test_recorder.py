@@ -11,12 +11,13 @@ import pytest
 
 from megatron_rl.data.trajectory import WeightSpan
 from megatron_rl.rollout.client import Reply
-from megatron_rl.rollout.dialects import Qwen
+from megatron_rl.rollout.dialects import Call, Qwen
 from megatron_rl.rollout.recorder import BadRequest, Session, plain
 from tools.make_tiny_model import text_tokenizer
 
 FORM = Qwen(text_tokenizer(512))
 USER = [{"role": "user", "content": "hi"}]
+CALL = Call("f", {"a": "</tool_call> <tool_call> </think>"})
 
 
 def sampled(text: str, *more: int) -> Reply:
@@ -81,6 +82,30 @@ def test_requests_in_an_odd_form():
             plain([{"role": "assistant", "tool_calls": [call]}])
     with pytest.raises(BadRequest, match="a function with a name"):
         plain([{"role": "assistant", "tool_calls": [{"id": "1"}]}])
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nhm </tool_call>\n</think>\n\n"])
+@pytest.mark.parametrize(
+    ("before", "after", "content"),
+    [("I look it up.", "", "I look it up."), ("", "", None), ("\n a", "b\n", "a\nb"), ("", " b", "b")],
+)
+def test_a_message_has_the_text_beside_its_calls_and_no_thoughts(thought, before, after, content):
+    """And a conversation that goes on from it is one sequence, to the token."""
+
+    async def work():
+        one = session(sampled(f"{thought}{before}{FORM.call_text(CALL)}{after}"), [])
+        one.max_new_tokens = one.context_length = 9000
+        message = (await one.complete({"messages": USER}))["choices"][0]["message"]
+        assert message["content"] == content and message["tool_calls"][0]["function"]["name"] == "f"
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+        for again in (message, message | {"content": [{"type": "text", "text": content}]} if content else message):
+            await one.complete({"messages": [*USER, again, result]})
+        tokens = sampled(f"{thought}{before}{FORM.call_text(CALL)}{after}").tokens.tolist()
+        between = FORM.observation([result], after=tokens)
+        assert one.branches[0].talk.tokens == [*tokens, *between, *tokens] and len(one.branches) == 2
+        assert len(one.branches[1].talk.replies) == 1 and one.branches[1].talk.prompt[-len(between) :] == between
+
+    asyncio.run(work())
 
 
 def test_results_have_the_names_of_the_tools_that_gave_them():

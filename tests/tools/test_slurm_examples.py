@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.config import job_name
 from megatron_rl.config_file import key_paths, load_config
 from megatron_rl.launch.plan import make_plan
 from megatron_rl.launch.slurm import seconds_of
@@ -353,6 +355,50 @@ def test_blanks_in_a_name_are_no_options_of_sbatch(tiny_model, capsys):
     assert shlex.split(line, comments=False) == ["#SBATCH", "--job-name=all-läuf 1 (ß)"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a #b",
+        "läuf \u2028 # y",
+        "it's",
+        'say "x"',
+        "$(id) `id`",
+        "a\\b \\",
+        "%x-%j {a} *",
+        "; exit 1",
+        "x/$HOME/!y",
+        "'\"'#",
+    ],
+)
+def test_a_script_quotes_the_names_of_runs(tiny_model, tmp_path, capsys, name):
+    """Given in the file or as a flag; read as bash reads it, and its options as sbatch does: with quotes and backslashes."""
+    model, path = str(tiny_model("olmoe")), tmp_path / f"{job_name(name)}.yaml"
+    path.write_text(
+        (REPOSITORY / "configs" / "olmoe-1b-7b.yaml").read_text() + f"runs_dir: {json.dumps(str(tmp_path / name))}\n"
+    )
+    lines = []
+    for flags in (["--name", name], [f"--name={name}", "--data.template", f"{name}\n{{prompt}} "], []):
+        text = launch(capsys, str(path), "--nodes", "4", "--model.path", model, *flags)
+        script = tmp_path / "job.sbatch"
+        script.write_text(text)
+        done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and not done.stderr
+        [option] = [line for line in text.split("\n") if line.startswith("#SBATCH --job-name")]
+        wanted = job_name(name) if flags else "olmoe-1b-7b"
+        assert shlex.split(option, comments=False) == ["#SBATCH", f"--job-name={wanted}"] and "\\" not in option
+        body = text[text.index("set -euo pipefail") :].replace(text[text.index("source ") : text.index("run_job")], "")
+        shown = 'run_job() { printf \'%s\\0\' "$CONFIG" "$MODEL" "$@"; }\n' + body
+        said = subprocess.run(
+            ["bash", "-c", shown, "job"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        found = said.split("\0")[:-1]
+        runs = ["--runs_dir", str(tmp_path / name), "--model.path", model]
+        assert found == [str(path), model, "--model.path", model, *flags, *runs]
+        comments = [line for line in text.split("\n") if line.startswith("#")]
+        lines.append([re.sub("^# .*", "#", line).partition("=")[0] for line in comments])
+    assert lines[0] == lines[1] == lines[2], "no name is an option of its own"
+
+
 def test_the_script_of_a_config_does_what_an_example_does(tmp_path, tiny_model, capsys):
     config, model = str(REPOSITORY / "configs" / "olmoe-1b-7b.yaml"), tiny_model("olmoe")
     arguments = [config, "--nodes", "4", "--gpus-per-node", "8", "--server-gpus", "2", "--model.path", str(model)]
@@ -391,7 +437,7 @@ def test_the_script_of_a_config_does_what_an_example_does(tmp_path, tiny_model, 
         (["--nodes", "4", "--batch.samples_per_prompt", "1"], "batch.samples_per_prompt = 1 leaves a response nothing"),
         (["--nodes", "4", "--option=--qos=high\nid"], "option '--qos=high\\nid' has a line break"),
         (["--nodes", "4", "--account", "lab\nid"], "has a line break"),
-        (["--nodes", "4", "--name", '"a\\n#SBATCH --uid=0"'], "a run's name has letters"),
+        (["--nodes", "4", "--name", "a\n#SBATCH --uid=0"], "a run's name has at most 200 bytes and no control"),
         (["--nodes", "4", "--model.path", "nowhere"], "nowhere has no config.json"),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -13,6 +15,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.environments.messages import parse_call
+from megatron_rl.environments.strict_json import decode
 
 Message = Mapping[str, Any]
 """A message as chat templates take it: role and content."""
@@ -39,6 +42,8 @@ class Parsed:
     """All calls of the reply, none where one is malformed."""
     final: str | None = None
     """The answer, without the model's thinking; None where it calls, or is malformed."""
+    said: str = ""
+    """What is said beside the calls, such as why; without the model's thinking."""
     malformed: str | None = None
     """What is wrong with a call, as the model is told."""
     open: bool = False
@@ -198,6 +203,22 @@ class Dialect:
             ids += self.tokenizer.encode(encodable(content), add_special_tokens=False, split_special_tokens=True)
             text = after
         return ids + list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def behind_thoughts(text: str, opener: str) -> str:
+    """What follows the model's thinking: the text behind the last `</think>` that is no part of a call.
+
+    opener: regular expression of what stands before a call's JSON, whose strings may have any text.
+    """
+    marks, at, answer = re.compile(f"</think>|{opener}", re.MULTILINE), 0, 0
+    while found := marks.search(text, at):
+        at = found.end()
+        if found[0] == "</think>":
+            answer = at
+            continue
+        with suppress(ValueError):  # that is no call: what is in it counts as any text
+            at = decode(text, at)[1]
+    return text[answer:]
 
 
 def without_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:

@@ -21,6 +21,7 @@ from openai_harmony import (
 from openai_harmony import Message as Spoken
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.environments import strict_json
 from megatron_rl.environments.messages import parse_call
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.dialects.base import Call, Dialect, Message, Parsed, Schemas, encodable
@@ -99,14 +100,15 @@ class Harmony(Dialect):
             messages = self.messages(ids)
         except (HarmonyError, OverflowError) as error:
             return Parsed(malformed=f"the reply has not the form of messages ({' '.join(str(error).split())[:200]})")
-        calls, finals, heard = [], [], ""
+        calls, finals, said, heard = [], [], [], ""
         for message in messages:
             try:
                 if _to(message) is not None:
                     calls.append(_call(message))
-                elif _channel(message) == "final":
+                elif (channel := _channel(message)) == "final":
                     finals.append(_text(message))
                 else:
+                    said += [_text(message)] if channel == "commentary" else []
                     continue
             except ValueError as error:
                 return Parsed(malformed=str(error))
@@ -122,7 +124,10 @@ class Harmony(Dialect):
                 malformed="the reply has neither a call nor a message on the final channel, which is the answer"
             )
         ended = ids[-1] == self._ids.marks["<|end|>"]
-        return Parsed(calls, open=not ended and _is_code(messages[-1])) if calls else Parsed(final=finals[0])
+        if not calls:
+            return Parsed(final=finals[0])
+        beside = "\n".join(filter(None, said))
+        return Parsed(calls, said=beside, open=not ended and _is_code(messages[-1]))
 
     @override
     def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -132,7 +137,7 @@ class Harmony(Dialect):
             return super().message(token_ids)
         functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
         calls = [{"type": "function", "function": function} for function in functions]
-        return {"role": "assistant", "content": parsed.final or ""} | ({"tool_calls": calls} if calls else {})
+        return {"role": "assistant", "content": parsed.final or parsed.said} | ({"tool_calls": calls} if calls else {})
 
     def messages(self, token_ids: Sequence[int]) -> list[Spoken]:
         """The messages of a reply, the last one also where it has no end. Errors: HarmonyError where they have not the form."""
@@ -339,8 +344,8 @@ def _call(message: Spoken) -> Call:
     if _is_code(message):
         return Call(name, {"code": text})
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        arguments = strict_json.loads(text)
+    except ValueError as error:
         raise ValueError(f"the arguments of {_shown(name)} are not JSON ({error})") from None
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {_shown(name)} are no JSON object")

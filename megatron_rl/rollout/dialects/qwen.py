@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from typing import override
+from typing import Any, override
 
-from megatron_rl.rollout.dialects.base import Call, Dialect, Message, Parsed
+from megatron_rl.environments.strict_json import decode
+from megatron_rl.rollout.dialects.base import Call, Dialect, Message, Parsed, behind_thoughts
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 RESULT = "<tool_response>\n{}\n</tool_response>"
+
+
+def _call(call: Any) -> Call:
+    """The call that a value is. Errors: TypeError, as the model is told."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        raise TypeError('the call is no JSON object with a "name"')
+    others = [key for key in call if key != "name"]
+    given = [key for key in ("arguments", "parameters") if key in call]  # the latter is Llama's word
+    if len(given) == 2 or (others and not given):
+        raise TypeError(f'the call has {" and ".join(map(repr, others))[:80]} where it should have "arguments" alone')
+    arguments = call[given[0]] if given else {}
+    if not isinstance(arguments, dict):
+        raise TypeError(f'the "{given[0]}" of the call are no JSON object')
+    return Call(call["name"], arguments)
+
+
+def _unmatched(rest: str) -> str | None:
+    """What is wrong with the tags, of a text that follows the first; None if nothing is."""
+    inside, ended, _ = rest.partition(END)
+    if BEGIN in inside:
+        return f"{BEGIN} and {END} do not match"
+    return None if ended else f"a {BEGIN} without {END}"
 
 
 class Qwen(Dialect):
@@ -24,27 +46,30 @@ class Qwen(Dialect):
 
     @override
     def parse_text(self, text: str) -> Parsed:
-        text = text.rpartition("</think>")[2]
-        pieces = re.split(f"({BEGIN}|{END})", text)
-        calls, inside = [], False
-        for mark in pieces[1::2]:
-            if (mark == BEGIN) == inside:
+        rest = behind_thoughts(text, BEGIN)
+        calls, said = [], []
+        while True:
+            before, begun, rest = rest.partition(BEGIN)
+            if END in before:
                 return Parsed(malformed=f"{BEGIN} and {END} do not match")
-            inside = not inside
-        if inside:
-            return Parsed(malformed=f"a {BEGIN} without {END}")
-        for body in pieces[2::4]:
+            said.append(before.strip())
+            if not begun:
+                break
             try:
-                call = json.loads(body)
-            except (ValueError, RecursionError) as error:
-                return Parsed(malformed=f"the call is not JSON ({error})")
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                return Parsed(malformed='the call is no JSON object with a "name"')
-            arguments = call.get("arguments", {})
-            if not isinstance(arguments, dict):
-                return Parsed(malformed='the "arguments" of the call are no JSON object')
-            calls.append(Call(call["name"], arguments))
-        return Parsed(calls) if calls else Parsed(final=text.strip())
+                call, end = decode(rest)
+                if not rest.startswith(END, end):
+                    raise ValueError(f"something follows it: {rest[end : end + 20]!r}")
+                calls.append(_call(call))
+            except ValueError as error:
+                return Parsed(malformed=_unmatched(rest) or f"the call is not JSON ({error})")
+            except TypeError as error:
+                return Parsed(malformed=str(error))
+            rest = rest[end + len(END) :]
+        if not calls:
+            return Parsed(final=before.strip())
+        if said[0].startswith("<think>"):  # which never ended
+            said[0] = ""
+        return Parsed(calls, said="\n".join(filter(None, said)))
 
     @override
     def call_text(self, call: Call) -> str:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import override
 
-from megatron_rl.rollout.dialects.base import Call, Dialect, Message, Parsed
+from megatron_rl.environments.strict_json import decode
+from megatron_rl.rollout.dialects.base import Call, Dialect, Message, Parsed, behind_thoughts
 
 _ACTION = re.compile(r"^Action:[ \t]*(\S+)[ \t]*$", re.MULTILINE)
 _INPUT = re.compile(r"^Action Input:[ \t]*", re.MULTILINE)
@@ -25,7 +26,7 @@ class ReAct(Dialect):
 
     @override
     def parse_text(self, text: str) -> Parsed:
-        text = text.rpartition("</think>")[2]
+        text = behind_thoughts(text, _INPUT.pattern)
         if final := _FINAL.search(text):
             if _ACTION.search(text):
                 return Parsed(malformed="an Action and a Final Answer in one reply")
@@ -40,17 +41,18 @@ class ReAct(Dialect):
         found = _INPUT.search(text, actions[0].end())
         if not found:
             return Parsed(malformed="an Action without 'Action Input:'")
-        if re.search(r"^Observation:", text[found.end() :], re.MULTILINE):
+        given = text[found.end() :]
+        if re.search(r"^Observation:", given, re.MULTILINE):
             return Parsed(malformed="an Observation is the tool's to give: end the reply after Action Input")
         try:
-            arguments, end = json.JSONDecoder().raw_decode(text[found.end() :].strip())
-        except (ValueError, RecursionError) as error:
+            arguments, end = decode(given)
+        except ValueError as error:
             return Parsed(malformed=f"the Action Input is not JSON ({error})")
         if not isinstance(arguments, dict):
             return Parsed(malformed="the Action Input is no JSON object")
-        if text[found.end() :].strip()[end:].strip():
+        if given[end:].strip():
             return Parsed(malformed="something follows the Action Input")
-        return Parsed([Call(actions[0][1], arguments)])
+        return Parsed([Call(actions[0][1], arguments)], said=text[: actions[0].start()].strip())
 
     @override
     def call_text(self, call: Call) -> str:

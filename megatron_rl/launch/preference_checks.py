@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from urllib.parse import urlsplit
 
@@ -215,7 +214,7 @@ def _check_judge(judge: JudgeConfig, key: str) -> None:
             ".prompt has no {response}: the judge would not see what it judges; put it in",
         ),
         (
-            not (math.isfinite(low) and math.isfinite(high) and low < high),
+            not low < high,
             f".scale = [{low:g}, {high:g}]: give the worst verdict and a larger best one, such as [0, 10]",
         ),
         (

@@ -90,7 +90,6 @@ REFUSED = {
             ),
             "without a scale": ({"scale": [3, 3]}, r"judges\.wise\.scale = \[3, 3\]"),
             "upside down": ({"scale": [10, 0]}, r"judges\.wise\.scale = \[10, 0\]"),
-            "without bounds": ({"scale": [0, float("inf")]}, r"judges\.wise\.scale = \[0, inf\]"),
             "of no pattern": ({"pattern": r"(\d"}, r"judges\.wise\.pattern = .* is no regular expression \("),
             "without a group": ({"pattern": r"\d"}, r"judges\.wise\.pattern = .* has 0 groups"),
             "of two groups": ({"pattern": r"(\d)(\d)"}, r"judges\.wise\.pattern = .* has 2 groups"),

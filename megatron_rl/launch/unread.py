@@ -18,10 +18,10 @@ _OF_RL += ["batch.samples_per_prompt", "batch.updates_per_step", "eval.samples",
 _OF_RL += ["eval.unpruned", "precision.rollout", "data.rewards"]
 _ENGINE = ["rollout.*"]
 UNREAD: dict[str, list[str]] = {
-    "train": [*_LOOKS, *_PREFERENCES, "reward_model.*", "dpo.*"],
+    "train": [*_LOOKS, *_PREFERENCES, "sft.*", "reward_model.*", "dpo.*"],
     "sft": [*_LOOKS, *_PREFERENCES, *_OF_RL, *_ENGINE, "reward_model.*", "dpo.*"],
-    "reward": [*_LOOKS, *_OF_RL, *_ENGINE, "dpo.*", "distillation.*"],
-    "dpo": [*_LOOKS, *_OF_RL, *_ENGINE, "reward_model.*", "distillation.*"],
+    "reward": [*_LOOKS, *_OF_RL, *_ENGINE, "sft.*", "dpo.*", "distillation.*"],
+    "dpo": [*_LOOKS, *_OF_RL, *_ENGINE, "sft.*", "reward_model.*", "distillation.*"],
 }
 """Patterns of the keys that what trains never reads. What only looks at a model takes the config of a run as it is."""
 READ = ["rollout.program", "rollout.context_length", "rollout.max_new_tokens"]

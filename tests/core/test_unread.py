@@ -18,6 +18,7 @@ FAR = {
     "rollout": {"max_new_tokens": 8, "context_length": 99, "server": {"threads": 1}, "sampling": {"temperature": 0.5}},
     "rewards": {"models": {"helpful": {"path": "x"}}},
     "dpo": {"beta": 0.5},
+    "sft": {"label_smoothing": 0.1},
     "reward_model": {"center": 0.5},
     "quantize": {"keep_layers": [0]},
     "data": {"chosen_key": "good", "path": "x"},
@@ -31,10 +32,16 @@ IN_RL += ["rollout.sampling.temperature", "rollout.server.threads"]
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
-        ("train", ["data.chosen_key", "dpo.beta", "quantize.keep_layers", "reward_model.center"]),
+        (
+            "train",
+            ["data.chosen_key", "dpo.beta", "quantize.keep_layers", "reward_model.center", "sft.label_smoothing"],
+        ),
         ("sft", ["data.chosen_key", "dpo.beta", "quantize.keep_layers", "reward_model.center", *IN_RL]),
-        ("reward", ["distillation.temperature", "dpo.beta", "quantize.keep_layers", *IN_RL]),
-        ("dpo", ["distillation.temperature", "quantize.keep_layers", "reward_model.center", *IN_RL]),
+        ("reward", ["distillation.temperature", "dpo.beta", "quantize.keep_layers", "sft.label_smoothing", *IN_RL]),
+        (
+            "dpo",
+            ["distillation.temperature", "quantize.keep_layers", "reward_model.center", "sft.label_smoothing", *IN_RL],
+        ),
         *((kind, []) for kind in ("prune", "score", "quantize", "ask")),
     ],
 )

@@ -126,7 +126,7 @@ BESIDE = {
     "tokenizer_config.json": None,
     "config.json": None,
 }
-"""What goes with any weights; None: written by transformers."""
+"""Files that go with any weights; None: written by transformers."""
 OF_WEIGHTS = [
     *(
         "model-00001-of-00002.safetensors",

@@ -43,7 +43,7 @@ class Parsed:
     final: str | None = None
     """The answer, without the model's thinking; None where it calls, or is malformed."""
     said: str = ""
-    """What is said beside the calls, such as why; without the model's thinking."""
+    """The text beside the calls, such as a reason, without the model's thinking."""
     malformed: str | None = None
     """What is wrong with a call, as the model is told."""
     open: bool = False
@@ -206,7 +206,7 @@ class Dialect:
 
 
 def behind_thoughts(text: str, opener: str) -> str:
-    """What follows the model's thinking: the text behind the last `</think>` that is no part of a call.
+    """The text that follows the model's thinking: behind the last `</think>` that is no part of a call.
 
     opener: regular expression of what stands before a call's JSON, whose strings may have any text.
     """

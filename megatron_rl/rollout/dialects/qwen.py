@@ -28,7 +28,7 @@ def _call(call: Any) -> Call:
 
 
 def _unmatched(rest: str) -> str | None:
-    """What is wrong with the tags, of a text that follows the first; None if nothing is."""
+    """The problem with the tags behind the first one; None if there is none."""
     inside, ended, _ = rest.partition(END)
     if BEGIN in inside:
         return f"{BEGIN} and {END} do not match"

@@ -63,6 +63,8 @@ LONG = (
     "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[color_cube_rotation]",
     "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[palindrome_generation]",
     "environments/test_verifiers_package.py::test_an_episode_can_do_no_harm_and_is_forgotten[True]",
+    "models/test_adapters.py::test_adapters_of_any_start_are_read_or_refused",
+    "models/test_adapters.py::test_peft_takes_all_of_a_folder_and_merges_it_as_we_do",
     "models/test_convert.py::test_upcycled_smollm2",
     "rollout/test_agreement.py::test_fp32_heads_bring_both_sides_together",
     "rollout/test_agreement.py::test_trainer_agrees_on_sinks_windows_and_yarn[bf16-0.01-0.1]",

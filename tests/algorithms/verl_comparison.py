@@ -291,6 +291,8 @@ def weights_of(batch: Batch, **settings) -> correction.TokenWeights:
 def test_importance_weights(rng, level, mode):
     batch = Batch(rng)
     low, high = rng.uniform(0.2, 0.9), rng.uniform(1.1, 3.0)
+    ratio = math.exp(float((batch.new - batch.old).detach()[0][batch.where[0]].sum()))
+    low, high = min(low, 0.9 * ratio), max(high, 1.1 * ratio)  # verl divides by zero where it masks all there is
     threshold = high if mode == "truncate" else f"{low!r}_{high!r}"
     found, mask, metrics = their_correction.compute_rollout_correction_and_rejection_mask(
         batch.new.detach(), batch.old, batch.mask, rollout_is=level, rollout_is_threshold=threshold

@@ -312,10 +312,16 @@ LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
 @pytest.mark.parametrize("statistic", ["k1", "k2", "k3"])
 def test_rejection(rng, level, statistic):
     batch = Batch(rng)
-    bound = rng.uniform(1.1, 3.0) if statistic == "k1" else rng.uniform(0.05, 0.3) * (9 if level == "seq_sum" else 1)
-    below = rng.uniform(0.3, 0.9)
+    log_ratios = (batch.new - batch.old).detach()
+    values = {"k1": -log_ratios, "k2": log_ratios.square() / 2, "k3": log_ratios.expm1() - log_ratios}[statistic]
+    sums, counts = (values * batch.mask).sum(1), batch.mask.sum(1)
+    found = {"token": values[batch.where], "seq_sum": sums, "seq_mean": sums / counts}[level].sort().values
+    # between two of the values, so that some are on either side and none is near
+    below, bound = (float(found[i : i + 2].mean()) for i in (int(q * (len(found) - 1)) for q in (0.2, 0.7)))
+    if statistic == "k1":
+        below, bound = math.exp(below), math.exp(bound)
     mask, _ = their_correction.compute_rollout_rejection_mask(
-        (batch.new - batch.old).detach(),
+        log_ratios,
         batch.mask,
         f"{level}_{statistic}",
         f"{below!r}_{bound!r}" if statistic == "k1" else bound,
@@ -325,6 +331,7 @@ def test_rejection(rng, level, statistic):
     else:
         ours = weights_of(batch, reject=statistic, reject_level=LEVELS[level], reject_above=bound)
     assert torch.equal(ours.weights.view_as(mask) != 0, mask.bool())
+    assert 0 < int(mask.sum()) < int(batch.mask.sum())
 
 
 def test_a_ratio_of_zero(rng):

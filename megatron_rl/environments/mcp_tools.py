@@ -230,9 +230,10 @@ def _checked(settings: Any, key: str) -> dict[str, Any]:
     """Settings of a server that have nothing in them that would be left out. Errors: UserError."""
     given = dict(settings) if isinstance(settings, dict) else {}
     kinds = [kind for kind in KEYS if given.get(kind)]
-    if len(kinds) != 1:
-        found = ", ".join(given) or "none"
-        raise UserError(f"config: {key}: it takes either a url or a command with args; found {found}")
+    if len(kinds) > 1:
+        raise UserError(f"config: {key}: both a url and a command: leave one out")
+    if not kinds:
+        raise UserError(f"config: {key}: neither a url nor a command with args; found {', '.join(given) or 'nothing'}")
     (kind,) = kinds
     if unknown := sorted(map(str, set(given) - set(KEYS[kind]))):
         raise UserError(f"config: {key}: unknown key '{unknown[0]}'{nearest(unknown[0], KEYS[kind])}")

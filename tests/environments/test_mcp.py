@@ -362,9 +362,9 @@ def test_an_error_of_the_protocol_is_an_answer(asking, code):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"comand": "x"}, r"agent\.mcp_servers\.s: it takes either a url or a command with args; found comand"),
-        ({"url": "http://x", "command": "x"}, "it takes either a url or a command"),
-        (None, "it takes either a url or a command"),
+        ({"comand": "x"}, r"agent\.mcp_servers\.s: neither a url nor a command with args; found comand"),
+        ({"url": "http://x", "command": "x"}, "both a url and a command: leave one out"),
+        (None, "neither a url nor a command with args; found nothing"),
         ({"command": "x", "arg": ["y"]}, "unknown key 'arg'; did you mean 'args'"),
         ({"url": "http://x", "header": {}}, "unknown key 'header'; did you mean 'headers'"),
         ({"url": "http://x", "headers": "A: b"}, r"headers: \{NAME: VALUE\} is wanted"),

@@ -811,8 +811,8 @@ class AgentConfig:
     tool_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the tools by their names, such as {search: {folder: documents}, python: {timeout_s: 5}}."""
     mcp_servers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Model Context Protocol servers whose tools are offered: {NAME: {command: ..., args: [...]}} (stdio) or {NAME: {url: ...}}
-    (streamable HTTP)."""
+    """Model Context Protocol servers whose tools are offered: {NAME: {command: ..., args: [...], env: {...}}} (stdio) or
+    {NAME: {url: ..., headers: {...}}} (streamable HTTP)."""
     max_turns: Positive = 8
     """Most replies of a conversation."""
     max_turn_tokens: Positive | None = None

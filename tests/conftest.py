@@ -44,6 +44,7 @@ FAST = (
 )
 """Files of these folders that take seconds."""
 LONG = (
+    "algorithms/test_against_verl.py",
     "csrc/test_sanitizers.py",
     "e2e/test_agent_runs.py::test_two_leaders_train_on_conversations_and_resume",
     "e2e/test_ahead.py::test_servers_ahead_of_the_trainer[False]",
@@ -58,9 +59,12 @@ LONG = (
     "e2e/test_recovery.py::test_full_disk_is_one_clear_error_and_costs_no_checkpoint",
     "e2e/test_train_vp2o.py::test_the_engine_keeps_its_weights_and_a_new_server_gets_the_newest",
     "e2e/test_two_leaders.py",
+    "environments/test_mcp_conformance.py",
     "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[color_cube_rotation]",
     "environments/test_reasoning.py::test_the_little_that_any_text_is_paid_is_nothing[palindrome_generation]",
     "environments/test_verifiers_package.py::test_an_episode_can_do_no_harm_and_is_forgotten[True]",
+    "models/test_adapters.py::test_adapters_of_any_start_are_read_or_refused",
+    "models/test_adapters.py::test_peft_takes_all_of_a_folder_and_merges_it_as_we_do",
     "models/test_convert.py::test_upcycled_smollm2",
     "rollout/test_agreement.py::test_fp32_heads_bring_both_sides_together",
     "rollout/test_agreement.py::test_trainer_agrees_on_sinks_windows_and_yarn[bf16-0.01-0.1]",
@@ -97,7 +101,7 @@ LONG = (
     "trainer/test_memory_plan.py::test_parameters_buffers_and_activations_on_two_ranks[llama]",
 )
 """Files and tests that take long, of which another one looks at the same code on another family, precision or layout, or at
-the same recovery elsewhere. `tests/run.sh --all` has them."""
+the same recovery elsewhere, and suites of others' that want `tools/setup.sh --suites`. `tests/run.sh --all` has them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,9 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tools/setup.sh --verifiers
+suites=()
+[[ ${1:-} != --all ]] || suites=(--suites)
+tools/setup.sh --verifiers "${suites[@]}"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules, which the first one is to compile for all
 bin=$PWD/.venv/bin

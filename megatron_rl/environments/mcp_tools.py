@@ -1,9 +1,14 @@
-"""Tools of Model Context Protocol servers (stdio or streamable HTTP): one session a server, opened anew when it is lost."""
+"""Tools of Model Context Protocol servers (stdio or streamable HTTP): one session a server, opened anew when it is lost.
+
+Nobody sits at this client. A server that asks its user (elicitation) gets the defaults of its own form, and is declined where
+they do not fill it; one that asks for a model (sampling) or for folders (roots) is told that there are none.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import shutil
 import sys
@@ -13,13 +18,15 @@ from typing import Any, override
 
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters, types
+from mcp.client.session import ClientRequestContext, IncomingMessage
 from mcp.client.stdio import get_default_environment, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from pydantic import ValidationError
 
 from megatron_rl import credentials
-from megatron_rl.environments.tools import Tool, ToolError, ToolLost
+from megatron_rl.environments.tools import Tool, ToolError, ToolLost, is_valid
 from megatron_rl.errors import UserError
+from megatron_rl.registry import nearest
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +40,21 @@ MOST_BYTES = 8 * 2**20
 """Most bytes of a message: a larger one would hold up all conversations for longer than a tenth of a second."""
 HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
 """As the package mcp has it: an answer may be a stream that stays open."""
+MOST_PAGES = 100
+"""Most pages of a server's list of tools."""
 PLAIN = {"Accept-Encoding": "identity"}
+TRANSPORTS = {"url": ("http", "streamable-http", "streamable_http"), "command": ("stdio",)}
+"""What other clients have as `type` of a server."""
+KEYS = {"url": ("url", "headers", "type"), "command": (*StdioServerParameters.model_fields, "type")}
 RELAY = Path(__file__).with_name("mcp_relay.py")
 
 
 @contextlib.asynccontextmanager
-async def _bounded(target: str | StdioServerParameters) -> AsyncIterator[Any]:
+async def _bounded(target: str | StdioServerParameters, headers: dict[str, str]) -> AsyncIterator[Any]:
     """The connection to a server, with a bound on the size of its messages."""
     if isinstance(target, str):
         hooks = {"response": [_bound]}
-        async with httpx2.AsyncClient(timeout=HTTP_TIMEOUT, headers=PLAIN, event_hooks=hooks) as http:
+        async with httpx2.AsyncClient(timeout=HTTP_TIMEOUT, headers=headers | PLAIN, event_hooks=hooks) as http:
             yield streamable_http_client(target, http_client=http, max_sse_event_size=MOST_BYTES)
         return
     path = (get_default_environment() | (target.env or {})).get("PATH")
@@ -79,13 +91,16 @@ class Server:
     """The session with one server. All calls share it."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        """settings: as in the `mcpServers` of other clients, {command, args, env, cwd} or {url}. Errors: UserError."""
+        """settings: as in the `mcpServers` of other clients, {command, args, env, cwd} or {url, headers}. Errors: UserError."""
         self.name = name
         key = f"agent.mcp_servers.{name}"
         try:
-            given = dict(settings)
-            if isinstance(given.get("env"), dict):
-                given["env"] = {n: credentials.read(str(v), f"{key}.env.{n}") for n, v in given["env"].items()}
+            given = _checked(settings, key)
+            for field in ("env", "headers"):
+                if isinstance(given.get(field), dict):
+                    read = {n: credentials.read(str(v), f"{key}.{field}.{n}") for n, v in given[field].items()}
+                    given[field] = read
+            self._headers: dict[str, str] = given.get("headers") or {}
             self._target: Any = (
                 credentials.read(given["url"], f"{key}.url") if "url" in given else StdioServerParameters(**given)
             )
@@ -125,13 +140,20 @@ class Server:
 
     async def _own(self, entered: asyncio.Future[Client], leave: asyncio.Event) -> None:
         try:
-            async with _bounded(self._target) as transport, Client(transport) as client:
+            async with (
+                _bounded(self._target, self._headers) as transport,
+                Client(transport, elicitation_callback=_fill_form, message_handler=self._hear) as client,
+            ):
                 if not entered.cancelled():
                     entered.set_result(client)
                 await leave.wait()
         except Exception as error:  # of opening, or of a server that has gone since
             if not entered.done():
                 entered.set_exception(error)
+
+    async def _hear(self, message: IncomingMessage) -> None:
+        if isinstance(message, types.ToolListChangedNotification):
+            log.warning("MCP server %s has changed its tools; this run goes on with those of its start", self.name)
 
     async def close(self) -> None:
         """Leave the session."""
@@ -157,17 +179,22 @@ class Server:
         return False
 
     async def tools(self) -> list[Tool]:
-        """The server's tools. Errors: ToolLost."""
+        """The server's tools, of all pages. Errors: ToolLost."""
         client, found, cursor = await self.client(), [], None
         try:
-            while True:
-                page = await asyncio.wait_for(client.list_tools(cursor=cursor), OPEN_TIMEOUT_S)
-                found += [RemoteTool(self, tool) for tool in page.tools]
-                cursor = page.next_cursor
-                if not cursor:
-                    return found
-        except (Exception, TimeoutError) as error:
-            raise ToolLost(f"MCP server {self.name} does not list its tools: {_reason(error)}") from None
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                for _ in range(MOST_PAGES):
+                    page = await client.list_tools(cursor=cursor)
+                    found += [RemoteTool(self, tool) for tool in page.tools]
+                    cursor = page.next_cursor
+                    if not cursor:
+                        return found
+            problem = f"more than {MOST_PAGES} pages"
+        except TimeoutError:
+            problem = f"no end within {OPEN_TIMEOUT_S:g} s"
+        except Exception as error:
+            problem = _reason(error)
+        raise ToolLost(f"MCP server {self.name} does not list its tools: {problem}")
 
 
 class RemoteTool(Tool):
@@ -191,12 +218,63 @@ class RemoteTool(Tool):
             if isinstance(error, MCPError) and not lost:  # an answer: the server refuses the call
                 raise ToolError(str(error)) from None
             raise ToolLost(f"MCP server {self.server.name}, {self.name}: {_reason(error)}") from None
-        text = "\n".join(
-            part.text if isinstance(part, types.TextContent) else f"[{part.type}]" for part in result.content
-        )
+        text = "\n".join(map(_said, result.content))
+        if not result.content and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolError(text or "the tool failed")
         return text
+
+
+def _checked(settings: Any, key: str) -> dict[str, Any]:
+    """Settings of a server that have nothing in them that would be left out. Errors: UserError."""
+    given = dict(settings) if isinstance(settings, dict) else {}
+    kinds = [kind for kind in KEYS if given.get(kind)]
+    if len(kinds) > 1:
+        raise UserError(f"config: {key}: both a url and a command: leave one out")
+    if not kinds:
+        raise UserError(f"config: {key}: neither a url nor a command with args; found {', '.join(given) or 'nothing'}")
+    (kind,) = kinds
+    if unknown := sorted(map(str, set(given) - set(KEYS[kind]))):
+        raise UserError(f"config: {key}: unknown key '{unknown[0]}'{nearest(unknown[0], KEYS[kind])}")
+    if given.pop("type", TRANSPORTS[kind][0]) not in TRANSPORTS[kind]:
+        raise UserError(f"config: {key}.type: a server with a {kind} is {' or '.join(TRANSPORTS[kind])}")
+    if not isinstance(given.get("headers", {}), dict):
+        raise UserError(f"config: {key}.headers: {{NAME: VALUE}} is wanted")
+    return given
+
+
+async def _fill_form(context: ClientRequestContext, params: types.ElicitRequestParams) -> types.ElicitResult:
+    """The answer to a server that asks its user: the defaults of its form, where they are a valid answer to all of it.
+
+    A form without defaults, and what is to be done in a browser (mode url), are declined: nobody is there.
+    """
+    del context
+    if isinstance(params, types.ElicitRequestFormParams):
+        form = params.requested_schema
+        with contextlib.suppress(Exception):  # of a form that is none
+            content = {name: field["default"] for name, field in form["properties"].items() if "default" in field}
+            if content and is_valid(content, form):
+                return types.ElicitResult(action="accept", content=content)
+    return types.ElicitResult(action="decline")
+
+
+def _said(part: types.ContentBlock) -> str:
+    """A part of a result as the model sees it: text is itself, all else is named."""
+    match part:
+        case types.TextContent():
+            return part.text
+        case types.EmbeddedResource(resource=types.TextResourceContents(text=text)):
+            return text
+        case types.EmbeddedResource():
+            return f"[resource {part.resource.uri}{_of_kind(part.resource.mime_type)}]"
+        case types.ResourceLink():
+            return f"[resource {part.uri}{_of_kind(part.mime_type)}: {part.description or part.title or part.name}]"
+    return f"[{part.type}{_of_kind(part.mime_type)}]"
+
+
+def _of_kind(mime_type: str | None) -> str:
+    return f", {mime_type}" if mime_type else ""
 
 
 def _reason(error: BaseException) -> str:

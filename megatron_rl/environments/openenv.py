@@ -12,13 +12,14 @@ import math
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload, override
 from weakref import WeakKeyDictionary
 
 import aiohttp
 
 from megatron_rl.config import DataConfig
-from megatron_rl.credentials import hide
+from megatron_rl.credentials import hide, read
 from megatron_rl.environments.environment import Environment, Said, Waiting
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options
 from megatron_rl.environments.tools import ToolError, ToolLost
@@ -52,8 +53,10 @@ class Result:
 class Server:
     """An OpenEnv server. At most `sessions` are open at once; the others wait."""
 
-    def __init__(self, url: str, *, sessions: int, timeout_s: float) -> None:
-        self.url, self.sessions, self.timeout_s = url.rstrip("/"), sessions, timeout_s
+    def __init__(
+        self, url: str, *, sessions: int, timeout_s: float, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.url, self.sessions, self.timeout_s, self.headers = url.rstrip("/"), sessions, timeout_s, headers
         self._open: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def __str__(self) -> str:
@@ -68,7 +71,7 @@ class Server:
         try:
             try:
                 async with (
-                    aiohttp.ClientSession(self.url) as http,
+                    aiohttp.ClientSession(self.url, headers=self.headers) as http,
                     http.ws_connect("/ws", max_msg_size=MOST_BYTES) as socket,
                 ):
                     session = Session(self, socket)
@@ -87,7 +90,8 @@ class Server:
         """JSON schema of the actions. Errors: ToolLost."""
         try:
             timeout = aiohttp.ClientTimeout(self.timeout_s)
-            async with aiohttp.ClientSession(self.url, timeout=timeout, raise_for_status=True) as http:
+            session = aiohttp.ClientSession(self.url, timeout=timeout, headers=self.headers, raise_for_status=True)
+            async with session as http:
                 return (await (await http.get("/schema")).json())["action"]
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ToolLost(f"{self} gives no /schema: {hide(repr(error))}") from error
@@ -180,8 +184,9 @@ def to_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 class OpenEnv(Task):
     """Episodes of an OpenEnv server: the first observation is the prompt, each answer an action, the reward their sum.
 
-    data.options: `url`; `size` (episodes to train on; each is a seed of reset), `reset` (more arguments of it),
-    `observation` (the field that is shown; otherwise the only text among them, or all as JSON), `sessions`, `timeout_s`.
+    data.options: `url`; `headers` (of requests, such as a key); `size` (episodes to train on; each is a seed of reset), `reset`
+    (more arguments of it), `observation` (the field that is shown; otherwise the only text among them, or all as JSON),
+    `sessions`, `timeout_s`.
     """
 
     parts = ("reward",)
@@ -190,7 +195,7 @@ class OpenEnv(Task):
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
-        check_options(data, ("url", "size", "reset", "observation", "sessions", "timeout_s"))
+        check_options(data, ("url", "headers", "size", "reset", "observation", "sessions", "timeout_s"))
         options = data.options
         if not options.get("url"):
             raise UserError("config: data.task: openenv needs data.options.url, as in http://localhost:8000")
@@ -201,6 +206,7 @@ class OpenEnv(Task):
             str(options["url"]),
             sessions=int(options.get("sessions", 16)),
             timeout_s=float(options.get("timeout_s", 60.0)),
+            headers=_headers(options.get("headers", {})),
         )
         self.schema = _now(self.server.action_schema())
 
@@ -259,6 +265,13 @@ class OpenEnv(Task):
             return await asyncio.gather(*(one(*pair) for pair in zip(prompts, texts, strict=True)))
 
         return _now(together())
+
+
+def _headers(given: Any) -> dict[str, str]:
+    """Errors: UserError."""
+    if not isinstance(given, Mapping):
+        raise UserError("config: data.options.headers: {NAME: VALUE} is wanted")
+    return {str(name): read(str(value), f"data.options.headers.{name}") for name, value in given.items()}
 
 
 class Episodes(Sequence[Prompt]):

@@ -16,7 +16,15 @@ from megatron_rl.environments.environment import Waiting
 from megatron_rl.environments.event_loop import EventLoop
 from megatron_rl.environments.interpreter import PythonTool
 from megatron_rl.environments.search import Search
-from megatron_rl.environments.tools import FunctionTool, Tool, ToolError, ToolLost, check_arguments, shorten
+from megatron_rl.environments.tools import (
+    FunctionTool,
+    Tool,
+    ToolError,
+    ToolLost,
+    check_arguments,
+    check_parameters,
+    shorten,
+)
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest, resolve
 
@@ -88,6 +96,7 @@ class Toolbox:
         for tool in [*self._made, *of_servers]:
             if tool.name in self.tools:
                 raise UserError(f"config: agent: two tools are called '{tool.name}'; leave one out")
+            check_parameters(tool)
             self.tools[tool.name] = tool
             await tool.open()
 

@@ -9,8 +9,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, override
 
-from jsonschema.exceptions import best_match
+from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from megatron_rl.environments.event_loop import in_thread
 from megatron_rl.errors import UserError
@@ -81,10 +83,34 @@ class FunctionTool(Tool):
         return str(await in_thread(partial(self._function, **arguments)))
 
 
+def _checker(schema: Mapping[str, Any]) -> Any:
+    """With a registry of its own, since the default one fetches what a schema refers to from the network."""
+    return validator_for(schema)(schema, registry=Registry())
+
+
+def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Tell if a value fits a JSON schema. Errors: those of jsonschema for a schema that is none."""
+    validator_for(schema).check_schema(dict(schema))
+    return _checker(schema).is_valid(value)
+
+
+def check_parameters(tool: Tool) -> None:
+    """Errors: UserError where the schema of a tool's arguments is none."""
+    try:
+        validator_for(tool.parameters).check_schema(dict(tool.parameters))
+    except SchemaError as error:
+        place = ".".join(map(str, error.absolute_path))
+        raise UserError(
+            f"agent.tools: the parameters of {tool.name} are no JSON schema: {place}: {error.message[:300]}"
+        ) from None
+
+
 def check_arguments(tool: Tool, arguments: Any) -> None:
-    """Errors: ToolError saying which argument does not fit the tool's schema."""
-    checker = validator_for(tool.parameters)(tool.parameters)
-    problem = best_match(checker.iter_errors(arguments))
+    """Errors: ToolError saying which argument does not fit the tool's schema; ToolLost where that cannot be looked up."""
+    try:
+        problem = best_match(_checker(tool.parameters).iter_errors(arguments))
+    except (Unresolvable, RecursionError) as error:
+        raise ToolLost(f"tool {tool.name}: its parameters cannot be checked: {type(error).__name__}: {error}") from None
     if problem is not None:
         place = ".".join(map(str, problem.absolute_path))
         raise ToolError(f"arguments of {tool.name}{f', {place}' if place else ''}: {problem.message[:300]}")

@@ -36,6 +36,9 @@ PREFIX = "base_model.model."
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 SCORE = "score.weight"
 HEAD = PREFIX + SCORE
+CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""How init_lora_weights begins where PEFT takes a part out of the model's own weights at the start: such a
+folder's B A does not go with the model as it is. PEFT converts it (path_initial_model_for_weight_conversion)."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,12 @@ def read_folder(folder: Path) -> PeftFolder:
     ):
         if (value := settings.get(key)) not in supported:
             raise UserError(f"adapter folder {folder}: {key} = {value} is not supported; only {supported[0]} is")
+    start = str(settings.get("init_lora_weights")).lower()
+    if start.startswith(CHANGES_THE_BASE):
+        raise UserError(
+            f"adapter folder {folder}: init_lora_weights = {start} has changed the weights of its model; save it with PEFT's"
+            " path_initial_model_for_weight_conversion, which makes a plain one of it"
+        )
     score = tensors.pop(HEAD, None)
     layers = {}
     for name in sorted(tensors):

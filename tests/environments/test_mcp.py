@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import os
+import random
+import re
 import signal
 import sys
 import time
@@ -162,6 +166,236 @@ def test_a_message_without_bounds_ends_its_server_and_holds_up_nobody(tmp_path, 
         "once each"
     )
     assert not any("Traceback" in line for line in said)
+
+
+ASKING = r"""
+import json, sys
+heard = []
+def send(message): print(json.dumps({"jsonrpc": "2.0"} | message), flush=True)
+def told(method, params=None): send({"method": method} | ({"params": params} if params is not None else {}))
+def answer(request, **result): send({"id": request["id"], "result": result})
+def say(request, *content, **more): answer(request, content=list(content), **more)
+def text(said): return {"type": "text", "text": said}
+def read():
+    while line := sys.stdin.readline():
+        heard.append(json.loads(line))
+        yield heard[-1]
+messages = read()
+for request in messages:
+    method, params = request.get("method"), request.get("params", {})
+    arguments = params.get("arguments", {})
+    if method == "initialize":
+        able = {"tools": {"listChanged": True}}
+        answer(request, capabilities=able, serverInfo={"name": "asking", "version": "1"},
+               protocolVersion=params["protocolVersion"])
+    elif method == "tools/list":
+        page = int(params.get("cursor", 0))
+        kinds = json.loads(sys.argv[1])
+        more = {"nextCursor": str(page + 1)} if page + 1 < len(kinds) or "endless" in kinds else {}
+        name = kinds[page % len(kinds)] + (str(page) if "endless" in kinds else "")
+        answer(request, tools=[{"name": name, "inputSchema": {"type": "object"}}], **more)
+    elif method == "tools/call" and params["name"] == "ask":
+        send({"id": "mine", "method": arguments["method"], "params": arguments["params"]})
+        got = next(message for message in messages if message.get("id") == "mine")
+        start = next(message["params"] for message in heard if message["method"] == "initialize")
+        say(request, text(json.dumps({"can": start["capabilities"]} | got)))
+    elif method == "tools/call" and params["name"] == "give":
+        answer(request, **arguments)
+    elif method == "tools/call" and params["name"] == "tell":
+        for notice in arguments["notices"]: told(*notice)
+        say(request, text("told"))
+    elif method == "tools/call" and params["name"] == "wait":
+        pass
+    elif method == "tools/call" and params["name"] == "heard":
+        say(request, text(json.dumps(heard)))
+    elif "id" in request and "method" in request:
+        code = arguments.get("code", -32601)
+        send({"id": request["id"], "error": {"code": code, "message": "refused: " + request["method"]}})
+"""
+
+
+@pytest.fixture
+def asking(tmp_path):
+    """asking("a", "b", ...) -> a toolbox whose server has these tools, each on a page of its own."""
+    (tmp_path / "asking.py").write_text(ASKING)
+    opened = []
+
+    def start(*tools: str, **settings) -> Toolbox:
+        server = {"command": sys.executable, "args": ["-S", str(tmp_path / "asking.py"), json.dumps(tools)]}
+        box = Toolbox(AgentConfig(mcp_servers={"asking": server}, tool_timeout_s=20, **settings))
+        box.open()
+        opened.append(box)
+        return box
+
+    yield start
+    for box in opened:
+        box.close()
+
+
+def form(**fields) -> dict:
+    required = [name for name, field in fields.items() if not field.pop("optional", False)]
+    return {"type": "object", "properties": fields, "required": required}
+
+
+def asked(box: Toolbox, method: str, params: dict) -> dict:
+    return json.loads(box.loop.run(box.call("ask", {"method": method, "params": params}, {})))
+
+
+def test_a_server_that_asks_its_user_gets_the_defaults_of_its_form_or_a_no(asking):
+    rng = random.Random()
+    name, count, share = f"n{rng.randrange(10**6)}", rng.randrange(1000), rng.random()
+    several = {"type": "array", "items": {"type": "string", "enum": ["a", "b"]}, "default": ["b"]}
+    text, whole = {"type": "string", "default": name}, {"type": "integer", "default": count}
+    filled = {
+        "a": (form(a=text, b=whole), {"a": name, "b": count}),
+        "optional": (form(a=text, b={"type": "string", "optional": True}), {"a": name}),
+        "falsy": (
+            form(a={"type": "boolean", "default": False}, b={"type": "integer", "default": 0}),
+            {"a": False, "b": 0},
+        ),
+        "several": (form(a=several, b={"type": "number", "default": share}), {"a": ["b"], "b": share}),
+    }
+    declined = {
+        "required": form(a=text, b={"type": "boolean"}),
+        "nothing to fill": form(),
+        "no default": form(a={"type": "string", "optional": True}),
+        "of another type": form(a={"type": "integer", "default": name}),
+        "none of the choices": form(a={"type": "string", "enum": ["x"], "default": name}),
+        "too long": form(a={"type": "string", "maxLength": 1, "default": name}),
+        "no schema": {"type": "object", "properties": {"a": {"type": 7, "default": 1}}},
+        "elsewhere": form(a={"$ref": "http://127.0.0.1:9/schema", "default": 1}),
+    }
+    box = asking("ask")
+    for label, (schema, content) in filled.items():
+        got = asked(box, "elicitation/create", {"message": "?", "requestedSchema": schema})
+        assert got["result"] == {"action": "accept", "content": content}, label
+    assert "elicitation" in got["can"], "a server asks a client that has said that it can answer"
+    for label, schema in declined.items():
+        got = asked(box, "elicitation/create", {"message": "?", "requestedSchema": schema})
+        assert got["result"] == {"action": "decline"}, label
+    page = {"mode": "url", "message": "?", "url": "https://example.org", "elicitationId": "1"}
+    assert asked(box, "elicitation/create", page)["result"] == {"action": "decline"}
+
+
+@pytest.mark.parametrize(
+    ("method", "params"),
+    [
+        ("sampling/createMessage", {"messages": [], "maxTokens": 5}),
+        ("roots/list", {}),
+        ("nothing/known", {}),
+        ("elicitation/create", {"message": 5}),
+    ],
+)
+def test_a_server_that_asks_for_what_is_not_there_is_told_so(asking, method, params):
+    box = asking("ask")
+    got = asked(box, method, params)
+    assert "error" in got and not {"sampling", "roots"} & set(got["can"])
+    assert asked(box, "ping", {})["result"] == {}, "the session goes on"
+
+
+def test_notices_of_a_server_disturb_no_call(asking, caplog):
+    progress = [["notifications/progress", {"progressToken": i % 3, "progress": i}] for i in range(50)]
+    log = [["notifications/message", {"level": "info", "data": {"n": i}}] for i in range(50)]
+    odd = [["notifications/unknown", {}], ["notifications/progress", {"progress": "x"}], ["notifications/message"]]
+    odd += [["notifications/cancelled", {"requestId": 10**6}], ["notifications/resources/list_changed"]]
+    changed = [["notifications/tools/list_changed"]]
+    box = asking("tell", "heard")
+    assert box.loop.run(box.call("tell", {"notices": progress + log + odd + changed}, {})) == "told"
+    box.loop.run(box.call("heard", {}, {}))
+    assert "MCP server asking has changed its tools" in caplog.text
+    assert set(box.tools) == {"tell", "heard"}
+
+
+def test_a_call_that_is_too_slow_is_cancelled_at_the_server(asking):
+    box = asking("wait", "heard", max_tool_response=10**6)
+    box.config = AgentConfig(tool_timeout_s=0.5)
+    with pytest.raises(ToolLost, match="no answer within"):
+        box.loop.run(box.call("wait", {}, {}))
+    box.config = AgentConfig(tool_timeout_s=20, max_tool_response=10**6)
+    heard = json.loads(box.loop.run(box.call("heard", {}, {})))
+    (call,) = [m["id"] for m in heard if m.get("method") == "tools/call" and m["params"]["name"] == "wait"]
+    assert [m["params"]["requestId"] for m in heard if m.get("method") == "notifications/cancelled"] == [call]
+
+
+def test_all_pages_of_tools_are_listed_and_a_list_without_end_is_told(asking):
+    names = [f"t{i}" for i in range(7)]
+    assert list(asking(*names).tools) == names
+    with pytest.raises(UserError, match=r"MCP server asking does not list its tools: more than 100 pages"):
+        asking("endless")
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"),
+        ({"content": [{"type": "resource", "resource": {"uri": "file:///x", "text": "inside"}}]}, "inside"),
+        (
+            {"content": [{"type": "resource", "resource": {"uri": "file:///x", "blob": "AA==", "mimeType": "a/b"}}]},
+            "[resource file:///x, a/b]",
+        ),
+        (
+            {"content": [{"type": "resource_link", "uri": "file:///x", "name": "X", "mimeType": "text/plain"}]},
+            "[resource file:///x, text/plain: X]",
+        ),
+        ({"content": [{"type": "image", "data": "AA==", "mimeType": "image/png"}]}, "[image, image/png]"),
+        ({"content": [{"type": "audio", "data": "AA==", "mimeType": "audio/wav"}]}, "[audio, audio/wav]"),
+        ({"content": [], "structuredContent": {"é": [1, None]}}, '{"é": [1, null]}'),
+        ({"content": [{"type": "text", "text": "1"}], "structuredContent": {"n": 1}}, "1"),
+        ({"content": []}, ""),
+    ],
+)
+def test_what_a_tool_gives_becomes_text(asking, result, said):
+    box = asking("give")
+    assert box.loop.run(box.call("give", result, {})) == said
+    with pytest.raises(ToolError, match=re.escape(said) or "the tool failed"):
+        box.loop.run(box.call("give", result | {"isError": True}, {}))
+
+
+@pytest.mark.parametrize("code", [-32602, -32603, -32042, 7])
+def test_an_error_of_the_protocol_is_an_answer(asking, code):
+    box = asking("other", "heard")
+    with pytest.raises(ToolError, match="refused: tools/call"):
+        box.loop.run(box.call("other", {"code": code}, {}))
+    assert box.loop.run(box.call("heard", {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"comand": "x"}, r"agent\.mcp_servers\.s: neither a url nor a command with args; found comand"),
+        ({"url": "http://x", "command": "x"}, "both a url and a command: leave one out"),
+        (None, "neither a url nor a command with args; found nothing"),
+        ({"command": "x", "arg": ["y"]}, "unknown key 'arg'; did you mean 'args'"),
+        ({"url": "http://x", "header": {}}, "unknown key 'header'; did you mean 'headers'"),
+        ({"url": "http://x", "headers": "A: b"}, r"headers: \{NAME: VALUE\} is wanted"),
+        ({"url": "http://x", "type": "sse"}, "type: a server with a url is http or streamable-http"),
+        ({"command": "x", "type": "http"}, "type: a server with a command is stdio"),
+        ({"command": "x", "args": "y"}, "neither a url nor a command with args: args"),
+    ],
+)
+def test_settings_that_would_be_left_out_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        mcp_tools.Server("s", settings)
+
+
+def test_headers_go_with_every_request(monkeypatch):
+    seen = []
+
+    def answer(request):
+        seen.append(request.headers)
+        return httpx2.Response(500)
+
+    real = httpx2.AsyncClient
+    kept = functools.partial(real, transport=httpx2.MockTransport(answer))
+    monkeypatch.setattr(mcp_tools.httpx2, "AsyncClient", kept)
+    monkeypatch.setattr(mcp_tools, "ATTEMPTS", 1)
+    monkeypatch.setenv("SECRET_OF_TEST", "Bearer 123")
+    headers = {"Authorization": "env:SECRET_OF_TEST", "X-Team": "a"}
+    server = mcp_tools.Server("s", {"url": "http://server/mcp", "headers": headers, "type": "http"})
+    with pytest.raises(ToolLost):
+        asyncio.run(server.client())
+    assert seen and all(h["Authorization"] == "Bearer 123" and h["X-Team"] == "a" for h in seen)
+    assert all(h["Accept-Encoding"] == "identity" for h in seen)
 
 
 def test_an_answer_in_one_piece_has_bounds_too():

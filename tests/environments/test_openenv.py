@@ -147,6 +147,44 @@ def test_a_server_that_is_restarted_is_waited_for():
         server.close()
 
 
+def test_headers_go_with_every_request(monkeypatch):
+    """As a private server behind a proxy wants them."""
+    monkeypatch.setenv("KEY_OF_TEST", "Bearer 123")
+    seen = []
+
+    async def schema(request):
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"action": {"required": ["text"]}})
+
+    async def talk(request):
+        seen.append(request.headers.get("Authorization"))
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_str(RIGHT % "x")
+        return socket
+
+    async def ask(options):
+        app = web.Application()
+        app.router.add_get("/schema", schema)
+        app.router.add_get("/ws", talk)
+        async with TestServer(app) as made:
+            headers = openenv._headers(options)
+            server = openenv.Server(str(made.make_url("")), sessions=1, timeout_s=60, headers=headers)
+            assert await server.action_schema() == {"required": ["text"]}
+            async with server.session() as session:
+                assert (await session.reset({})).reward == 1.0
+
+    asyncio.run(ask({"Authorization": "env:KEY_OF_TEST"}))
+    assert seen == ["Bearer 123"] * 2
+    for bad, message in (
+        ({"A": "env:NOT_THERE"}, "headers.A: the environment has no NOT_THERE"),
+        ("A: b", "is wanted"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_task(DataConfig(task="openenv", options={"url": "http://127.0.0.1:9", "headers": bad}))
+
+
 def test_bad_configs_are_named():
     with pytest.raises(UserError, match=r"needs data.options.url"):
         build_task(DataConfig(task="openenv"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import MappingProxyType
 from typing import override
 
@@ -19,7 +21,7 @@ from megatron_rl.environments.calculator import calculate
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.search import Search
 from megatron_rl.environments.toolbox import Toolbox
-from megatron_rl.environments.tools import Tool, ToolError, ToolLost, shorten
+from megatron_rl.environments.tools import Tool, ToolError, ToolLost, check_arguments, shorten
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.dialects import Call, Parsed
 
@@ -155,6 +157,47 @@ def test_a_call(toolbox):
 def test_arguments_are_checked_against_the_schema(toolbox, arguments, problem):
     with pytest.raises(ToolError, match=f"arguments of calculator.*{problem}"):
         call(toolbox, "calculator", **arguments)
+
+
+def with_parameters(parameters) -> Tool:
+    tool = Tool()
+    tool.name, tool.parameters = "given", parameters
+    return tool
+
+
+def test_nothing_of_a_schema_is_fetched_from_the_network():
+    """The schema is a tool server's, and to fetch a part of it would hold up all conversations."""
+    asked = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"type": "integer"}')
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        elsewhere = {"$ref": f"http://127.0.0.1:{server.server_port}/integer"}
+        tool = with_parameters({"type": "object", "properties": {"a": elsewhere}})
+        with pytest.raises(ToolLost, match="tool given: its parameters cannot be checked"):
+            check_arguments(tool, {"a": 1})
+        check_arguments(tool, {"b": 1})
+        server.shutdown()
+    assert not asked
+    here = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+    check_arguments(with_parameters(here), {"a": 1})
+    with pytest.raises(ToolError, match="arguments of given, a: 'x' is not of type 'integer'"):
+        check_arguments(with_parameters(here), {"a": "x"})
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"type": "number of things"}, {"properties": {"a": {"type": 3}}}, {"required": "a"}, {"enum": 1}]
+)
+def test_a_schema_that_is_none_is_told_at_the_start(parameters):
+    box = Toolbox(AgentConfig(), [with_parameters(parameters)])
+    with pytest.raises(UserError, match=r"agent\.tools: the parameters of given are no JSON schema"):
+        box.open()
 
 
 def test_an_unknown_tool_is_the_models_fault(toolbox):

@@ -151,6 +151,65 @@ def test_peft_computes_the_same(family, tiny_model, tmp_path):
     assert abs(in_transformers(model, sequences) - ours).max() < ROUNDING
 
 
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("qwen3", {"targets": ALL[:2]}),
+        ("qwen3", {"kind": "dora", "alpha": 5.5}),
+        ("qwen3_moe", {"targets": ["*.self_attention.linear_*", "*.mlp.experts.*"]}),
+        ("mixtral", {"targets": ["*.mlp.experts.*"], "alpha": 4.5}),
+        ("olmoe", {"targets": ["*.self_attention.linear_proj*"]}),
+        ("gpt_oss", {"targets": ["*.self_attention.linear_*"]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_peft_takes_all_of_a_folder_and_merges_it_as_we_do(family, lora, tiny_model, tmp_path):
+    """Nothing of the folder is left over, nothing is missing, and the merged model is that of `convert` to rounding."""
+    folder, adapter = tiny_model(family), tmp_path / "adapter"
+    trainer = make(folder, **({"rank": 4, "alpha": 6.0} | lora))
+    shake(trainer)
+    trainer.save_adapter(adapter)
+    model = PeftModel.from_pretrained(base_in_transformers(folder), str(adapter))
+    taken = model.load_adapter(str(adapter), "again")
+    assert not taken.unexpected_keys
+    assert not [key for key in taken.missing_keys if ".again" in key]
+    layers = [key for key in load_file(adapter / "adapter_model.safetensors") if key.endswith("lora_A.weight")]
+    assert layers and model.peft_config["again"].lora_alpha == lora.get("alpha", 6.0)
+    PeftModel.from_pretrained(base_in_transformers(folder), str(adapter)).merge_and_unload().save_pretrained(
+        str(tmp_path / "theirs")
+    )
+    assert main(["convert", str(adapter), str(tmp_path / "ours")]) == 0
+    base, ours, theirs = (
+        load_file(path / "model.safetensors") for path in (folder, tmp_path / "ours", tmp_path / "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    changed = {name for name in ours if not torch.equal(ours[name], base[name])}
+    names = {key.removeprefix("base_model.model.").removesuffix(".lora_A.weight") + ".weight" for key in layers}
+    assert changed == names
+    for name, tensor in ours.items():  # sums of four products, and with DoRA a root, a quotient and a product
+        torch.testing.assert_close(tensor, theirs[name], rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_2", "olora", True, "gaussian", "orthogonal", False])
+def test_adapters_of_any_start_are_read_or_refused(start, tiny_model, tmp_path):
+    """Those that have changed the model are not what B A beside the model is."""
+    folder, sequences = tiny_model("qwen3"), random_sequences()
+    options = {"r": 2, "lora_alpha": 8, "init_lora_weights": start, "target_modules": ["o_proj", "down_proj"]}
+    theirs = get_peft_model(base_in_transformers(folder), LoraConfig(**options))
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            weight += 0.05 * torch.randn_like(weight) * ("lora_" in name)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    if isinstance(start, str) and start.startswith(("pissa", "olora")):
+        with pytest.raises(UserError, match=rf"init_lora_weights = {start} has changed the weights of its model"):
+            read_folder(tmp_path / "theirs")
+        return
+    again = PeftModel.from_pretrained(base_in_transformers(folder), str(tmp_path / "theirs"))
+    expected = in_transformers(again, sequences)
+    trainer = make(folder, rank=2, alpha=8.0, path=str(tmp_path / "theirs"))
+    assert abs(log_probs(trainer, sequences) - expected).max() < ROUNDING
+
+
 def test_dora_is_what_peft_computes(tiny_model, tmp_path):
     """On dense layers, both ways: rows have lengths of their own."""
     folder, sequences = tiny_model("qwen3"), random_sequences()
@@ -231,6 +290,12 @@ def test_a_folder_that_cannot_be_read_is_named(tiny_model, tmp_path):
     for key, value in (("peft_type", "IA3"), ("bias", "all"), ("alpha_pattern", {"q_proj": 2})):
         (tmp_path / "good" / "adapter_config.json").write_text(json.dumps(settings | {key: value}))
         with pytest.raises(UserError, match=rf"{key} = .* is not supported"):
+            read_folder(tmp_path / "good")
+    for start in ("pissa", "pissa_niter_4", "olora", "CorDA", "loftq", "lora_ga"):
+        (tmp_path / "good" / "adapter_config.json").write_text(json.dumps(settings | {"init_lora_weights": start}))
+        with pytest.raises(
+            UserError, match=rf"init_lora_weights = {start.lower()} has changed the weights of its model"
+        ):
             read_folder(tmp_path / "good")
     (tmp_path / "good" / "adapter_config.json").write_text(json.dumps(settings))
     (tmp_path / "good" / "adapter_model.safetensors").write_bytes(b"\x00" * 9)

@@ -222,6 +222,249 @@ def test_conversations_of_the_librarys_renderer():
             assert alike(record) == alike(rendered(whole))
 
 
+# -- the library's own tests (tests/test_harmony.py and test-data/ of github.com/openai/harmony, Apache License 2.0) ----------
+
+IDENTITY = (
+    "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
+)
+CHANNELS = "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+TO_FUNCTIONS = "\nCalls to these tools must go to the commentary channel: 'functions'."
+ROBOT = "Answer the user's questions like a robot."
+CAPITAL = "What is the capital of the largest country in the world?"
+UNITS = {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"}
+PLACE = {"type": "string", "description": "The city and state, e.g. San Francisco, CA"}
+PLACES = {
+    "type": "array",
+    "items": {"type": "string"},
+    "description": 'List of city and state, e.g. ["San Francisco, CA", "New York, NY"]',
+}
+SINK = {
+    "description": "params object",
+    "type": "object",
+    "properties": {
+        "string": {"type": "string", "title": "STRING", "description": "A string", "examples": ["hello", "world"]},
+        "string_nullable": {
+            "type": "string",
+            "nullable": True,
+            "description": "A nullable string",
+            "default": "the default",
+        },
+        "string_enum": {"type": "string", "enum": ["a", "b", "c"]},
+        "oneof_string_or_number": {
+            "oneOf": [
+                {"type": "string", "default": "default_string_in_oneof"},
+                {"type": "number", "description": "numbers can happen too"},
+            ],
+            "description": "a oneof",
+            "default": 20,
+        },
+    },
+}
+FUNCTIONS = {
+    "get_location": ("Gets the location of the user.", None),
+    "get_current_weather": (
+        "Gets the current weather in the provided location.",
+        {"type": "object", "properties": {"location": PLACE, "format": UNITS}, "required": ["location"]},
+    ),
+    "get_multiple_weathers": (
+        "Gets the current weather in the provided list of locations.",
+        {"type": "object", "properties": {"locations": PLACES, "format": UNITS}, "required": ["locations"]},
+    ),
+    "kitchensink": ("A function with various complex schemas.", SINK),
+}
+RIDDLES = """<|start|>developer<|message|># Instructions
+
+Always respond in riddles
+
+# Tools
+
+## functions
+
+namespace functions {
+
+// Gets the location of the user.
+type get_location = () => any;
+
+// Gets the current weather in the provided location.
+type get_current_weather = (_: {
+// The city and state, e.g. San Francisco, CA
+location: string,
+format?: "celsius" | "fahrenheit", // default: celsius
+}) => any;
+
+// Gets the current weather in the provided list of locations.
+type get_multiple_weathers = (_: {
+// List of city and state, e.g. ["San Francisco, CA", "New York, NY"]
+locations: string[],
+format?: "celsius" | "fahrenheit", // default: celsius
+}) => any;
+
+// A function with various complex schemas.
+type kitchensink = (_: // params object
+{
+// STRING
+//
+// A string
+// Examples:
+// - "hello"
+// - "world"
+string?: string,
+// A nullable string
+string_nullable?: string | null, // default: "the default"
+string_enum?: "a" | "b" | "c",
+// a oneof
+// default: 20
+oneof_string_or_number?:
+ | string // default: "default_string_in_oneof"
+ | number // numbers can happen too
+,
+}) => any;
+
+} // namespace functions<|end|>"""
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high"])
+@pytest.mark.parametrize("instruction", [True, False])
+def test_the_librarys_prompts(effort, instruction):
+    form = dialect("harmony", gpt_oss_tokenizer(), reasoning_effort=effort)
+    asked = [{"role": "system", "content": ROBOT}] * instruction + [{"role": "user", "content": CAPITAL}]
+    developer = f"<|start|>developer<|message|># Instructions\n\n{ROBOT}<|end|>" * instruction
+    expected = f"{IDENTITY}\nReasoning: {effort}\n\n{CHANNELS}<|end|>{developer}"
+    expected += f"<|start|>user<|message|>{CAPITAL}<|end|><|start|>assistant"
+    assert form.prompt(asked, []) == special(expected)
+
+
+@pytest.mark.parametrize("nothing", [{}, {"parameters": None}, {"parameters": {"type": "object", "properties": {}}}])
+def test_the_librarys_prompt_of_functions_with_parameters(nothing):
+    """Also where a function without parameters says so in another way."""
+    form = dialect("harmony", gpt_oss_tokenizer(), reasoning_effort="high", conversation_start_date="2025-06-28")
+    tools = [
+        {"type": "function", "function": {"name": name, "description": told} | ({"parameters": p} if p else nothing)}
+        for name, (told, p) in FUNCTIONS.items()
+    ]
+    question = "What is the weather like in SF?"
+    asked = [{"role": "system", "content": "Always respond in riddles"}, {"role": "user", "content": question}]
+    expected = f"{IDENTITY}Current date: 2025-06-28\n\nReasoning: high\n\n{CHANNELS}{TO_FUNCTIONS}<|end|>{RIDDLES}"
+    expected += f"<|start|>user<|message|>{question}<|end|><|start|>assistant"
+    assert gpt_oss_tokenizer().decode(form.prompt(asked, tools)) == expected
+
+
+TOKYO, PARIS = '{"location": "Tokyo"}', '{"latitude":48.8566,"longitude":2.3522}'
+ANSWERED = "<|start|>assistant<|channel|>analysis<|message|>We must refuse<|end|>"
+ANSWERED += "<|start|>assistant<|channel|>final<|message|>I'm sorry, but I can't help with that.<|return|>"
+SUM = [
+    200005,
+    35644,
+    200008,
+    1844,
+    31064,
+    25,
+    392,
+    4827,
+    382,
+    220,
+    17,
+    659,
+    220,
+    17,
+    16842,
+    12295,
+    81645,
+    13,
+    51441,
+    6052,
+]
+SUM += [13, 200002, 200006, 173781, 200005, 17196, 200008, 17, 659, 220, 17, 314, 220, 19, 13]
+LOOKUP = [
+    200005,
+    35644,
+    200008,
+    1844,
+    31064,
+    25,
+    392,
+    4827,
+    382,
+    290,
+    11122,
+    306,
+    40510,
+    16842,
+    1416,
+    1309,
+    316,
+    1199,
+    37342,
+]
+LOOKUP += [
+    170154,
+    4584,
+    13,
+    200002,
+    200006,
+    173781,
+    316,
+    28,
+    29712,
+    170154,
+    200005,
+    35644,
+    3490,
+    200008,
+    10848,
+    7693,
+    1243,
+]
+LOOKUP += [392, 173844, 18583]
+NO_HEADER = "unexpected tokens remaining in message header"
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        (SUM, "2 + 2 = 4."),
+        (f" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{TOKYO}<|call|>", TOKYO),
+        (f" to=functions.get_weather<|channel|>commentary<|constrain|>json<|message|>{TOKYO}<|call|>", TOKYO),
+        (f"<|channel|>commentary to=functions.get_weather<|constrain|>json<|message|>{PARIS}<|call|>", PARIS),
+    ],
+)
+def test_the_librarys_replies(reply, found):
+    parsed = harmony().parse(special(reply) if isinstance(reply, str) else reply)
+    assert parsed.malformed is None
+    if parsed.final is not None:
+        assert (parsed.calls, parsed.final) == ([], found)
+    else:
+        assert parsed.calls == [Call("get_weather", json.loads(found))]
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (f"I must refuse<|end|>{ANSWERED}", NO_HEADER),
+        (f"<|channel|>analysis I must refuse<|end|>{ANSWERED}", NO_HEADER),
+        (
+            f"... Let's see.<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{TOKYO}<|call|>",
+            NO_HEADER,
+        ),
+        (LOOKUP, "functions.NAME"),
+    ],
+    ids=range(4),
+)
+def test_the_librarys_replies_that_are_malformed(reply, problem):
+    """Its strict parser refuses them; to a name that is none of a namespace's there is no call."""
+    parsed = harmony().parse(special(reply) if isinstance(reply, str) else reply)
+    assert problem in parsed.malformed and not parsed.calls and parsed.final is None
+
+
+def test_the_librarys_result_of_a_tool():
+    call = special(' to=browser.search<|channel|>commentary code<|message|>{"query": "openai"}<|call|>')
+    expected = (
+        '<|start|>browser.search to=assistant<|channel|>commentary<|message|>{"result": "https://openai.com/"}<|end|>'
+    )
+    between = harmony().observation(['{"result": "https://openai.com/"}'], after=call)
+    assert between == special(f"{expected}<|start|>assistant")
+
+
 def test_a_stream_of_whatever_tokens_is_never_an_error():
     """Random ids, valid replies that are cut, and such with tokens changed, added and left out."""
     rng, tool = random.Random(), [Calculator().schema]

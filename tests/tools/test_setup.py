@@ -29,7 +29,7 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-@pytest.mark.parametrize("name", ["trainer.txt", "test.txt", "rollout.txt", "gpu.txt"])
+@pytest.mark.parametrize("name", ["trainer.txt", "test.txt", "rollout.txt", "gpu.txt", "suites.txt"])
 def test_lists_hold_sorted_exact_versions_alone(name):
     assert list(pins(name)) == sorted(pins(name))
 

@@ -236,6 +236,10 @@ class OptimizerConfig:
     """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
 
 
+OF_TOKENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages (algorithm.advantage) that go from token to token."""
+
+
 @section
 class AlgorithmConfig:
     """Advantages and the policy loss."""
@@ -525,6 +529,12 @@ class CorrectionConfig:
     kept_tokens: those whose weight is not 0; weights: by the sum of the weights (self-normalized), KL and entropy too."""
     bypass: bool = False
     """The loss's ratio starts from the engine's log-probs instead of the trainer's: one ratio for mismatch and drift."""
+
+
+PREDICTING = ("pr2", "pr3")
+"""Sources of routes (routing.source) that have predictors."""
+FROM_ENGINE = ("r3", "pr3")
+"""Sources of routes that the engine sends along."""
 
 
 @section

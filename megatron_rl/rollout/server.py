@@ -27,10 +27,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.fp8 import quantization_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, Machine, this_machine
 from megatron_rl.platform import sglang as cpu_platform
-from megatron_rl.rollout.choices import FP32_PRODUCTS, check_extra_args, choices
+from megatron_rl.rollout.choices import FP32_PRODUCTS, asks_routes, check_extra_args, choices
 from megatron_rl.rollout.sampling import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.rollout.supervise import KEY
-from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 from megatron_rl.sync.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
@@ -133,11 +132,6 @@ def reason_of_death(path: Path, since: int = 0) -> str:
             bare = ":" not in line and index
             return f"{line} at '{lines[index - 1].strip()}'" if bare else line
     return lines[-1] if lines else "its log is empty"
-
-
-def asks_routes(config: Config) -> bool:
-    """Whether replies have the experts of every token."""
-    return config.rollout.routes or config.routing.source in FROM_ENGINE
 
 
 def asks_gates(config: Config) -> bool:

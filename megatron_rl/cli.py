@@ -368,7 +368,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     from megatron_rl.launch.preflight import check_config
 
     if args.command == "plan":
-        check_config(config, args.run, max(1, args.gpus))
+        if args.gpus > 0:
+            check_config(config, args.run, args.gpus)
         config = with_folders(config, args.run, config_alone=True)
         from megatron_rl.launch.fit import plan_command
 
@@ -380,7 +381,7 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     from megatron_rl.environments.build import check_data
 
     check_data(config.data)
-    processes = int(os.environ.get("WORLD_SIZE", args.nproc))
+    processes = int(os.environ.get("WORLD_SIZE") or args.nproc)
     if args.command == "certify":
         from megatron_rl.certify.choice import certified
 

@@ -36,7 +36,7 @@ def _rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list
     """Those of a section and, below it, of the sections inside it."""
     body, found, nested = classes[name].body, [], []
     for index, node in enumerate(body):
-        if not isinstance(node, ast.AnnAssign):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         key, kind = f"{prefix}{node.target.id}", ast.unparse(node.annotation)
         if kind in classes:

@@ -60,7 +60,9 @@ class ModelConfig:
     """The policy model, its kernels and its memory."""
 
     path: str = ""
-    """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written."""
+    """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written. Or an id of the hub:
+    owner/name, or owner/name@revision (branch, tag or commit), which is downloaded; the run keeps to the commit it meant. So
+    can other models be given."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation (Megatron's recompute_granularity; full recomputes every layer)."""
     flash_attention: Literal["torch", "FA3", "FA4"] = "torch"

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,69 +99,68 @@ def as_id(folder: str) -> str:
     from huggingface_hub import constants
 
     path = Path(folder)
-    if not path.is_absolute() or not path.is_relative_to(cache := Path(constants.HF_HUB_CACHE)):
-        return folder
-    found = _IN_CACHE.fullmatch(path.relative_to(cache).as_posix())
+    cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
+    found = _IN_CACHE.fullmatch(path.relative_to(cache).as_posix()) if path.is_relative_to(cache) else None
     return f"{found['owner']}/{found['name']}@{found['commit']}" if found else folder
 
 
 def _snapshot(model: HubId, wanted: Sequence[str]) -> Path:
     """The folder of a model's revision in the cache. Errors: UserError that says what is wrong, without the key."""
     import httpx
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, DryRunError, LocalEntryNotFoundError
 
     asked: dict[str, Any] = {"repo_id": model.repo, "revision": model.revision}
     asked |= {"allow_patterns": list(wanted), "ignore_patterns": list(_LEFT_OUT)}
     cache = Path(constants.HF_HUB_CACHE)
 
     def cached() -> Path:
-        return _complete(Path(snapshot_download(**asked, local_files_only=True)), model, wanted)
+        folder = Path(snapshot_download(**asked, local_files_only=True))
+        if WEIGHTS in wanted and not any(folder.glob(WEIGHTS)):
+            raise LocalEntryNotFoundError("no weights")  # one whose listing is not kept may lack anything
+        return folder
 
-    if constants.HF_HUB_OFFLINE:
-        try:
+    nowhere = f"{model} is not, or not wholly, in the cache {cache}"
+    with suppress(LocalEntryNotFoundError, CachedRepoTreeNotFoundError):
+        if model.pinned and not constants.HF_HUB_OFFLINE:
+            get_cached_repo_tree(model.repo, revision=model.revision)  # by which what is there is known to be all
+        if model.pinned or constants.HF_HUB_OFFLINE:
             return cached()
-        except LocalEntryNotFoundError:
-            raise UserError(
-                f"{model} is not, or not wholly, in the cache {cache}, and HF_HUB_OFFLINE keeps this from being downloaded:"
-                " unset it, or give a folder"
-            ) from None
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{nowhere}, and HF_HUB_OFFLINE keeps this from downloading it: unset it, or give a folder")
     try:
-        files = snapshot_download(**asked, dry_run=True)  # of what is cached under a commit hash it asks nobody
-        _announce(model, files, cache)
-        quiet = not any(file.will_download for file in files)
-        return _complete(Path(snapshot_download(**asked, tqdm_class=_bars(quiet))), model, wanted)
+        files = snapshot_download(**asked, dry_run=True, tqdm_class=_bars(quiet=True))
+        _announce(model, files, wanted, cache)
+        bars = _bars(quiet=not _first_here() or not any(file.will_download for file in files))
+        return Path(snapshot_download(**asked, tqdm_class=bars))
     except UserError:
         raise
     except (OSError, RuntimeError, httpx.HTTPError) as error:
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        problem, unreachable = _problem(cause, model, cache)
+        wrapped = isinstance(error, DryRunError | LocalEntryNotFoundError) and isinstance(error.__cause__, Exception)
+        problem, unreachable = _problem(error.__cause__ if wrapped else error, model, cache)
         if unreachable:
             try:
                 folder = cached()
             except LocalEntryNotFoundError:
-                raise UserError(f"{problem}, and it is not, or not wholly, in the cache {cache}") from None
+                raise UserError(f"{problem}, and {nowhere}") from None
             logger.warning(f"{problem}; {as_id(str(folder))} is taken from the cache")
             return folder
         raise UserError(problem) from None
 
 
-def _complete(folder: Path, model: HubId, wanted: Sequence[str]) -> Path:
-    """The folder. Errors: UserError where it has no weights, though they are wanted."""
-    if WEIGHTS in wanted and not any(folder.glob(WEIGHTS)):
-        others = "; it has weights in other formats" if any(folder.glob("*.bin")) else ""
-        raise UserError(f"{model} has no .safetensors files, and pickled weights are never read{others}")
-    return folder
+def _announce(model: HubId, files: Sequence[Any], wanted: Sequence[str], cache: Path) -> None:
+    """Say what will be downloaded, once a machine. Errors: UserError where there are no weights, or the disk has no room.
 
-
-def _announce(model: HubId, files: Sequence[Any], cache: Path) -> None:
-    """Say what will be downloaded, once a machine. Errors: UserError where it has no weights, or the disk no room.
-
-    files: what `snapshot_download` says of each.
+    files: what `snapshot_download` says of each that is wanted.
     """
+    if WEIGHTS in wanted and not any(file.filename.endswith(WEIGHTS[1:]) for file in files):
+        raise UserError(
+            f"{model} has no .safetensors files, and other formats of weights (pickles) are never read: take a revision that"
+            " has them, or save it again with transformers"
+        )
     missing = [file for file in files if file.will_download]
     size = sum(file.file_size or 0 for file in missing)
-    if not missing or os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
+    if not missing or not _first_here():
         return
     there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     free = shutil.disk_usage(there).free
@@ -173,7 +173,12 @@ def _announce(model: HubId, files: Sequence[Any], cache: Path) -> None:
     logger.warning(f"downloading {model}: {len(missing)} files, {size / 1e9:.2f} GB, to {cache}")
 
 
-def _bars(quiet: bool) -> type:
+def _first_here() -> bool:
+    """Whether this is the first process of its machine, which speaks for those that wait for the same files."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def _bars(*, quiet: bool) -> type:
     from huggingface_hub.utils import tqdm
 
     class Quiet(tqdm):

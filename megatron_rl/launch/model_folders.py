@@ -104,6 +104,20 @@ def with_ids(config: Config) -> Config:
     return config
 
 
+def check_alike(config: Config, first: Config) -> None:
+    """Refuse models of this process that are others than the first one's, as where a branch moved between two look-ups.
+
+    config, first: as `with_ids` has them. Errors: UserError naming the key.
+    """
+    mine, wanted = model_places(config), model_places(first)
+    for place, text in wanted.items():
+        if mine[place] != text:
+            raise UserError(
+                f"config: {_key(place)}: this process has found {mine[place]}, and the first one {text}; name one of the two"
+                " commits in the config"
+            )
+
+
 def overrides_of(before: Config, after: Config) -> list[str]:
     """What the command line would say to get the models of `after` from a config that has those of `before`."""
     said: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import data_hooks, update_hooks
-from megatron_rl.launch.model_folders import with_ids
+from megatron_rl.launch.model_folders import check_alike, with_ids
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, critic_config, reference_of
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock, make_private
@@ -104,6 +104,8 @@ class Run:
         self.kind: Kind = kind
         self.hf_config, self.plan, self.support = preflight(config, kind)
         self.ranks = parallel.initialize(config.parallel, config.seed)
+        first = self.ranks.main_does(lambda: with_ids(config))
+        self.ranks.all_do(lambda: check_alike(with_ids(config), first))
         self.tokenizer = read_tokenizer(config.model.path)
         program = rollout_program(config.rollout.program)
         self.task = build_task(

@@ -22,7 +22,15 @@ from megatron_rl.config import Config
 from megatron_rl.config_file import build_config, load_config, parse_overrides, to_yaml
 from megatron_rl.config_reference import all_keys
 from megatron_rl.errors import UserError
-from megatron_rl.launch.model_folders import model_places, overrides_of, read_places, with_folders, with_ids
+from megatron_rl.launch.model_folders import _replaced as replaced
+from megatron_rl.launch.model_folders import (
+    check_alike,
+    model_places,
+    overrides_of,
+    read_places,
+    with_folders,
+    with_ids,
+)
 from tests.hub import Repo, cache_of, hub
 from tests.program import _main as program
 from tests.ranks import fork
@@ -336,6 +344,17 @@ def test_a_runs_config_has_ids_and_commits(tiny_model, tmp_path, monkeypatch):
     assert with_folders(build_config(plain), "sft").model.path.endswith(SECOND)
     elsewhere = str(tmp_path / "copy" / "models--some--model" / "snapshots" / FIRST)
     assert with_ids(build_config({"model": {"path": elsewhere}})).model.path == elsewhere
+
+
+def test_processes_that_found_different_commits_are_told():
+    """As on two machines whose caches were filled at different times."""
+    first = everywhere(lambda number: f"some/model{number}@{FIRST}")
+    check_alike(first, first)
+    for place in model_places(first):
+        text = model_places(first)[place]
+        other = replaced(first, place, text.replace(FIRST, SECOND))
+        with pytest.raises(UserError, match=f"{SECOND}, and the first one {text}; name one of the two commits"):
+            check_alike(other, first)
 
 
 def in_cache(cache: str, arguments: tuple[str, ...], log: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import logging
@@ -232,6 +233,9 @@ def main(arguments: list[str] | None = None) -> int:
         follow_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.WARNING, format="megatron-rl: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its start-up notes drown ours
+    collects = gc.isenabled()
+    if args.command in ("plan", "doctor"):
+        gc.disable()  # most of what these do is to import, of which looking for garbage is a fifth
     try:
         return _dispatch(args, rest, arguments) or 0
     except UserError as error:
@@ -254,6 +258,8 @@ def main(arguments: list[str] | None = None) -> int:
         _say_once(problem)
         os._exit(1)  # the groups are broken: taking them down would wait for the others
     finally:
+        if collects:
+            gc.enable()
         if umask is not None:
             os.umask(umask)
 

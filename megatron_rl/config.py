@@ -533,9 +533,9 @@ class CorrectionConfig:
     """The loss's ratio starts from the engine's log-probs instead of the trainer's: one ratio for mismatch and drift."""
 
 
-PREDICTING = ("pr2", "pr3")
+PREDICTING: tuple[Literal["pr2", "pr3"], ...] = ("pr2", "pr3")
 """Sources of routes (routing.source) that have predictors."""
-FROM_ENGINE = ("r3", "pr3")
+FROM_ENGINE: tuple[Literal["r3", "pr3"], ...] = ("r3", "pr3")
 """Sources of routes that the engine sends along."""
 
 

@@ -136,8 +136,8 @@ def _snapshot(model: HubId, wanted: Sequence[str]) -> Path:
     except UserError:
         raise
     except (OSError, RuntimeError, httpx.HTTPError) as error:
-        wrapped = isinstance(error, DryRunError | LocalEntryNotFoundError) and isinstance(error.__cause__, Exception)
-        problem, unreachable = _problem(error.__cause__ if wrapped else error, model, cache)
+        wrapped = error.__cause__ if isinstance(error, DryRunError | LocalEntryNotFoundError) else None
+        problem, unreachable = _problem(wrapped if isinstance(wrapped, Exception) else error, model, cache)
         if unreachable:
             try:
                 folder = cached()

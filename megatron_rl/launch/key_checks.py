@@ -38,7 +38,7 @@ def check_preference_keys(config: Config, kind: Kind) -> None:
         )
 
 
-def idle(section: str, key: str, value: object, why: str, remedy: str) -> UserError:
+def does_nothing(section: str, key: str, value: object, why: str, remedy: str) -> UserError:
     """The refusal of a key that does nothing."""
     return UserError(f"config: {section}.{key} = {value} does nothing: {why}; {remedy}")
 
@@ -53,7 +53,7 @@ def _check_reward_model(config: RewardModelConfig) -> None:
     ):
         if idle and (value := getattr(config, key)) != getattr(default, key):
             why = f"it {why}, and reward_model.loss is {loss}"
-            raise idle("reward_model", key, value, why, f"leave {key} out, or change the loss")
+            raise does_nothing("reward_model", key, value, why, f"leave {key} out, or change the loss")
 
 
 def _check_dpo(config: Config) -> None:
@@ -65,7 +65,7 @@ def _check_dpo(config: Config) -> None:
         ("undesirable_weight", dpo.loss != "kto", "is of kto"),
     ):
         if idle and (value := getattr(dpo, key)) != getattr(default, key):
-            raise idle(
+            raise does_nothing(
                 "dpo", key, value, f"it {why}, and dpo.loss is {dpo.loss}", f"leave {key} out, or change the loss"
             )
     if dpo.loss == "kto" and config.batch.prompts_per_step < 2:

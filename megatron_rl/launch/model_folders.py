@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -126,8 +126,10 @@ def overrides_of(before: Config, after: Config) -> list[str]:
             continue
         if place[0] == "rollout":
             said[_key(place)] = after.rollout.server.extra_args
-        elif place[0] == "rewards":  # names of reward models may have dots
-            said.setdefault("rewards.models", {})[place[2]] = {"path": text}
+        elif (
+            place[0] == "rewards"
+        ):  # names of reward models may have dots, so the whole mapping takes the place of the other
+            said["rewards.models"] = asdict(after.rewards)["models"]
         else:
             said[_key(place)] = text
     return [

@@ -10,7 +10,7 @@ from megatron_rl.config import Config, JudgeConfig, ScorerConfig
 from megatron_rl.credentials import hide, key_of
 from megatron_rl.errors import UserError
 from megatron_rl.hub import check_folder
-from megatron_rl.launch.key_checks import check_preference_keys, idle
+from megatron_rl.launch.key_checks import check_preference_keys, does_nothing
 from megatron_rl.launch.plan import Kind
 from megatron_rl.models.hf_folder import check_same_tokenizer
 from megatron_rl.models.parallel_check import check_parallel, is_classifier, read_hf_config
@@ -95,7 +95,7 @@ def _check_steps(config: Config, kind: Kind) -> None:
         if not model.steps:
             for each in ("step_separator", "step_placement", "step_aggregation"):
                 if (value := getattr(model, each)) != getattr(default, each):
-                    raise idle(key, each, value, f"{key}.steps is false", "set steps: true, or leave it out")
+                    raise does_nothing(key, each, value, f"{key}.steps is false", "set steps: true, or leave it out")
             continue
         for refused, problem in (
             (

@@ -52,7 +52,7 @@ def test_the_help_of_eval_names_the_key_of_likelihoods():
 def test_the_program_lists_its_keys(capsys):
     assert cli.main(["keys"]) == 0
     listed = [line.split(":")[0].split("   ")[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
-    assert sorted(listed) == sorted(key_paths())
+    assert sorted(key for key in listed if ".NAME." not in key) == sorted(key_paths())
     assert cli.main(["keys", "checkpoint.keep"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("checkpoint.keep: 2") and "Newest complete checkpoints" in lines[1]
@@ -216,16 +216,12 @@ def test_wrong_configs_are_told_in_one_line_and_without_torch(tmp_path):
     "name", ["", " ", ".", "..", "/", "a/", "/a", "a//b", "a/../b", "a ", " a", "a/ b", "a\tb", "-a", "a\n"]
 )
 def test_names_that_are_no_folder_are_refused(name, tmp_path, capsys):
-    """On the command line and in the file: a run whose name is empty would be the folder of all runs.
-
-    Blanks around a value of the command line are no part of it, as in YAML.
-    """
+    """On the command line and in the file: a run whose name is empty would be the folder of all runs."""
     file = tmp_path / "config.yaml"
     file.write_text("model: {path: ./nowhere}\n")
     assert cli.main(["plan", str(file), f"--name={name}"]) == 2
     said = capsys.readouterr().err
-    refused = "'name' = " in said and "a run's name has letters" in said
-    assert refused == (name.strip() != "a") and len(said.splitlines()) == 1
+    assert "'name' = " in said and "a run's name has" in said and len(said.splitlines()) == 1
     file.write_text(json.dumps({"name": name, "model": {"path": "./nowhere"}}))
     assert cli.main(["plan", str(file)]) == 2
     assert "'name' = " in capsys.readouterr().err

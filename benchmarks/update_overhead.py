@@ -28,17 +28,18 @@ import numpy as np
 import torch
 from peak_memory import peak_bytes
 
-from megatron_rl.config import Config, CorrectionConfig, LoRAConfig, PruningConfig, VP2OConfig
+from megatron_rl.config import PREDICTING, Config, CorrectionConfig, LoRAConfig, PruningConfig, VP2OConfig
 from megatron_rl.config_file import build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.hooks import update_hooks
+from megatron_rl.launch.plan import critic_config
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.hook import Routes
 from megatron_rl.routing.predictors import Predictors
-from megatron_rl.routing.replay import PREDICTING, RouteSource
+from megatron_rl.routing.replay import RouteSource
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.critic import Critic, critic_config
+from megatron_rl.trainer.critic import Critic
 from megatron_rl.trainer.hooks import Place, UpdateHook
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.optimizer import torch_adams

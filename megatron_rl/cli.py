@@ -1,8 +1,9 @@
-"""The command line: megatron-rl COMMAND, of those in `make_parser`."""
+"""The command line: megatron-rl COMMAND, of those in `GROUPS`."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import logging
@@ -11,9 +12,11 @@ import secrets
 import signal
 import sys
 import tempfile
+import textwrap
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -22,57 +25,104 @@ from megatron_rl.credentials import RUN_KEY, hide
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.supervise import follow_parent
 
-CONFIG_COMMANDS = {
-    "train": "reinforcement learning from a config; goes on from the run's newest checkpoint",
-    "sft": "supervised fine-tuning on the task's demonstrations, or continued pretraining on texts, with the same trainer",
-    "reward": "a reward model, or a process reward model, learned from preferences",
-    "dpo": "a policy learned from preferences, without a reward model: DPO, IPO, KTO",
-    "prune": "a smaller or sparser model, by what its parts do on the task's demonstrations or texts",
-    "eval": "score the model on held-out prompts, sampled and greedy, or by the likelihood of held-out texts",
-    "quantize": "calibrate a quantized model on data, write it for SGLang, and measure how far it is from the original",
-    "rollout": "sample the training prompts once and write the trajectories, without training",
-    "serve-agent": "serve the model to agents that speak the OpenAI API, and record what they say, until interrupted",
+if TYPE_CHECKING:
+    from megatron_rl.launch.plan import Kind
+
+GROUPS = {
+    "Before a run": {
+        "doctor": "what is installed here, and what each missing part costs",
+        "keys": "the keys of the config, with their defaults and meanings",
+        "plan": "whether a config fits into the memory of so many GPUs, by arithmetic; needs no GPU and no weights",
+        "simulate": "where a step's time goes on so many GPUs, in simulation, on stated or measured costs; needs no GPU",
+    },
+    "Learn": {
+        "sft": "supervised fine-tuning on the task's demonstrations, or continued pretraining on texts, with the same trainer",
+        "reward": "a reward model, or a process reward model, learned from preferences",
+        "dpo": "a policy learned from preferences, without a reward model: DPO, IPO, KTO",
+        "train": "reinforcement learning from a config; goes on from the run's newest checkpoint",
+        "launch": "run a config on a cluster: writes the batch script and submits it",
+    },
+    "See what comes of it": {
+        "status": "where a run stands, read from its folder",
+        "report": "one HTML page of a run: curves and sample rollouts",
+        "eval": "score the model on held-out prompts, sampled and greedy; with eval.likelihood: true by the likelihood of"
+        " held-out demonstrations or texts, without an engine",
+        "rollout": "sample the training prompts once and write the trajectories, without training",
+        "serve-agent": "serve the model to agents that speak the OpenAI API, and record what they say, until interrupted",
+        "certify": "whether trainer and engine compute the same to the last bit, and which operator of which layer is the first"
+        " that does not",
+    },
+    "Make another model of it": {
+        "prune": "a smaller or sparser model, by what its parts do on the task's demonstrations or texts",
+        "quantize": "calibrate a quantized model on data, write it for SGLang, and measure how far it is from the original",
+        "convert": "Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export",
+    },
 }
+"""What each command does, by the occasion for it."""
+HELP = {name: text for group in GROUPS.values() for name, text in group.items()}
+KINDS: dict[str, Kind] = {
+    "train": "train",
+    "sft": "sft",
+    "reward": "reward",
+    "dpo": "dpo",
+    "prune": "prune",
+    "quantize": "quantize",
+    "eval": "ask",
+    "rollout": "ask",
+    "serve-agent": "ask",
+}
+"""Commands that run a config on trainer processes."""
+KEYS = (
+    "Every key of the config can be given as --section.key VALUE, in the place of the file's; the last one counts."
+    " megatron-rl keys lists them."
+)
+
+
+def _overview() -> str:
+    lines = []
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name, text in group.items():
+            lines += textwrap.wrap(text, 100, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15)
+    return "\n".join([*lines, "", "megatron-rl COMMAND --help says more of each."])
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in CONFIG_COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            allow_abbrev=False,
-            epilog="Every key of the config can be given as --section.key VALUE, in the place of the file's; the last one"
-            " counts. docs/configuration.md lists them.",
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl",
+        usage="megatron-rl [--help] [--version] COMMAND ...",
+        description="megatron-rl trains language models by reinforcement learning, Mixture-of-Experts models above all:\n"
+        "Megatron-Core learns, SGLang samples.",
+        epilog=_overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__, help="show the version, and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="one of those below")
+
+    def add(name: str, more: str = "", epilog: str | None = None) -> argparse.ArgumentParser:
+        text = HELP[name]
+        description = f"{text[0].upper()}{text[1:]}.{more}"
+        return commands.add_parser(
+            name, prog=f"megatron-rl {name}", description=description, epilog=epilog, allow_abbrev=False
         )
+
+    for name in KINDS:
+        command = add(name, epilog=KEYS)
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument(
             "--nproc", type=int, default=1, metavar="N",
             help="trainer processes on this machine (starts torchrun; leave it out under srun or torchrun)",
         )  # fmt: skip
-    certify = commands.add_parser(
-        "certify",
-        help="whether trainer and engine compute the same to the last bit, and which operator of which layer is the first that"
-        " does not",
-        allow_abbrev=False,
-        epilog="Every key of the config can be given as --section.key VALUE. docs/mismatch.md says what is compared.",
-    )
+    certify = add("certify", " It writes one page into the run's folder.", epilog=KEYS)
     certify.add_argument("config", metavar="CONFIG", help="YAML file")
     certify.add_argument(
         "--prompts", type=int, default=8, metavar="N", help="of the task, on which both are compared (8)"
     )
     certify.add_argument("--tokens", type=int, default=32, metavar="N", help="of the longest response (32)")
     certify.add_argument("--nproc", type=int, default=1, metavar="N", help="trainer processes on this machine")
-    plan = commands.add_parser(
-        "plan",
-        help="whether a config fits into the memory of so many GPUs, by arithmetic; needs no GPU and no weights",
-        allow_abbrev=False,
-        epilog="model.path needs a config.json alone. Every key of the config can be given as --section.key VALUE.",
-    )
+    plan = add("plan", " Of model.path it reads config.json alone.", epilog=KEYS)
     plan.add_argument("config", metavar="CONFIG", help="YAML file")
     plan.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of the trainer, all of which train (8)")
     plan.add_argument("--memory", type=float, default=80, metavar="GB", help="of one GPU, in 10^9 bytes (80)")
@@ -84,12 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="the command that is to fit",
     )
     plan.add_argument("--json", action="store_true", help="machine-readable, in bytes")
-    launch = commands.add_parser(
-        "launch",
-        help="run a config on a cluster: writes the batch script and submits it",
-        allow_abbrev=False,
-        epilog="Every key of the config can be given as --section.key VALUE. docs/slurm.md says what happens in the job.",
-    )
+    launch = add("launch", " The script is kept in the run's folder; --dry-run prints it.", epilog=KEYS)
     launch.add_argument("scheduler", choices=("slurm",), help="of the cluster")
     launch.add_argument("config", metavar="CONFIG", help="YAML file, which all nodes see")
     launch.add_argument(
@@ -119,16 +164,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--option", action="append", default=[], metavar="OPTION", help="one more of sbatch's: --option=--qos=high"
     )
     launch.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
-    convert = commands.add_parser(
+    convert = add(
         "convert",
-        help="Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export",
-        description="Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export."
         " One process without a GPU holds some tensors at a time, whatever the model's size. What was written is read again,"
         " and the checksum of every tensor compared with that of what was to be written.",
-        allow_abbrev=False,
     )
     convert.add_argument(
-        "source", metavar="SOURCE", help="Hugging Face folder, adapters (PEFT), or a checkpoint folder step_N"
+        "source",
+        metavar="SOURCE",
+        help="Hugging Face folder or id (owner/name), adapters (PEFT), or a checkpoint folder step_N",
     )
     convert.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
     for size in ("tensor", "pipeline", "expert"):
@@ -136,14 +180,14 @@ def make_parser() -> argparse.ArgumentParser:
             f"--{size}", type=int, default=1, metavar="N", help=f"{size} parallel size of this conversion"
         )
     convert.add_argument("--quantize", choices=("fp8",), help="write a Hugging Face folder of FP8 weights in blocks")
-    convert.add_argument("--base", metavar="FOLDER", help="model that adapters go with, where it is not where it was")
+    convert.add_argument(
+        "--base", metavar="FOLDER", help="folder or id of the model that adapters go with, where it is not where it was"
+    )
     convert.add_argument(
         "--adapter", action="store_true", help="of a checkpoint of adapters: write them alone, in PEFT's format"
     )
     convert.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine")
-    report = commands.add_parser(
-        "report", help="one HTML page of a run: curves and sample rollouts", allow_abbrev=False
-    )
+    report = add("report")
     report.add_argument("run", metavar="RUN", nargs="+", help="run folder(s): runs/NAME")
     report.add_argument(
         "--attribute", action="store_true",
@@ -154,25 +198,28 @@ def make_parser() -> argparse.ArgumentParser:
         "--step", type=int, metavar="N", help="recorded step to attribute, from 0; by default the newest"
     )
     report.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine, for --attribute")
-    status = commands.add_parser("status", help="where a run stands, read from its folder", allow_abbrev=False)
+    status = add("status")
     status.add_argument("run", metavar="RUN", nargs="+", help="run folder(s): runs/NAME")
     status.add_argument("--json", action="store_true", help="machine-readable")
-    simulated = commands.add_parser(
-        "simulate",
-        help="where a step's time goes on so many GPUs, in simulation, on stated or measured costs; needs no GPU",
-        allow_abbrev=False,
+    simulated = add("simulate")
+    simulated.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="YAML file of the modes to compare, lengths of responses, and costs (docs/simulation.md of the repository)",
     )
-    simulated.add_argument("file", metavar="FILE", nargs="?", help="YAML file; docs/simulation.md says what is in it")
     simulated.add_argument(
         "--from", dest="measured", metavar="RUN", nargs="+", default=[], help="run folder(s) to measure the costs from"
     )
     simulated.add_argument(
         "--compare", metavar="RUN", nargs="+", default=[], help="run folder(s) to predict, beside what was measured"
     )
-    doctor = commands.add_parser(
-        "doctor", help="what is installed here, and what each missing part costs", allow_abbrev=False
-    )
+    doctor = add("doctor")
     doctor.add_argument("--json", action="store_true", help="machine-readable")
+    keys = add("keys")
+    keys.add_argument(
+        "prefix", metavar="PREFIX", nargs="?", default="", help="those that begin so, such as rollout.server"
+    )
     return parser
 
 
@@ -186,6 +233,9 @@ def main(arguments: list[str] | None = None) -> int:
         follow_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.WARNING, format="megatron-rl: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # its start-up notes drown ours
+    collects = gc.isenabled()
+    if args.command in ("plan", "doctor"):
+        gc.disable()  # most of what these do is to import, of which looking for garbage is a fifth
     try:
         return _dispatch(args, rest, arguments) or 0
     except UserError as error:
@@ -208,6 +258,8 @@ def main(arguments: list[str] | None = None) -> int:
         _say_once(problem)
         os._exit(1)  # the groups are broken: taking them down would wait for the others
     finally:
+        if collects:
+            gc.enable()
         if umask is not None:
             os.umask(umask)
 
@@ -241,12 +293,16 @@ def _say_once(problem: str) -> None:
 
 def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -> int | None:
     attributes = args.command == "report" and args.attribute
-    if rest and args.command not in (*CONFIG_COMMANDS, "certify", "plan", "launch") and not attributes:
+    if rest and args.command not in (*KINDS, "certify", "plan", "launch") and not attributes:
         raise UserError(f"unknown argument '{rest[0]}'; see megatron-rl {args.command} --help")
     if args.command == "doctor":
         from megatron_rl.launch.doctor import doctor
 
         return doctor(as_json=args.json)
+    if args.command == "keys":
+        from megatron_rl.config_reference import print_keys
+
+        return print_keys(args.prefix)
     if args.command == "status":
         from rich.console import Console
 
@@ -292,15 +348,19 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         return simulate_command(file, [Path(run) for run in args.measured], [Path(run) for run in args.compare])
     if args.command == "convert":
         from megatron_rl.config_file import build_config
+        from megatron_rl.hub import as_folder
 
         sizes = {"tensor": args.tensor, "pipeline": args.pipeline, "expert": args.expert}
         parallel = build_config({"parallel": sizes}).parallel
+        source = as_folder(args.source, "convert: SOURCE")
+        base = as_folder(args.base, "convert: --base") if args.base else None
         if _needs_torchrun(args.nproc):
-            return _torchrun(args.nproc, arguments)
+            folders = {args.source: source, **({args.base: base} if base else {})}
+            return _torchrun(args.nproc, [folders.get(word, word) for word in arguments])
         from megatron_rl.models.convert import convert
 
-        base = Path(args.base) if args.base else None
-        out = convert(Path(args.source), Path(args.out), parallel, args.quantize, base=base, adapter=args.adapter)
+        of_adapters = Path(base) if base else None
+        out = convert(Path(source), Path(args.out), parallel, args.quantize, base=of_adapters, adapter=args.adapter)
         if os.environ.get("RANK", "0") == "0":
             print(f"wrote {out}")
         return None
@@ -308,7 +368,15 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     from megatron_rl.config_file import load_config
 
     config = load_config(args.config, rest)
+    # All that the config says by itself is told before torch and its neighbors are imported, which takes long.
+    from megatron_rl.launch.model_folders import overrides_of, with_folders
+    from megatron_rl.launch.plan import FROM_DATA
+    from megatron_rl.launch.preflight import check_config
+
     if args.command == "plan":
+        if args.gpus > 0:
+            check_config(config, args.run, args.gpus)
+        config = with_folders(config, args.run, config_alone=True)
         from megatron_rl.launch.fit import plan_command
 
         return plan_command(config, args.gpus, args.memory, run=args.run, as_json=args.json)
@@ -316,18 +384,30 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_rl.launch.slurm import launch_command
 
         return launch_command(config, args, rest)
-    # Told before torch and its neighbors are imported, which takes long.
     from megatron_rl.environments.build import check_data
-    from megatron_rl.launch.plan import FROM_DATA, check_group
-    from megatron_rl.rollout.leftovers import compiled
 
     check_data(config.data)
-    if args.command == "train":
-        check_group(config.batch, config.algorithm.advantage)
+    processes = int(os.environ.get("WORLD_SIZE") or args.nproc)
+    if args.command == "certify":
+        from megatron_rl.certify.choice import certified
+
+        config = certified(config, args.prompts, args.tokens)
+    kind = KINDS.get(args.command, "ask")
+    kind = "score" if args.command == "eval" and config.eval.likelihood else kind
+    if args.command == "rollout":
+        from megatron_rl.launch.demonstration_checks import check_demonstrations
+
+        check_demonstrations(config)
+    check_config(config, kind, processes)
+    found = with_folders(config, kind)
+    arguments = [*arguments, *overrides_of(config, found)]
+    config = found
     if args.command in ("train", *FROM_DATA):
         from megatron_rl.sync.allocator import allocator_settings
 
         os.environ.update(allocator_settings(config, os.environ))
+    from megatron_rl.rollout.leftovers import compiled
+
     if own := compiled():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
     if _needs_torchrun(args.nproc):

@@ -60,7 +60,9 @@ class ModelConfig:
     """The policy model, its kernels and its memory."""
 
     path: str = ""
-    """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written."""
+    """Hugging Face folder: config.json, safetensors, tokenizer. It is read at the start and never written. Or an id of the hub:
+    owner/name, or owner/name@revision (branch, tag or commit), which is downloaded; the run keeps to the commit it meant. So
+    can other models be given."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation (Megatron's recompute_granularity; full recomputes every layer)."""
     flash_attention: Literal["torch", "FA3", "FA4"] = "torch"
@@ -234,6 +236,10 @@ class OptimizerConfig:
     bytes a parameter instead of 12."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Format of both moments of Adam; bf16 needs precision_aware, and makes 6 bytes a parameter of its 10."""
+
+
+OF_TOKENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages (algorithm.advantage) that go from token to token."""
 
 
 @section
@@ -525,6 +531,12 @@ class CorrectionConfig:
     kept_tokens: those whose weight is not 0; weights: by the sum of the weights (self-normalized), KL and entropy too."""
     bypass: bool = False
     """The loss's ratio starts from the engine's log-probs instead of the trainer's: one ratio for mismatch and drift."""
+
+
+PREDICTING: tuple[Literal["pr2", "pr3"], ...] = ("pr2", "pr3")
+"""Sources of routes (routing.source) that have predictors."""
+FROM_ENGINE: tuple[Literal["r3", "pr3"], ...] = ("r3", "pr3")
+"""Sources of routes that the engine sends along."""
 
 
 @section

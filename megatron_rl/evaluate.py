@@ -23,6 +23,7 @@ from megatron_rl.metrics.logger import METRICS_FILE, SCORES_FILE
 from megatron_rl.metrics.reduce import figures, over_ranks
 from megatron_rl.metrics.responses import readable, write_responses
 from megatron_rl.metrics.step import reward_metrics
+from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.rollout.demonstrations import FILE, best_of, light, problem_of, row_of, samples_of, summary
 from megatron_rl.rollout.engine import Engine
 
@@ -138,7 +139,7 @@ def rollout_command(config: Config) -> None:
     As .npz for rollout.load, and as .jsonl for people; with rollout.demonstrations.min_reward those that are worth it also as
     demonstrations for `megatron-rl sft`. Errors: UserError where a run's own would be overwritten.
     """
-    check_demonstrations(config)
+    check_demonstrations(config, read_hf_config(config.model.path).vocab_size)
     config = replace(config, rollout=replace(config.rollout, record=True))
     folder = config.run_dir / "rollouts"
     if (config.run_dir / METRICS_FILE).exists():

@@ -5,12 +5,13 @@ python tools/config_reference.py > docs/configuration.md
 
 from __future__ import annotations
 
-import ast
-import re
 import sys
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "megatron_rl" / "config.py"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_rl.config_reference import all_keys
+
 HEAD = """# Configuration
 
 Every key of the YAML files, and of the command line as `--section.key VALUE`. This page is made from
@@ -29,39 +30,9 @@ Every key of the YAML files, and of the command line as `--section.key VALUE`. T
 """
 
 
-def sections() -> dict[str, ast.ClassDef]:
-    tree = ast.parse(SOURCE.read_text())
-    return {n.name: n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("Config")}
-
-
-def rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of a section and, below it, of the sections inside it."""
-    body, found, nested = classes[name].body, [], []
-    for index, node in enumerate(body):
-        if not isinstance(node, ast.AnnAssign):
-            continue
-        key, kind = f"{prefix}{node.target.id}", ast.unparse(node.annotation)
-        if kind in classes:
-            nested += rows(classes, kind, f"{key}.")
-            continue
-        after = body[index + 1] if index + 1 < len(body) else None
-        text = ast.unparse(after.value) if isinstance(after, ast.Expr) else ""
-        meaning = " ".join(ast.literal_eval(text).split()) if text else ""
-        if named := re.fullmatch(r"dict\[str, (\w+Config)\]", kind):
-            nested += rows(classes, named[1], f"{key}.NAME.")
-        default = ast.unparse(node.value) if node.value else ""
-        default = {
-            "dataclasses.field(default_factory=dict)": "{}",
-            "dataclasses.field(default_factory=list)": "[]",
-        }.get(default, default)
-        found.append((key, kind, default, meaning))
-    return found + nested
-
-
 def page() -> str:
-    classes = sections()
     lines = [HEAD, "| key | type | default | meaning |", "|---|---|---|---|"]
-    for row in rows(classes, "Config"):
+    for row in all_keys():
         cells = [cell.replace("|", "\\|") for cell in row]
         lines.append(f"| `{cells[0]}` | `{cells[1]}` | `{cells[2]}` | {cells[3]} |")
     return "\n".join(lines) + "\n"

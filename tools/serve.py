@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron_rl.config_file import load_config
 from megatron_rl.credentials import key_of, key_of_folder
 from megatron_rl.errors import UserError
+from megatron_rl.launch.model_folders import with_folders
 from megatron_rl.rollout.server import STOP_GRACE_S, SUPERVISOR, RolloutServer, reserve_port
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
 
@@ -39,7 +40,7 @@ def main() -> int:
             raise UserError(
                 f"--nodes {args.nodes} --node-rank {args.node_rank}: ranks count from 0, and several need --meet"
             )
-        config = load_config(args.config, overrides)
+        config = with_folders(load_config(args.config, overrides), "server")
         key = key_of(config.rollout.api_key, "rollout.api_key") or key_of_folder(args.address_file.parent)
         server = RolloutServer.from_config(config, pythonpath=[SERVER_PYTHONPATH], key=key)
         if config.rollout.server.tensor % args.nodes:

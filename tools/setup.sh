@@ -293,7 +293,7 @@ install_sandbox() {
     command -v bwrap >/dev/null && return
     local packages=(bubblewrap libseccomp2)
     if ((EUID == 0)) && command -v apt-get >/dev/null; then
-        say "installing ${packages[*]}, which contain model-written code"
+        say "installing ${packages[*]}: the sandbox in which code that a model has written is run"
         DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install --yes --no-install-recommends "${packages[@]}" \
             >/dev/null 2>&1 && return
     fi

@@ -13,14 +13,14 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from megatron_rl.certify.choice import certified
 from megatron_rl.certify.compare import Recorded, compare, without_log_probs
 from megatron_rl.certify.engine import EngineRecorder, Sides
 from megatron_rl.certify.page import Step, outcome, verdict, write
 from megatron_rl.certify.trace import TrainerRecorder
-from megatron_rl.config import Config, LoRAConfig, RoutingConfig
+from megatron_rl.config import Config
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
-from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
 from megatron_rl.models.served import check_served
 from megatron_rl.rollout.children import place_here, visible_names
@@ -39,10 +39,7 @@ def certify_command(config: Config, prompts: int, tokens: int) -> int:
     prompts: how many of the task's; tokens: of the longest response. Returns the exit status: 1 where `precision.identical`
     asks for equality and something is unequal, else 0. Errors: UserError naming the key of what cannot be certified.
     """
-    _check(config, prompts, tokens)
-    # Neither side replays routes or has adapters: the model as it is in its folder.
-    rollout = replace(config.rollout, routes=False)
-    config = replace(config, routing=RoutingConfig(), lora=LoRAConfig(), rollout=rollout)
+    config = certified(config, prompts, tokens)
     with Run(config, kind="ask") as run:
         check_served(config, run.hf_config, pushes=False)
         asked = run.stream.next(prompts)
@@ -115,16 +112,6 @@ def _steps(sides: Sides, trained: Side, alone: Side, read: Side, *, as_sampled: 
         Step("trainer = prefill", "the trainer, and the engine's prefill", compare(as_read, sides.prefill)),
         Step("trainer = decode", "the trainer, and the engine as it sampled", compare(trained, sides.decode)),
     ]
-
-
-def _check(config: Config, prompts: int, tokens: int) -> None:
-    if config.rollout.external:
-        raise UserError(
-            "certify: rollout.addresses lists servers, which do not tell what their operators put out; set rollout.addresses:"
-            " [], and a server is started here"
-        )
-    if prompts < 1 or tokens < 2:
-        raise UserError(f"certify: --prompts {prompts} --tokens {tokens}: at least 1 and 2")
 
 
 def _ask(run: Run, prompts: list[Prompt], tokens: int) -> Sides:

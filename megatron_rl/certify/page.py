@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.certify.compare import LOG_PROBS, Comparison, Difference, Place
 from megatron_rl.config import Config
+from megatron_rl.hub import as_id
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.trace import OF_LAYER
 
 PAGE, DATA = "certificate.md", "certificate.json"
@@ -98,7 +99,7 @@ def _facts(config: Config, versions: dict[str, str]) -> dict[str, str]:
     p, precision = config.parallel, config.precision
     sizes = {name: getattr(p, name) for name in ("tensor", "pipeline", "context", "expert")}
     return {
-        "model": config.model.path,
+        "model": as_id(config.model.path),
         "precision": f"trainer {precision.train}, engine {precision.rollout},"
         f" `precision.identical` {'on' if precision.identical else 'off'}",
         "layout": ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.files import FileTask, HubTask, RowTask
+from megatron_rl.environments.files import FileTask, HubTask, RowTask, check_file
 from megatron_rl.environments.math_problems import Gsm8k, ReTool
 from megatron_rl.environments.number_sorting import NumberSorting
 from megatron_rl.environments.number_zigzag import NumberZigzag
@@ -43,12 +43,17 @@ PREFERENCES: dict[type[Task], type[Task]] = {FileTask: FilePreferences, HubTask:
 def check_data(data: DataConfig) -> None:
     """Check what can be told of the section before anything is imported or read.
 
-    Errors: UserError for a template without a prompt, and for a task, a verifier or a `prepare` that is not there.
+    Errors: UserError for a template without a prompt, and for a file, a task, a verifier or a `prepare` that is not there.
     """
     if "{prompt}" not in data.template:
         raise UserError(f"config: data.template = {data.template!r} does not contain {{prompt}}")
     check_name("task", _kind(data), TASKS, "data.task")
     made = TASKS.get(_kind(data))
+    if made in (FileTask, HubTask) and not data.path:
+        raise UserError(f"config: data.task: {data.task} needs data.path")
+    for key in ("path", "eval_path") if made is FileTask else ():
+        if path := getattr(data, key):
+            check_file(path, f"data.{key}")
     if made in (FileTask, HubTask) and data.verifier is not None:
         check_name("verifier", data.verifier, VERIFIERS, "data.verifier")
     if made not in (None, FileTask, HubTask) and data.verifier not in (None, made.verifier):

@@ -16,6 +16,7 @@ from megatron_rl.environments.recorded import Recorded, has_tokens, read_recorde
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
+from megatron_rl.hub import hub_id
 from megatron_rl.registry import nearest, resolve
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,17 @@ MISSING = object()
 """What `get` gives for a key that a row does not have."""
 
 
+def check_file(path: str, key: str = "data.path") -> None:
+    """Errors: UserError where there is no such file."""
+    if not Path(path).is_file():
+        hint = " (for a data set of the Hugging Face hub set data.task: hub)" if hub_id(path) else ""
+        raise UserError(f"config: {key}: there is no file {path}{hint}")
+
+
 def read_file(path: str, key: str = "data.path") -> Iterator[Row]:
     """Rows of a .jsonl or .parquet file. Errors: UserError where there is no such file or it is neither."""
+    check_file(path, key)
     file = Path(path)
-    if not file.is_file():
-        raise UserError(f"config: {key}: there is no file {path}")
     if file.suffix == ".jsonl":
         return _read_jsonl(file)
     if file.suffix == ".parquet":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from megatron_rl.config import Config, DemonstrationsConfig
 from megatron_rl.errors import UserError
-from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.rollout.sampling import SamplingSupport
 
 
-def check_demonstrations(config: Config) -> None:
-    """Errors: UserError naming a key of rollout.demonstrations that does nothing, or cannot be."""
+def check_demonstrations(config: Config, vocabulary: int | None = None) -> None:
+    """Errors: UserError naming a key of rollout.demonstrations that does nothing, or cannot be.
+
+    vocabulary: tokens that the model has, where that is known.
+    """
     settings, default = config.rollout.demonstrations, DemonstrationsConfig()
     key = "config: rollout.demonstrations"
     if settings.min_reward is None:
@@ -33,6 +35,5 @@ def check_demonstrations(config: Config) -> None:
             f"{wanted} records the plain policy, and sampling changes it ({', '.join(changed)}); set"
             " rollout.sampling.temperature: 1.0, top_p: 1.0, top_k: -1, and leave tail_floor and pruning out"
         )
-    vocabulary = read_hf_config(config.model.path).vocab_size
-    if settings.top_log_probs > vocabulary:
+    if vocabulary is not None and settings.top_log_probs > vocabulary:
         raise UserError(f"{wanted}: the model has {vocabulary} tokens; lower it")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.own_environment import find_python
 
 ENGINE_TIMEOUT_S = 120.0
 """Longest wait for SGLang's environment to import it; a few seconds on an idle machine."""
@@ -360,8 +361,6 @@ print("\\n" + json.dumps(out))
 def _start_engine_probe() -> tuple[Path | None, subprocess.Popen | None]:
     """Import SGLang in its own Python while the other checks run: (its python, the process)."""
     with contextlib.suppress(Exception):
-        from megatron_rl.rollout.server import find_python
-
         python = find_python()
         with contextlib.suppress(OSError):
             return python, subprocess.Popen(

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.hub import as_id
 from megatron_rl.launch.memory import EXACT, GB, Estimate, estimate, remedies, server_use
 from megatron_rl.launch.plan import Kind
 from megatron_rl.models.parallel_check import read_hf_config
@@ -72,7 +73,7 @@ def as_dict(
     helps = remedies(config, hf_config, found, usage.largest, run=run)
     best = helps[0] if helps else None
     return {
-        "model": config.model.path,
+        "model": as_id(config.model.path),
         "gpus": found.gpus,
         "memory": memory,
         "parameters": asdict(found.counts),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_rl.config import Config
+from megatron_rl.config import PREDICTING, Config
 from megatron_rl.errors import UserError
 from megatron_rl.registry import resolve
 from megatron_rl.routing.balance import ExpertBias, Utilization
 from megatron_rl.routing.hook import Routes
 from megatron_rl.routing.predictors import Predictors
-from megatron_rl.routing.replay import PREDICTING
 from megatron_rl.trainer.agreement import AgreementFloor
 from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.on_policy import OnPolicy

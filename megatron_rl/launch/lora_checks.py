@@ -6,26 +6,24 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import Config, LoRAConfig
+from megatron_rl.config import FROM_ENGINE, Config, LoRAConfig
 from megatron_rl.errors import UserError
+from megatron_rl.hub import check_folder
+from megatron_rl.launch.key_checks import check_adapter_keys
 from megatron_rl.launch.plan import Kind
 from megatron_rl.models.bridges import make_bridge
 from megatron_rl.models.freeze import EXPERTS, any_number, check_patterns, is_target
-from megatron_rl.models.hf_folder import check_local_folder
 from megatron_rl.models.parallel_check import expert_tensor_size
 from megatron_rl.models.peft_folder import check_form, read_folder
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.models.sizes import Shape, parameter_names
-from megatron_rl.routing.replay import FROM_ENGINE
 
 
 def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
     """Errors: UserError naming the key."""
     lora = config.lora
+    check_adapter_keys(config)
     if not lora.rank:
-        if config.sync.adapters == "unmerged":
-            raise UserError("config: sync.adapters = unmerged: there are none; set lora.rank, or leave it out")
-        _check_idle(lora)
         return
     names = parameter_names(Shape.from_config(hf_config))
     targets = _targets(lora, names)
@@ -72,20 +70,11 @@ def check_lora(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
     if config.sync.adapters == "unmerged" and kind == "train":
         _check_unmerged(config, targets)
     if lora.path is not None:
-        check_local_folder(lora.path, "lora.path")
+        check_folder(lora.path, "config: lora.path")
         folder = read_folder(Path(lora.path))
         if bool(folder.settings.get("use_dora")) != (lora.kind == "dora"):
             found = "dora" if folder.settings.get("use_dora") else "lora"
             raise UserError(f"config: lora.path = {lora.path}: has adapters of kind {found}; set lora.kind: {found}")
-
-
-def _check_idle(lora: LoRAConfig) -> None:
-    """Refuse settings of adapters that there are none of."""
-    for key in ("alpha", "dropout", "targets", "kind", "path"):
-        if getattr(lora, key) != getattr(LoRAConfig(), key):
-            raise UserError(
-                f"config: lora.{key} does nothing without adapters; set lora.rank, such as 16, or leave it out"
-            )
 
 
 def _targets(lora: LoRAConfig, names: set[str]) -> list[str]:

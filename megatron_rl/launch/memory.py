@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron_rl.config import Config, LoRAConfig
+from megatron_rl.config import FROM_ENGINE, PREDICTING, Config, LoRAConfig
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import Kind, Plan, make_plan, pipeline_bubble, reference_of
+from megatron_rl.launch.plan import Kind, Plan, critic_config, make_plan, pipeline_bubble, reference_of
 from megatron_rl.models.freeze import ADAPTER, is_frozen
 from megatron_rl.models.parallel_check import check_parallel, expert_tensor_size, read_hf_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, TRAIN
@@ -32,9 +32,7 @@ from megatron_rl.models.sizes import (
     whole_model,
 )
 from megatron_rl.routing.cost import cache_cost
-from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.routing.table import route_dtype
-from megatron_rl.trainer.critic import critic_config
 from megatron_rl.trainer.objective import Policy
 
 GB = 10**9

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_rl.config import BatchConfig, Config, ParallelConfig
+from megatron_rl.config import BatchConfig, Config, ParallelConfig, VP2OConfig
 from megatron_rl.errors import UserError
 
 Kind = Literal["train", "sft", "reward", "dpo", "prune", "score", "quantize", "ask"]
@@ -26,6 +26,22 @@ def reference_of(config: Config, kind: Kind) -> str | None:
     if kind == "dpo" and not dpo.precompute_reference:
         return dpo.reference or config.model.path
     return config.policy_reference if kind == "train" else None
+
+
+def critic_config(config: Config) -> Config:
+    """The config of the critic's own trainer, without what is of policies."""
+    critic = config.critic
+    model = replace(
+        config.model,
+        path=critic.path or config.model.path,
+        freeze=critic.freeze,
+        moe_aux_loss=0.0,
+        moe_z_loss=0.0,
+        moe_bias_update_rate=0.0,
+    )
+    start = None if model.path != config.model.path else config.lora.path  # adapters of the policy's own model
+    lora = replace(config.lora, path=start)
+    return replace(config, model=model, optimizer=critic.optimizer, vp2o=VP2OConfig(), lora=lora)
 
 
 @dataclass(frozen=True)

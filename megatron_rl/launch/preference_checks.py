@@ -6,11 +6,13 @@ import logging
 import re
 from urllib.parse import urlsplit
 
-from megatron_rl.config import Config, DPOConfig, JudgeConfig, RewardModelConfig, ScorerConfig
+from megatron_rl.config import Config, JudgeConfig, ScorerConfig
 from megatron_rl.credentials import hide, key_of
 from megatron_rl.errors import UserError
+from megatron_rl.hub import check_folder
+from megatron_rl.launch.key_checks import check_preference_keys, does_nothing
 from megatron_rl.launch.plan import Kind
-from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
+from megatron_rl.models.hf_folder import check_same_tokenizer
 from megatron_rl.models.parallel_check import check_parallel, is_classifier, read_hf_config
 from megatron_rl.network import is_loopback
 from megatron_rl.rollout.verdict import FIELD
@@ -18,47 +20,18 @@ from megatron_rl.trainer.advantages import OF_STEPS
 
 log = logging.getLogger(__name__)
 
-WITH_MARGIN = ("bradley_terry", "hinge", "squared_gap")
-"""Losses of a reward model that know a margin."""
-
 
 def check_preferences(config: Config, kind: Kind, world_size: int) -> None:
     """Errors: UserError naming a key that does nothing here, or a folder that cannot be used."""
+    check_preference_keys(config, kind)
     if kind == "reward":
-        _check_reward_model(config.reward_model)
         _check_pooling(config)
-    if kind in ("train", "dpo"):
-        _check_start(config, kind)
     if kind == "dpo":
-        _check_dpo(config)
         _check_reference(config.model.path, config.dpo.reference, "dpo.reference")
     if kind == "train":
-        models = config.rewards.models or config.rewards.judges
-        if config.data.verifier == "none" and not models and not config.teaches:
-            raise UserError(
-                "config: data.verifier: none judges no response, and rewards.models is empty, so that nothing gives a reward;"
-                " name a reward model, a judge (rewards.judges), a teacher (distillation.teacher), or another verifier"
-            )
         _check_reference(config.model.path, config.policy_reference, "algorithm.kl.reference")
     if kind in ("train", "ask"):
         _check_scorers(config, kind, world_size)
-
-
-def _idle(section: str, key: str, value: object, why: str, remedy: str) -> UserError:
-    return UserError(f"config: {section}.{key} = {value} does nothing: {why}; {remedy}")
-
-
-def _check_reward_model(config: RewardModelConfig) -> None:
-    default, loss = RewardModelConfig(), config.loss
-    for key, idle, why in (
-        ("center", loss != "bradley_terry", "is of bradley_terry"),
-        ("label_smoothing", loss != "bradley_terry", "is of bradley_terry"),
-        ("top", loss != "plackett_luce", "is of plackett_luce"),
-        ("margin", loss not in WITH_MARGIN, f"is of {', '.join(WITH_MARGIN)}"),
-    ):
-        if idle and (value := getattr(config, key)) != getattr(default, key):
-            why = f"it {why}, and reward_model.loss is {loss}"
-            raise _idle("reward_model", key, value, why, f"leave {key} out, or change the loss")
 
 
 def _check_pooling(config: Config) -> None:
@@ -71,54 +44,18 @@ def _check_pooling(config: Config) -> None:
         )
 
 
-def _check_dpo(config: Config) -> None:
-    dpo, default = config.dpo, DPOConfig()
-    for key, idle, why in (
-        ("label_smoothing", dpo.loss not in ("sigmoid", "robust"), "is of sigmoid and robust"),
-        ("length_normalized", dpo.loss == "kto", "is of pairs"),
-        ("desirable_weight", dpo.loss != "kto", "is of kto"),
-        ("undesirable_weight", dpo.loss != "kto", "is of kto"),
-    ):
-        if idle and (value := getattr(dpo, key)) != getattr(default, key):
-            raise _idle(
-                "dpo", key, value, f"it {why}, and dpo.loss is {dpo.loss}", f"leave {key} out, or change the loss"
-            )
-    if dpo.loss == "kto" and config.batch.prompts_per_step < 2:
-        raise UserError(
-            "config: batch.prompts_per_step = 1 with dpo.loss = kto, whose baseline takes each prompt with the response to"
-            " another one; use 2 or more"
-        )
-
-
-def _check_start(config: Config, kind: Kind) -> None:
-    """A reference that nobody names is the policy's start, and a checkpoint is no folder that it could be read from."""
-    key, named = (
-        ("dpo.reference", config.dpo.reference)
-        if kind == "dpo"
-        else ("algorithm.kl.reference", config.algorithm.kl.reference)
-    )
-    wanted = kind == "dpo" or config.policy_reference is not None
-    if config.checkpoint.load and wanted and named is None:
-        raise UserError(
-            f"config: checkpoint.load without {key}: the policy would begin as {config.checkpoint.load}, and its reference as"
-            f" {config.model.path}; convert the checkpoint and give its folder as model.path, or name the reference"
-        )
-
-
 def _check_reference(policy: str, reference: str | None, key: str) -> None:
     if reference is not None:
-        check_local_folder(reference, key)
+        check_folder(reference, f"config: {key}")
         check_same_tokenizer(policy, reference, key)
 
 
 def _check_scorers(config: Config, kind: Kind, world_size: int) -> None:
     for name, model in config.rewards.models.items():
         key = f"rewards.models.{name}"
-        if model.path is None and model.address is None:
-            raise UserError(f"config: {key} has neither a path nor an address; give it the folder of a reward model")
         if model.path is None or model.address is not None:
             continue
-        check_local_folder(model.path, f"{key}.path")
+        check_folder(model.path, f"config: {key}.path")
         hf_config = read_hf_config(model.path)
         if not is_classifier(hf_config):
             raise UserError(
@@ -134,11 +71,6 @@ def _check_scorers(config: Config, kind: Kind, world_size: int) -> None:
         if name in config.rewards.models:
             raise UserError(f"config: rewards.judges.{name}: rewards.models has a part of that name; choose another")
         _check_judge(judge, f"rewards.judges.{name}")
-    if config.rewards.overlong_buffer > config.rollout.max_new_tokens:
-        raise UserError(
-            f"config: rewards.overlong_buffer = {config.rewards.overlong_buffer} is more than rollout.max_new_tokens ="
-            f" {config.rollout.max_new_tokens}, so that every response would be punished; make it smaller"
-        )
 
 
 def _check_separator(model: ScorerConfig, learned: str | None, key: str) -> None:
@@ -163,7 +95,7 @@ def _check_steps(config: Config, kind: Kind) -> None:
         if not model.steps:
             for each in ("step_separator", "step_placement", "step_aggregation"):
                 if (value := getattr(model, each)) != getattr(default, each):
-                    raise _idle(key, each, value, f"{key}.steps is false", "set steps: true, or leave it out")
+                    raise does_nothing(key, each, value, f"{key}.steps is false", "set steps: true, or leave it out")
             continue
         for refused, problem in (
             (

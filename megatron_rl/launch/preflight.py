@@ -1,18 +1,22 @@
-"""Checks before anything starts: folders, sizes, and choices of the config that contradict each other."""
+"""Checks before anything starts: choices of the config that contradict each other, then folders and sizes.
+
+What a config says by itself is looked at without torch, by `check_config`; so the program tells of it at once.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
 from packaging.version import Version
-from transformers import PreTrainedConfig
 
-from megatron_rl.algorithms.stein import neighborhood
+from megatron_rl.algorithms.correction_choice import Correction
 from megatron_rl.config import (
+    FROM_ENGINE,
+    OF_TOKENS,
+    PREDICTING,
     AlgorithmConfig,
     Config,
     CriticConfig,
@@ -23,49 +27,48 @@ from megatron_rl.config import (
 )
 from megatron_rl.credentials import key_of
 from megatron_rl.errors import UserError
-from megatron_rl.launch.fit import check_fits
-from megatron_rl.launch.identical_checks import check_identical
-from megatron_rl.launch.lora_checks import check_lora
+from megatron_rl.launch.key_checks import (
+    check_adapter_keys,
+    check_preference_keys,
+    check_prune_keys,
+    check_teacher_keys,
+)
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
-from megatron_rl.launch.preference_checks import check_preferences
-from megatron_rl.launch.prune_checks import check_prune
-from megatron_rl.launch.router_checks import check_routers
-from megatron_rl.launch.teacher_checks import check_teacher
-from megatron_rl.models.freeze import check_patterns
-from megatron_rl.models.hf_folder import check_local_folder, check_same_tokenizer
-from megatron_rl.models.parallel_check import architecture, check_parallel, expert_count, read_hf_config
-from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
-from megatron_rl.models.sizes import Shape, linear_weights, parameter_names
-from megatron_rl.ops import extensions, flash
-from megatron_rl.ops.sink_attention import flash_takes
-from megatron_rl.registry import resolve
-from megatron_rl.rollout.children import place_here
-from megatron_rl.rollout.choices import check_extra_args, choices, speculates
-from megatron_rl.rollout.programs import rollout_program
-from megatron_rl.rollout.routes import EngineRoutes
+from megatron_rl.registry import check_name
+from megatron_rl.rollout.choices import asks_routes, check_extra_args, speculates
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import asks_routes
-from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
-from megatron_rl.sync.allocator import shares_expandable_memory
-from megatron_rl.trainer.advantages import OF_TOKENS, estimator
-from megatron_rl.trainer.critic import critic_config
-from megatron_rl.trainer.objective import correction_of, policy_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from megatron_rl.models.precision import Machine
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "tilt", *OF_TOKENS)
+LOSSES = ("ppo", "gspo", "reinforce", "cispo")
+PROGRAMS = ("single_turn", "agent", "openai_agent")
+"""What is built in, by the names that algorithm.advantage, algorithm.loss and rollout.program have for it."""
 
 PRECISION_AWARE_TE = Version("2.1")
 """The first release whose Adam keeps only what the bf16 weights lack of the fp32 ones; before, it kept these whole."""
 
 
 def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, SamplingSupport]:
-    """Check the model folder, parallel sizes, batch sizes, sampling, correction and routing.
+    """Check the config by itself, the model folders, and what of both this machine can do.
 
     Errors: UserError naming the key or the file.
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    hf_config = read_hf_config(config.model.path)
-    machine = this_machine()
-    check_precision(config.precision, machine, trains=kind != "ask", rolls_out=kind not in FROM_DATA)
-    check_parallel(hf_config, config.parallel, world_size)
-    check_identical(config, hf_config, machine)
+    plan, support = check_config(config, kind, world_size)
+    from megatron_rl.launch.model_checks import check_models  # torch and Megatron, which take seconds to import
+
+    return check_models(config, kind, world_size), plan, support
+
+
+def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, SamplingSupport]:
+    """Check what can be told of a config without its models, for a run of this kind on so many processes.
+
+    Errors: UserError naming the key.
+    """
     # A demonstration, or a comparison, is one thing of one update.
     from_data = kind in FROM_DATA
     batch = replace(config.batch, samples_per_prompt=1, updates_per_step=1) if from_data else config.batch
@@ -95,15 +98,16 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f" take {math.gcd(server.tensor, server.expert)}"
         )
     if not from_data:
-        rollout_program(config.rollout.program)
+        check_name("rollout program", config.rollout.program, dict.fromkeys(PROGRAMS), "rollout.program")
     if not from_data and not config.rollout.external:
-        _check_extra_args(config, hf_config)
+        _check_flags(config)
     _check_servers(config, kind, world_size)
-    check_preferences(config, kind, world_size)
+    check_preference_keys(config, kind)
     if kind not in LOOKS:
-        check_teacher(config, hf_config, kind, world_size)
+        check_teacher_keys(config, kind)
+        check_adapter_keys(config)
     if kind == "prune":
-        check_prune(config, hf_config, world_size)
+        check_prune_keys(config)
     if kind == "train" and config.rollout.load and config.eval.prompts:
         raise UserError(
             "config: rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
@@ -124,13 +128,12 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             "config: eval.unpruned without pruning.enabled: eval/score is the unpruned policy's already; set unpruned: false"
         )
     if kind == "train":
-        policy_loss(config.algorithm)
+        check_name("loss", config.algorithm.loss, dict.fromkeys(LOSSES), "algorithm.loss")
         _check_algorithm(config)
-        _check_critic(config, world_size, machine)
         for name in config.hooks:
-            resolve("hook", name, {}, "hooks")
+            check_name("hook", name, {}, "hooks")
         _check_correction(config)
-        _check_routing(config, hf_config)
+        _check_routing(config)
         _check_refresh(config)
         _check_on_policy(config)
     if kind in LOOKS and config.lora.path:
@@ -139,31 +142,20 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f" whole model (megatron-rl convert {config.lora.path} OUT), set model.path: OUT, and leave lora out"
         )
     if kind not in LOOKS:
-        _check_vp2o(config, hf_config, kind)
-        _check_weights(config, hf_config, kind)
-        check_routers(config, hf_config, kind)
-        check_lora(config, hf_config, kind)
-    if kind != "ask":
-        _check_packages(config, machine)
-        _check_kernels(config, hf_config, machine)
-    if kind not in LOOKS:
-        check_memory_savers(config, machine)
-        if torch.cuda.is_available():
-            check_fits(config, hf_config, world_size, torch.cuda.mem_get_info()[1], kind)
-    if kind == "train" and machine.gpu and shares_expandable_memory(config, os.environ):
-        raise UserError(
-            "config: sync.transport = tensor shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks for"
-            " expandable_segments, which torch shares with no other process; take it out, or set sync.transport: distributed"
-        )
-    activate_flash(config)
-    return hf_config, plan, support
+        _check_vp2o(config, kind)
+        check_memory_savers(config)
+        if config.model.keep_zeros and config.checkpoint.load:
+            raise UserError(
+                "config: model.keep_zeros with checkpoint.load: the zeros are those of model.path; write the checkpoint as a"
+                f" folder (megatron-rl convert {config.checkpoint.load} FOLDER), and give that as model.path"
+            )
+    return plan, support
 
 
 def _check_algorithm(config: Config) -> None:
     """Refuse advantages that are not there, and keys that do nothing with those that are. Errors: UserError."""
     algorithm, kl, default = config.algorithm, config.algorithm.kl, AlgorithmConfig()
-    if algorithm.advantage not in OF_TOKENS:
-        estimator(algorithm)
+    check_name("advantage", algorithm.advantage, dict.fromkeys(ADVANTAGES), "algorithm.advantage")
     of_critic = algorithm.advantage == "gae"
     for key, idle, why, remedy in (
         ("algorithm.lam", not of_critic and algorithm.lam != default.lam, "is of gae", "set algorithm.advantage: gae"),
@@ -215,6 +207,12 @@ def _check_algorithm(config: Config) -> None:
             raise UserError(
                 f"config: {key} does nothing with algorithm.advantage = {algorithm.advantage}: it {why}; {remedy}"
             )
+    warmup = config.critic.warmup_steps
+    if of_critic and warmup >= config.steps:
+        raise UserError(
+            f"config: critic.warmup_steps = {warmup} leaves none of the {config.steps} steps to the policy; make it smaller, or"
+            " steps larger"
+        )
     responses = config.batch.prompts_per_step * config.batch.samples_per_prompt
     if kl.target is not None and responses >= 5 * kl.horizon:
         raise UserError(
@@ -226,39 +224,6 @@ def _check_algorithm(config: Config) -> None:
             "config: algorithm.whiten with advantage = tilt: its weights are those of a likelihood, never below 0, and would no"
             " longer be; set whiten: null"
         )
-
-
-def _check_critic(config: Config, world_size: int, machine: Machine) -> None:
-    """Refuse a critic that cannot learn beside the policy, or leaves it no step. Errors: UserError."""
-    if config.algorithm.advantage != "gae":
-        return
-    critic, own = config.critic, critic_config(config)
-    if critic.warmup_steps >= config.steps:
-        raise UserError(
-            f"config: critic.warmup_steps = {critic.warmup_steps} leaves none of the {config.steps} steps to the policy; make"
-            " it smaller, or steps larger"
-        )
-    if critic.path is not None:
-        check_local_folder(critic.path, "critic.path")
-    hf_config = read_hf_config(own.model.path)
-    try:
-        check_parallel(hf_config, config.parallel, world_size)
-        check_memory_savers(own, machine)
-    except UserError as error:
-        raise UserError(f"{error} (of the critic)") from None
-    if critic.path is not None:
-        check_same_tokenizer(config.model.path, critic.path, "critic.path")
-    if config.lora.rank:
-        try:
-            check_lora(own, hf_config, "sft")
-        except UserError as error:
-            raise UserError(f"{error} (of the critic)") from None
-    check_patterns(
-        critic.freeze,
-        parameter_names(Shape.from_config(hf_config, value_head=True)),
-        in_all_layers=not config.parallel.distributed_optimizer,
-        key="critic.freeze",
-    )
 
 
 def _check_pruning(pruning: PruningConfig) -> None:
@@ -280,7 +245,7 @@ def _check_pruning(pruning: PruningConfig) -> None:
         )
 
 
-def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
+def _check_flags(config: Config) -> None:
     """Refuse flags of SGLang that contradict the config. Errors: UserError."""
     extra = config.rollout.server.extra_args
     if speculates(extra) and config.pruning.enabled:
@@ -293,30 +258,18 @@ def _check_extra_args(config: Config, hf_config: PreTrainedConfig) -> None:
             "config: rollout.server.extra_args asks for speculative decoding, for whose drafts SGLang's record of routes has no"
             " room; leave it out, or set routing.source: r2 and rollout.routes: false"
         )
-    support = SamplingSupport.from_config(config.rollout.sampling, config.pruning)
-    chosen = choices(
-        hf_config.to_dict(),
-        config.precision.rollout,
-        this_machine(),
-        routes=asks_routes(config),
-        seeded_sets=support.keeps_sets and config.rollout.seed_requests,
-    )
-    check_extra_args(extra, chosen)
+    check_extra_args(extra, ())
 
 
-def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
-    """Refuse VP2O for a model without experts that interact, and parts of it that cannot work. Errors: UserError."""
-    vp2o, name = config.vp2o, architecture(hf_config)
+def _check_vp2o(config: Config, kind: Kind) -> None:
+    """Refuse parts of VP2O that cannot work, or do nothing. Errors: UserError."""
+    vp2o = config.vp2o
     if not vp2o.enabled:
         if changed := [field for field in vars(vp2o) if getattr(vp2o, field) != getattr(VP2OConfig(), field)]:
             raise UserError(f"config: vp2o.{changed[0]} without vp2o.enabled does nothing; set vp2o.enabled: true")
         return
     if kind in FROM_DATA:
         raise UserError(f"config: vp2o is of reinforcement learning; set vp2o.enabled: false for {kind}")
-    experts = expert_count(hf_config)
-    if experts < 2:
-        found = f"{name} has one expert a layer" if experts else f"{name} is dense"
-        raise UserError(f"config: vp2o updates experts by their neighbors, but {found}; set vp2o.enabled: false")
     if config.model.moe_router_fusion:
         raise UserError(
             "config: vp2o with model.moe_router_fusion: the fused router does not tell which experts are active together;"
@@ -326,11 +279,6 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
         raise UserError(
             f"config: vp2o.orthogonality needs what each expert of a token puts out, which model.moe_dispatcher ="
             f" {config.model.moe_dispatcher} adds up on the way; use alltoall, or set vp2o.orthogonality: 0"
-        )
-    if vp2o.orthogonality and EngineRoutes.from_config(hf_config.to_dict()).shape.topk < 2:
-        raise UserError(
-            f"config: vp2o.orthogonality = {vp2o.orthogonality:g}, but {name} sends a token to one expert, which has nothing to"
-            " be kept apart from; set vp2o.orthogonality: 0"
         )
     for key, idle, reason, remedy in (
         ("on_violation", vp2o.trust_region is None, "without vp2o.trust_region", "set vp2o.trust_region: 0.1"),
@@ -350,15 +298,6 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
     ):
         if idle and getattr(vp2o, key) != getattr(VP2OConfig(), key):
             raise UserError(f"config: vp2o.{key} {reason} does nothing; {remedy}")
-    by_number = vp2o.attract_above is None and vp2o.repel_below is None
-    neighbors, inactive = neighborhood(experts, vp2o.neighbors, vp2o.inactive_neighbors)
-    if vp2o.repulsion and by_number and neighbors + inactive >= max(experts, 3):  # two experts can but repel each other
-        fitting = neighborhood(experts)
-        raise UserError(
-            f"config: vp2o.neighbors = {neighbors} (itself among them) and inactive_neighbors = {inactive} leave no pair of"
-            f" {name}'s {experts} experts a layer alone; set vp2o.neighbors: {fitting[0]} and vp2o.inactive_neighbors:"
-            f" {fitting[1]}, or leave both out"
-        )
     attract, repel = vp2o.attract_above, vp2o.repel_below
     if attract is not None and repel is not None and repel >= attract:
         raise UserError(
@@ -367,8 +306,8 @@ def _check_vp2o(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None
         )
 
 
-def check_memory_savers(config: Config, machine: Machine) -> None:
-    """Refuse a saver of the optimizer's or gradients' memory that cannot run here or with the rest. Errors: UserError."""
+def check_memory_savers(config: Config, machine: Machine | None = None) -> None:
+    """Refuse a saver of the optimizer's or gradients' memory that cannot run with the rest, or here. Errors: UserError."""
     opt, vp2o = config.optimizer, config.vp2o
     sharded = config.parallel.distributed_optimizer
     sixteen_bits = config.precision.train != "fp32"
@@ -386,7 +325,7 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
             ),
         ),
         (
-            0 < opt.cpu_offload < 1 and machine.gpu and not machine.fused_adam,
+            0 < opt.cpu_offload < 1 and machine and machine.gpu and not machine.fused_adam,
             (
                 f"{share}: the share that stays on the GPU needs Transformer Engine or Apex, whose Adam a resumed run can tell"
                 " from that of the host; install one, or set cpu_offload: 1.0"
@@ -408,9 +347,9 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
             ),
         ),
         (
-            opt.precision_aware
-            and not (machine.gpu and Version(machine.transformer_engine or "0") >= PRECISION_AWARE_TE),
-            (
+            opt.precision_aware and machine and not _has_precision_aware_adam(machine),
+            machine
+            and (
                 "optimizer.precision_aware needs a GPU and the Adam of Transformer Engine 2.1 or later (found:"
                 f" {machine.transformer_engine or 'none'}{'' if machine.gpu else ', no GPU'}); set it to false, or save by"
                 " optimizer.cpu_offload"
@@ -457,8 +396,12 @@ def check_memory_savers(config: Config, machine: Machine) -> None:
             raise UserError(f"config: {problem}")
 
 
+def _has_precision_aware_adam(machine: Machine) -> bool:
+    return machine.gpu is not None and Version(machine.transformer_engine or "0") >= PRECISION_AWARE_TE
+
+
 def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
-    """Refuse GPUs that are not there, and servers that cannot take turns with the trainer. Errors: UserError."""
+    """Refuse servers that cannot take turns with the trainer, or contradict what it does meanwhile. Errors: UserError."""
     rollout = config.rollout
     if rollout.colocate and rollout.external:
         key, empty = ("addresses", "[]") if rollout.addresses else ("address_folder", "null")
@@ -476,7 +419,6 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
         _check_waits(config, world_size)
     if kind in FROM_DATA or rollout.load or rollout.external:
         return
-    places = place_here(config, trains=kind == "train")
     if kind == "ask" or config.sync.transport == "disk":
         return
     if rollout.colocate and config.sync.transport == "distributed":
@@ -484,13 +426,6 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
             "config: rollout.colocate with sync.transport = distributed: NCCL takes no two processes of a group on one GPU; set"
             " sync.transport: tensor"
         )
-    if config.sync.transport == "tensor":  # the bucket lies on the first process's GPU
-        far = [gpu for gpus in places for gpu in gpus if gpu and not torch.cuda.can_device_access_peer(gpu, 0)]
-        if far:
-            raise UserError(
-                f"config: sync.transport = tensor: GPU {far[0]} has no peer access to GPU 0, where the weights are sent from;"
-                f" set sync.transport: {'disk' if rollout.colocate else 'distributed'}"
-            )
 
 
 def _check_staleness(config: Config) -> None:
@@ -609,90 +544,11 @@ def _check_on_policy(config: Config) -> None:
             )
 
 
-def _check_weights(config: Config, hf_config: PreTrainedConfig, kind: Kind) -> None:
-    """Refuse what is frozen or ignored and is not there, or is needed. Errors: UserError."""
-    shape = Shape.from_config(hf_config)
-    if config.model.freeze:
-        check_patterns(
-            config.model.freeze,
-            parameter_names(shape),
-            vp2o=config.vp2o.enabled and kind == "train",
-            in_all_layers=not config.parallel.distributed_optimizer,
-        )
-    if isinstance(keep := config.model.keep_zeros, list):
-        for pattern in keep:
-            if not linear_weights(shape, [pattern]):
-                raise UserError(
-                    f"config: model.keep_zeros: '{pattern}' matches no linear layer of attention, MLPs or experts; true"
-                    " stands for all of them"
-                )
-    if config.model.keep_zeros and config.checkpoint.load:
-        raise UserError(
-            "config: model.keep_zeros with checkpoint.load: the zeros are those of model.path; write the checkpoint as a folder"
-            f" (megatron-rl convert {config.checkpoint.load} FOLDER), and give that as model.path"
-        )
-    if config.model.attention_sinks == "ignored" and not shape.sinks:
-        raise UserError(
-            f"config: model.attention_sinks = ignored, but {architecture(hf_config)} has no attention sinks; set it to exact"
-        )
-
-
-def _check_packages(config: Config, machine: Machine) -> None:
-    """Refuse a part of Megatron whose package is missing: the first forward pass would fail. Errors: UserError."""
-    if config.model.moe_router_fusion and not (machine.gpu and machine.transformer_engine):
-        raise UserError(
-            "config: model.moe_router_fusion needs a GPU and Transformer Engine; set it to false, or install it"
-            " (tools/setup.sh --gpu)"
-        )
-    if config.model.moe_dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
-        raise UserError("config: model.moe_dispatcher = flex needs the package deep_ep; take alltoall, or install it")
-
-
-def _check_kernels(config: Config, hf_config: PreTrainedConfig, machine: Machine) -> None:
-    """Refuse a GPU on which plain torch would do our kernels' work, unless model.kernels allows it. Errors: UserError."""
-    if machine.gpu is None or config.model.kernels == "any":
-        return
-    otherwise = "; model.kernels: any computes without, slower and with more memory"
-    if machine.gpu < extensions.CAPABILITY:
-        raise UserError(
-            f"config: model.kernels = compiled: they run on compute capability {dotted(extensions.CAPABILITY)} and later,"
-            f" this GPU has {dotted(machine.gpu)}{otherwise}"
-        )
-    if not extensions.have_cuda():
-        raise UserError(
-            "megatron_rl's kernels were built without nvcc, for the CPU alone: tools/setup.sh --gpu installs it and builds"
-            f" them{otherwise}"
-        )
-    width, value_width = _head_widths(hf_config)
-    dtype = TRAIN[config.precision.train].dtype
-    if dtype == torch.bfloat16 and not flash_takes(dtype, width, value_width, machine.gpu):
-        raise UserError(
-            f"model folder {config.model.path}: no flash attention takes heads of {width} (keys) and {value_width} (values)"
-            " numbers: multiples of 8 up to 256, values no wider than keys; model.kernels: any computes them tile by tile"
-        )
-
-
-def _head_widths(hf_config: PreTrainedConfig) -> tuple[int, int]:
-    """Width of a head's queries and keys, and of its values."""
-    if getattr(hf_config, "kv_lora_rank", None):
-        return hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim, hf_config.v_head_dim
-    width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return width, width
-
-
-def activate_flash(config: Config) -> None:
-    """Choose the version of flash attention. Errors: UserError for one that is not installed."""
-    try:
-        flash.activate(config.model.flash_attention)
-    except ValueError as error:
-        raise UserError(f"config: model.flash_attention = {config.model.flash_attention}: {error}") from None
-
-
 def _check_correction(config: Config) -> None:
     """Refuse bounds that are missing or cross, and two corrections of one thing. Errors: UserError."""
     correction = config.correction
     try:
-        correction_of(config)
+        Correction.of(correction)
     except ValueError as error:
         raise UserError(f"config: correction: {error}{_REMEDIES.get(correction.mode, '')}") from None
     if (correction.low or 0.0) > 1 or (correction.high is not None and correction.high < 1):
@@ -728,11 +584,6 @@ def _check_correction(config: Config) -> None:
                 f"config: correction.{key} with correction.bypass: there are no log-probs of the old policy to compare the"
                 f" engine's with, as its ratio is part of the loss's; set correction.bypass: false, or {key}: {valid}"
             )
-    if not policy_loss(config.algorithm).has_ratio:
-        raise UserError(
-            f"config: correction.bypass with algorithm.loss = {config.algorithm.loss}, which has no ratio that could start from"
-            " the engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo"
-        )
     if config.routing.source in ("r2", *PREDICTING) and config.batch.updates_per_step > 1:
         raise UserError(
             f"config: correction.bypass leaves out the pass in which routing.source = {config.routing.source} records the"
@@ -747,7 +598,7 @@ _REMEDIES = {
 }
 
 
-def _check_routing(config: Config, hf_config: PreTrainedConfig) -> None:
+def _check_routing(config: Config) -> None:
     """Refuse a source of routes that cannot work with the rest of the config. Errors: UserError."""
     source = config.routing.source
     if config.routing.replay_gates and source != "r3":
@@ -764,8 +615,6 @@ def _check_routing(config: Config, hf_config: PreTrainedConfig) -> None:
         raise UserError("config: rollout.gates = true asks for the weights of no experts: set rollout.routes: true")
     if source == "none":
         return
-    if not expert_count(hf_config):
-        raise UserError(f"config: routing.source = {source}, but {architecture(hf_config)} is dense; use none")
     if config.model.moe_router_fusion:
         raise UserError(
             f"config: routing.source = {source} with model.moe_router_fusion: the fused router would ignore the routes;"

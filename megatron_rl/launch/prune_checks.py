@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.config import Config, PruneConfig
 from megatron_rl.errors import UserError
+from megatron_rl.launch.key_checks import check_prune_keys
 from megatron_rl.models.parallel_check import architecture, check_parallel, read_hf_config
 from megatron_rl.models.sizes import Shape, linear_weights, whole_model
 from megatron_rl.models.slim import Sizes, new_config
@@ -26,20 +27,11 @@ def sizes_of(prune: PruneConfig) -> Sizes:
 def check_prune(config: Config, hf_config: PreTrainedConfig, world_size: int) -> None:
     """Errors: UserError naming the key of what cannot be removed, or the folder that cannot be pruned or written."""
     prune, source = config.prune, Path(config.model.path)
-    if sizes_of(prune) == Sizes() and prune.sparsity == "none":
-        raise UserError("config: prune removes nothing: set prune.experts, another size, or prune.sparsity: '2:4'")
-    if config.lora.rank:
-        raise UserError(
-            f"config: lora.rank = {config.lora.rank}: prune cuts the model at model.path, without adapters; leave lora out"
-        )
+    check_prune_keys(config)
     if quantized := getattr(hf_config, "quantization_config", None):
         raise UserError(
             f"model folder {source}: is quantized ({quantized['quant_method']}); write plain weights first: megatron-rl"
             f" convert {source} CHECKPOINT, then megatron-rl convert CHECKPOINT FOLDER"
-        )
-    if config.precision.train not in ("bf16", "fp32"):
-        raise UserError(
-            f"config: precision.train = {config.precision.train}: importance is measured in bf16 or fp32; take one of them"
         )
     if (config.run_dir / "hf").resolve() == source.resolve() or any((config.run_dir / "checkpoints").glob("step_*")):
         raise UserError(

@@ -24,7 +24,8 @@ from megatron_rl.environments import PromptStream, build_task, fitting
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import data_hooks, update_hooks
-from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, reference_of
+from megatron_rl.launch.model_folders import check_alike, with_ids
+from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, critic_config, reference_of
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock, make_private
 from megatron_rl.launch.unread import unread
@@ -36,7 +37,7 @@ from megatron_rl.rollout.later_rewards import LaterRewards, names_of
 from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import checkpoint, parallel
-from megatron_rl.trainer.critic import Critic, critic_config
+from megatron_rl.trainer.critic import Critic
 from megatron_rl.trainer.interrupt import Interrupt
 from megatron_rl.trainer.kl_control import KLControl
 from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
@@ -103,6 +104,8 @@ class Run:
         self.kind: Kind = kind
         self.hf_config, self.plan, self.support = preflight(config, kind)
         self.ranks = parallel.initialize(config.parallel, config.seed)
+        first = self.ranks.main_does(lambda: with_ids(config))
+        self.ranks.all_do(lambda: check_alike(with_ids(config), first))
         self.tokenizer = read_tokenizer(config.model.path)
         program = rollout_program(config.rollout.program)
         self.task = build_task(
@@ -328,7 +331,7 @@ class Run:
 
     def _open_folder(self) -> str:
         """Be its one writer, and keep the config there; who only asks leaves a run's config as it is. -> the run's id."""
-        file, text = self.folder / "config.yaml", to_yaml(self.config)
+        file, text = self.folder / "config.yaml", to_yaml(with_ids(self.config))
         try:
             make_private(self.folder)
             if self.kind in LOOKS and self.kind != "prune":

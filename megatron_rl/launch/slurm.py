@@ -13,7 +13,8 @@ from pathlib import Path
 
 from megatron_rl.config import Config, job_name
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import check_group, make_plan
+from megatron_rl.launch.model_folders import overrides_of, with_folders
+from megatron_rl.launch.preflight import check_config
 from megatron_rl.launch.run_lock import make_private
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,11 +121,6 @@ def seconds_of(time: str) -> int:
 
 def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> Job:
     """The job of a command line (`cli.make_parser`). Errors: UserError for what would only fail on the cluster."""
-    model = Path(config.model.path)
-    if not (model / "config.json").is_file():
-        raise UserError(
-            f"config: model.path: {model} has no config.json: set it to a Hugging Face folder that all nodes see"
-        )
     if seconds_of(args.time) < 2 * args.grace:
         raise UserError(
             f"launch: --time {args.time} leaves less to train than --grace {args.grace} s to save: make it longer, or --grace"
@@ -142,24 +138,27 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
             f"launch: --server-gpus {server_gpus} does not divide the {gpus} GPUs of a node, nor the {serving} nodes that serve"
             " into whole servers"
         )
+    for option in [*filter(None, (args.account, args.partition)), *args.option]:
+        if len(option.splitlines()) > 1:
+            raise UserError(
+                f"launch: option {option!r} has a line break, and would be a command of the script; leave it out"
+            )
+    trainers = args.nodes if args.nodes == 1 or args.run != "train" else args.train_nodes or args.nodes // 2
+    check_config(config, args.run, trainers * gpus)
+    found = with_folders(config, args.run)
     # The job runs in the checkout; what the config says is meant from here.
     paths = {"runs_dir": config.runs_dir, "model.path": config.model.path}
     paths |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    overrides = [*overrides]
+    overrides = [*overrides, *overrides_of(config, found)]
     for key, path in paths.items():
         if path and (key == "runs_dir" or Path(path).exists()):
             overrides += [f"--{key}", str(Path(path).resolve())]
     variables = {"CONTAINER": args.container, "MOUNTS": args.mounts}
     named = {"account": args.account, "partition": args.partition}
-    for option in [*filter(None, named.values()), *args.option]:
-        if len(option.splitlines()) > 1:
-            raise UserError(
-                f"launch: option {option!r} has a line break, and would be a command of the script; leave it out"
-            )
-    job = Job(
+    return Job(
         name=config.name,
         config=str(Path(args.config).resolve()),
-        model=str(model.resolve()),
+        model=str(Path(found.model.path).resolve()),
         nodes=args.nodes,
         gpus_per_node=args.gpus_per_node,
         train_nodes=args.train_nodes,
@@ -171,10 +170,6 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
         overrides=overrides,
         command=args.run,
     )
-    if args.run == "train":
-        check_group(config.batch, config.algorithm.advantage)
-    make_plan(config.batch, config.parallel, job.processes)
-    return job
 
 
 def launch_command(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -> int:

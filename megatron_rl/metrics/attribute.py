@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.correction import divergence
-from megatron_rl.config import Config, KLConfig, OptimizerConfig
+from megatron_rl.config import FROM_ENGINE, Config, KLConfig, OptimizerConfig
 from megatron_rl.config_file import load_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.record import load_trajectories
@@ -27,7 +27,8 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.launch.hooks import update_hooks
-from megatron_rl.launch.preflight import activate_flash
+from megatron_rl.launch.model_checks import activate_flash
+from megatron_rl.launch.model_folders import with_folders
 from megatron_rl.metrics import attribution
 from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
@@ -36,7 +37,6 @@ from megatron_rl.models.parallel_check import check_parallel, read_hf_config
 from megatron_rl.models.precision import check_precision, this_machine
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.hook import Routes
-from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
@@ -51,7 +51,7 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
     """
     if not (run / "config.yaml").exists():
         raise UserError(f"report: {run} holds no run (no config.yaml)")
-    config = load_config(run / "config.yaml", overrides)
+    config = with_folders(load_config(run / "config.yaml", overrides), "attribution")
     step, version, weights = _choose(run, config, step)
     check_precision(config.precision, this_machine(), rolls_out=False)
     check_parallel(read_hf_config(config.model.path), config.parallel, int(os.environ.get("WORLD_SIZE", 1)))

@@ -79,12 +79,6 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def check_local_folder(folder: str | Path, key: str) -> None:
-    """Refuse the folder of a model that is not there. Errors: UserError naming the key of the config that gives it."""
-    if not Path(folder).is_dir():
-        raise UserError(f"config: {key} = {folder}: does not exist; give a local Hugging Face folder")
-
-
 def check_same_tokenizer(folder: str | Path, other: str | Path, key: str) -> None:
     """Refuse a model that would read the tokens of the one in `folder` as others.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.errors import UserError
+from megatron_rl.hub import as_folder, as_id, hub_id
 from megatron_rl.models.adapters import Adapter
 from megatron_rl.models.bridges import make_bridge
 from megatron_rl.models.freeze import any_number, is_target
@@ -145,10 +146,14 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], lora: LoRAConfig, bas
     """Write a folder in PEFT's format; base: that of the model. Errors: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     layers = {name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)}
+    base_id = as_id(str(base))
+    # Whoever reads it may be elsewhere.
+    named, _, revision = base_id.partition("@") if base_id != str(base) else (str(base.resolve()), "", "")
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if HEAD in tensors else "CAUSAL_LM",
-        "base_model_name_or_path": str(base.resolve()),  # whoever reads it may be elsewhere
+        "base_model_name_or_path": named,
+        "revision": revision or None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
@@ -286,6 +291,17 @@ def fill(adapters: Iterable[Adapter], folder: PeftFolder, registry: MegatronMapp
 # -- merging -----------------------------------------------------------------------------------------------------------
 
 
+def _base_of(folder: Path, settings: Mapping[str, Any]) -> Path:
+    """The folder of the model that adapters name: by a folder, or an id of the hub. Errors: UserError."""
+    named, revision = settings.get("base_model_name_or_path") or "", settings.get("revision")
+    if named and not Path(named).exists() and hub_id(named) is not None:
+        try:
+            return Path(as_folder(f"{named}@{revision}" if revision else named, "its model"))
+        except UserError as error:
+            raise UserError(f"adapter folder {folder}: {error}; name the model's folder with --base") from None
+    return Path(named)
+
+
 def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Path | None = None) -> None:
     """Write the model that an adapter folder belongs to, with the adapters in its weights, as a Hugging Face folder.
 
@@ -293,7 +309,7 @@ def merge_folder(folder: Path, out: Path, base: Path | None = None, metadata: Pa
     that the result gets. Errors: UserError.
     """
     adapter = read_folder(folder)
-    base = base or Path(adapter.settings.get("base_model_name_or_path") or "")
+    base = base or _base_of(folder, adapter.settings)
     if not (base / "config.json").is_file():
         raise UserError(
             f"adapter folder {folder}: belongs to the model {base}, which is not there; name its folder with --base"

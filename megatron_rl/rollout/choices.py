@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_rl.config import FROM_ENGINE, Config
 from megatron_rl.errors import UserError
-from megatron_rl.models.precision import Machine
+
+if TYPE_CHECKING:
+    from megatron_rl.models.precision import Machine
 
 TAKES_FP32 = ("triton", "torch_native", "flex_attention")
 """Attention backends that compute in fp32; SGLang's choices for large GPUs (fa3, trtllm_mha, trtllm_mla, flashinfer) do not."""
@@ -70,6 +73,11 @@ def choices(
         # The other kernels may lay weights and scales out anew (UE8M0 on Blackwell), where no push would find them.
         found.append(Choice("--fp8-gemm-backend", "triton", "others lay weights and scales out anew", ("triton",)))
     return found
+
+
+def asks_routes(config: Config) -> bool:
+    """Whether replies have the experts of every token."""
+    return config.rollout.routes or config.routing.source in FROM_ENGINE
 
 
 def has_experts(model: Mapping[str, Any]) -> bool:

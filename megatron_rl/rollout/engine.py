@@ -26,6 +26,7 @@ from megatron_rl.metrics.reduce import Metrics, maximum, mean, total
 from megatron_rl.models.precision import ROLLOUT_DTYPES
 from megatron_rl.models.served import check_served
 from megatron_rl.rollout.children import ChildServers, place_here
+from megatron_rl.rollout.choices import asks_routes
 from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.finished import Finished, key_of
@@ -36,7 +37,7 @@ from megatron_rl.rollout.recover import CANCEL_S, Recovery, begin, generate
 from megatron_rl.rollout.reward import give_rewards
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import asks_gates, asks_routes, feature_stride, serves_adapters
+from megatron_rl.rollout.server import asks_gates, feature_stride, serves_adapters
 from megatron_rl.rollout.turns import Turns
 from megatron_rl.rollout.versions import others, staleness
 from megatron_rl.sync.adapters import SERVED, AdapterSync

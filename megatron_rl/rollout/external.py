@@ -18,10 +18,10 @@ from megatron_rl.credentials import WRONG_KEY, bearer, hide
 from megatron_rl.errors import UserError
 from megatron_rl.models.parallel_check import architecture, one_line
 from megatron_rl.models.precision import ROLLOUT_DTYPES
-from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, has_experts
+from megatron_rl.rollout.choices import AS_PUSHED, TAKES_FP32, asks_routes, has_experts
 from megatron_rl.rollout.client import with_scheme
 from megatron_rl.rollout.sampling import SamplingSupport
-from megatron_rl.rollout.server import asks_gates, asks_routes, feature_stride, serves_adapters
+from megatron_rl.rollout.server import asks_gates, feature_stride, serves_adapters
 from megatron_rl.sync.engines import Engines
 from megatron_rl.sync.owner import FROM_FOLDER, RELEASED, owner_of
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES

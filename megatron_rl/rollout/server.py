@@ -27,10 +27,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.fp8 import quantization_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, Machine, this_machine
 from megatron_rl.platform import sglang as cpu_platform
-from megatron_rl.rollout.choices import FP32_PRODUCTS, check_extra_args, choices
+from megatron_rl.rollout.choices import FP32_PRODUCTS, asks_routes, check_extra_args, choices
+from megatron_rl.rollout.own_environment import compilers, find_python
 from megatron_rl.rollout.sampling import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.rollout.supervise import KEY
-from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
 from megatron_rl.sync.nccl import ENVIRONMENT as NCCL_ENVIRONMENT
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.gates import OVERRIDE as GATES
@@ -55,36 +55,6 @@ SHARED_MEMORY = "/dev/shm"
 HANG_S = 30.0
 """Longest wait for a sign of life. SGLang waits 20 s for a token of its own before it says that it has none."""
 _BUS_ERROR = re.compile(r"(?:exit code:?|terminated with|with code) -7\b|Fatal Python error: Bus error")
-
-
-def find_python(configured: str | None = None) -> Path:
-    """Python of SGLang's environment: the configured one, else .venv-rollout beside the package or in the cwd."""
-    if configured:
-        if not os.access(configured, os.X_OK):
-            raise UserError(f"config: rollout.server.python = '{configured}' is not an executable file")
-        return Path(configured)
-    places = [Path(__file__).parents[2], Path.cwd()]
-    for place in places:
-        python = place / ".venv-rollout" / "bin" / "python"
-        if os.access(python, os.X_OK):
-            return python
-    raise UserError(
-        "no environment of SGLang found (.venv-rollout beside the package or in the current folder):"
-        " run tools/setup.sh, or set rollout.server.python, or list running servers in rollout.addresses"
-    )
-
-
-def compilers(python: Path) -> dict[str, str]:
-    """Environment variables by which a server on a GPU finds what its kernels are compiled with when they are first used.
-
-    Those are ninja and, unless CUDA_HOME says otherwise, nvcc, both of SGLang's own environment: nvcc is of the same
-    release as its CUDA headers there, and nothing else puts that environment on PATH.
-    """
-    found = {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    nvcc = next(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/nvcc"), None)
-    if nvcc is not None and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
-        found["CUDA_HOME"] = str(nvcc.parents[1])
-    return found
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:
@@ -133,11 +103,6 @@ def reason_of_death(path: Path, since: int = 0) -> str:
             bare = ":" not in line and index
             return f"{line} at '{lines[index - 1].strip()}'" if bare else line
     return lines[-1] if lines else "its log is empty"
-
-
-def asks_routes(config: Config) -> bool:
-    """Whether replies have the experts of every token."""
-    return config.rollout.routes or config.routing.source in FROM_ENGINE
 
 
 def asks_gates(config: Config) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_rl.config import FROM_ENGINE, PREDICTING
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, total
 from megatron_rl.routing.compare import EngineAgreement, RouteAgreement, RouteDistance
 from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
 from megatron_rl.routing.replay import (
-    FROM_ENGINE,
-    PREDICTING,
     RecordLogits,
     RecordRoutes,
     ReplayGates,

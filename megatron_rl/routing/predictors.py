@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
 from torch import Tensor
 
-from megatron_rl.config import OptimizerConfig, RoutingConfig
+from megatron_rl.config import FROM_ENGINE, OptimizerConfig, RoutingConfig
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, alike
 from megatron_rl.models.router import PREDICTOR_WEIGHT, routers
@@ -19,7 +19,6 @@ from megatron_rl.routing.memory import RouteTable
 from megatron_rl.routing.passes import RouteObserver
 from megatron_rl.routing.predict import PredictorGradients, PredictRoutes
 from megatron_rl.routing.predictor import relative_horizon
-from megatron_rl.routing.replay import FROM_ENGINE
 from megatron_rl.trainer.hooks import Place, Stage, Step, UpdateHook
 from megatron_rl.trainer.parallel import process_group
 from megatron_rl.trainer.trainer import Trainer

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_rl.config import FROM_ENGINE
 from megatron_rl.metrics.reduce import Metrics, derived
 from megatron_rl.routing.agreement import routing_log_probs
 from megatron_rl.routing.memory import Features, RouteTable
@@ -16,8 +17,6 @@ from megatron_rl.routing.passes import RouteObserver, Router
 from megatron_rl.routing.table import has_route, route_dtype
 
 RouteSource = Literal["none", "r2", "r3", "pr2", "pr3"]
-PREDICTING: tuple[RouteSource, ...] = ("pr2", "pr3")
-FROM_ENGINE: tuple[RouteSource, ...] = ("r3", "pr3")
 
 
 def reference_routes(table: RouteTable, source: RouteSource, layer: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.algorithms import advantages
-from megatron_rl.config import AlgorithmConfig, Config, DistillationConfig
+from megatron_rl.config import OF_TOKENS, AlgorithmConfig, Config, DistillationConfig
 from megatron_rl.credentials import key_of
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.packing import Batch
@@ -24,8 +24,6 @@ from megatron_rl.rollout.scores_by_server import teacher_log_probs
 from megatron_rl.trainer.critic import Critic, everywhere
 from megatron_rl.trainer.trainer import Trainer
 
-OF_TOKENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantages that go from token to token."""
 SUPERVISED = {"grpo": True, "dr_grpo": False}
 """Advantages of whole responses to which those of steps are added, and whether these are divided by their deviation."""
 OF_STEPS = ("gae", "reinforce_plus_plus", *SUPERVISED)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import Config, VP2OConfig
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
@@ -17,22 +16,6 @@ from megatron_rl.metrics.reduce import Metrics, merge
 from megatron_rl.trainer.objective import CriticLoss
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.units import with_last_state
-
-
-def critic_config(config: Config) -> Config:
-    """The config of the critic's own trainer, without what is of policies."""
-    critic = config.critic
-    model = replace(
-        config.model,
-        path=critic.path or config.model.path,
-        freeze=critic.freeze,
-        moe_aux_loss=0.0,
-        moe_z_loss=0.0,
-        moe_bias_update_rate=0.0,
-    )
-    start = None if model.path != config.model.path else config.lora.path  # adapters of the policy's own model
-    lora = replace(config.lora, path=start)
-    return replace(config, model=model, optimizer=critic.optimizer, vp2o=VP2OConfig(), lora=lora)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import kl, losses
-from megatron_rl.algorithms.correction import Correction, TokenWeights, counts, token_weights
+from megatron_rl.algorithms.correction import TokenWeights, counts, token_weights
+from megatron_rl.algorithms.correction_choice import Correction
 from megatron_rl.config import AlgorithmConfig, Config, DistillationConfig
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, derived, mean, ratio
@@ -240,7 +241,7 @@ def policy_loss(config: AlgorithmConfig) -> losses.PolicyLoss:
 
 def correction_of(config: Config) -> Correction:
     """The configured correction. Errors: ValueError."""
-    return Correction(**{f.name: getattr(config.correction, f.name) for f in fields(Correction)})
+    return Correction.of(config.correction)
 
 
 @dataclass(frozen=True)

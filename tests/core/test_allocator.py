@@ -50,7 +50,7 @@ def test_what_cannot_be_pushed_is_refused(tiny_model, monkeypatch):
     assert shares_expandable_memory(config("tensor"), EXPANDABLE)
     assert not shares_expandable_memory(config("tensor"), {**EXPANDABLE, "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "1"})
     assert not shares_expandable_memory(config("distributed"), EXPANDABLE)
-    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: Machine((9, 0), None, None, "13.0"))
+    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: Machine((9, 0), None, None, "13.0"))
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv(*EXPANDABLE.popitem())
     with pytest.raises(UserError, match="take it out, or set sync.transport: distributed"):

@@ -15,8 +15,8 @@ import pytest
 from megatron_rl.algorithms.advantages import ADVANTAGES
 from megatron_rl.algorithms.losses import POLICY_LOSSES
 from megatron_rl.cli import make_parser
+from megatron_rl.config import OF_TOKENS
 from megatron_rl.config_file import build_config, key_paths, load_config
-from megatron_rl.trainer.advantages import OF_TOKENS
 from tests.program import output_of_script
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -206,7 +206,7 @@ def test_reward_models_and_references_that_do_not_fit(tiny_model, tmp_path):
     ):
         check("train", rewards={"models": {"liked": {"path": str(policy)}}})
     with pytest.raises(
-        UserError, match=r"rewards\.models\.liked\.path = .*/none: does not exist; give a local Hugging Face folder"
+        UserError, match=r"rewards\.models\.liked\.path = .*/none: does not exist; give a Hugging Face folder, or an id"
     ):
         check("train", rewards={"models": {"liked": {"path": str(tmp_path / "none")}}})
     with pytest.raises(UserError, match=r"data\.verifier: none judges no response, .* name a reward model"):

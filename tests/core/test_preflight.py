@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.algorithms.correction import DENOMINATORS
+from megatron_rl.algorithms.correction_choice import DENOMINATORS
 from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.preflight import _check_correction, _check_servers, check_memory_savers, preflight
+from megatron_rl.launch.model_checks import _check_places
+from megatron_rl.launch.preflight import _check_correction, check_memory_savers, preflight
 from megatron_rl.models.precision import Machine
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.processors import PRUNE_TAIL
@@ -366,7 +367,7 @@ REFUSED |= {
     ),
     "no critic in that folder": (
         {**GAE, "critic": {"path": "nowhere"}},
-        r"critic\.path = nowhere: does not exist; give a local Hugging Face folder",
+        r"critic\.path = nowhere: does not exist; give a Hugging Face folder, or an id of the hub",
     ),
     "nothing of the critic's of that name": (
         {**GAE, "critic": {"freeze": ["*.rooter.*"]}},
@@ -590,10 +591,10 @@ def test_weights_reach_gpus_with_peer_access_alone(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda device, peer: True)
-    _check_servers(config, "train", 4)
+    _check_places(config, "train")
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda device, peer: device != 3)
     with pytest.raises(UserError, match=r"GPU 3 has no peer access to GPU 0.*set sync.transport: disk"):
-        _check_servers(config, "train", 4)
+        _check_places(config, "train")
 
 
 GPU = {
@@ -613,7 +614,7 @@ def test_a_gpu_computes_in_plain_torch_only_where_it_was_asked_to(case, tiny_mod
     capability, built, changes, message = GPU[case]
     monkeypatch.setenv("WORLD_SIZE", "1")
     machine = Machine(capability, None, "0.47.0", "13.0")
-    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: machine)
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: built)
     folder = shutil.copytree(tiny_model("qwen3_moe"), tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text()) | changes
@@ -624,13 +625,13 @@ def test_a_gpu_computes_in_plain_torch_only_where_it_was_asked_to(case, tiny_mod
         assert "\n" not in str(refusal.value)
     preflight(build_config({"model": {"path": str(folder), "kernels": "any"}}), "train")
     preflight(build_config({"model": {"path": str(folder)}}), "ask")  # builds no model here
-    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: Machine(None, None, "0.47.0", "13.0"))
+    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: Machine(None, None, "0.47.0", "13.0"))
     preflight(build_config({"model": {"path": str(folder)}}), "train")
 
 
 def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: Machine((9, 0), None, "0.47.0", "13.0"))
+    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: Machine((9, 0), None, "0.47.0", "13.0"))
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: True)
     for family in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
         preflight(build_config({"model": {"path": str(tiny_model(family))}}), "train")
@@ -646,7 +647,7 @@ def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
 )
 def test_a_part_whose_package_is_missing_is_refused(changes, machine, message, tiny_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("megatron_rl.launch.preflight.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: machine)
     config = build_config({"model": {"path": str(tiny_model("qwen3_moe")), "kernels": "any", **changes}})
     with pytest.raises(UserError, match=message):
         preflight(config, "train")

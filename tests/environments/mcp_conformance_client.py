@@ -1,6 +1,6 @@
 """The client that MCP's scenarios look at: a toolbox with their server, whose tools are called, each once.
 
-    mcp_conformance_client.py URL
+mcp_conformance_client.py URL
 """
 
 from __future__ import annotations

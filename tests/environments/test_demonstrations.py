@@ -302,7 +302,7 @@ BAD = {
 def test_what_cannot_be_kept_or_recorded_is_refused(message, tiny_model):
     model = {"path": str(tiny_model("qwen3"))}
     with pytest.raises(UserError, match=rf"rollout\.demonstrations\.{message}"):
-        check_demonstrations(build_config({"model": model, "rollout": BAD[message]}))
+        check_demonstrations(build_config({"model": model, "rollout": BAD[message]}), vocabulary=512)
     pruned = {"demonstrations": {"min_reward": 0, "top_log_probs": 512}}
     with pytest.raises(UserError, match=r"sampling changes it \(min_p, engine_min_p\)"):
         check_demonstrations(

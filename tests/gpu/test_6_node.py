@@ -23,7 +23,7 @@ STEPS = 3
 def node(cuda):
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    from megatron_rl.rollout.server import find_python
+    from megatron_rl.rollout.own_environment import find_python
 
     if torch.cuda.device_count() < 4:
         pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")

@@ -28,7 +28,8 @@ from megatron_rl.models.precision import Machine
 from megatron_rl.models.served import check_served
 from megatron_rl.rollout import leftovers
 from megatron_rl.rollout.children import ChildServers
-from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, compilers, find_python, reason_of_death, reserve_port
+from megatron_rl.rollout.own_environment import compilers, find_python
+from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
 
@@ -189,7 +190,7 @@ def test_a_missing_environment_names_the_remedy(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"rollout\.server\.python = '/nowhere/python'"):
         find_python("/nowhere/python")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_rl.rollout.server.__file__", str(tmp_path / "a" / "b" / "server.py"))
+    monkeypatch.setattr("megatron_rl.rollout.own_environment.__file__", str(tmp_path / "a" / "b" / "server.py"))
     with pytest.raises(UserError, match=r"tools/setup\.sh"):
         find_python()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron_rl.config import OptimizerConfig, RoutingConfig, VP2OConfig
+from megatron_rl.config import FROM_ENGINE, PREDICTING, OptimizerConfig, RoutingConfig, VP2OConfig
 from megatron_rl.metrics.reduce import on_host
 from megatron_rl.models.router import ReplayRouter
 from megatron_rl.routing.hook import Routes
@@ -21,7 +21,6 @@ from megatron_rl.routing.passes import RouteObserver, RoutePass
 from megatron_rl.routing.predict import PredictorGradients
 from megatron_rl.routing.predictor import RoutePredictor
 from megatron_rl.routing.predictors import Predictors
-from megatron_rl.routing.replay import FROM_ENGINE, PREDICTING
 from megatron_rl.routing.table import RouteShape
 from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
 from megatron_rl.vp2o.coactivation import Coactivation

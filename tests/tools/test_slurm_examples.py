@@ -438,7 +438,7 @@ def test_the_script_of_a_config_does_what_an_example_does(tmp_path, tiny_model, 
         (["--nodes", "4", "--option=--qos=high\nid"], "option '--qos=high\\nid' has a line break"),
         (["--nodes", "4", "--account", "lab\nid"], "has a line break"),
         (["--nodes", "4", "--name", "a\n#SBATCH --uid=0"], "a run's name has at most 200 bytes and no control"),
-        (["--nodes", "4", "--model.path", "nowhere"], "nowhere has no config.json"),
+        (["--nodes", "4", "--model.path", "nowhere"], "model.path = nowhere: does not exist"),
     ],
 )
 def test_what_would_fail_on_the_cluster_is_told_at_once(tiny_model, capsys, arguments, message):

@@ -17,11 +17,11 @@ from megatron_rl.data.balance import redistribute
 from megatron_rl.data.labels import Labels
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import share_of
+from megatron_rl.launch.plan import critic_config, share_of
 from megatron_rl.metrics.reduce import figures, merge
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer.advantages import Advantages
-from megatron_rl.trainer.critic import Critic, StateValues, critic_config, everywhere
+from megatron_rl.trainer.critic import Critic, StateValues, everywhere
 from megatron_rl.trainer.hooks import Place
 from megatron_rl.trainer.kl_control import KLControl
 from megatron_rl.trainer.objective import Policy

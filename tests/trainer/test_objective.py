@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithms.correction import DENOMINATORS
+from megatron_rl.algorithms.correction_choice import DENOMINATORS
 from megatron_rl.algorithms.losses import POLICY_LOSSES, LossInputs, LossTerms, PolicyLoss
 from megatron_rl.config_file import build_config
 from megatron_rl.data.packing import Batch, Layout, pack

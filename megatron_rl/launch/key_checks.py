@@ -1,0 +1,238 @@
+"""Checks of sections by their keys alone: what does nothing, and what contradicts itself. No torch."""
+
+from __future__ import annotations
+
+from megatron_rl.config import Config, DistillationConfig, DPOConfig, LoRAConfig, RewardModelConfig
+from megatron_rl.errors import UserError
+from megatron_rl.launch.plan import Kind
+
+WITH_MARGIN = ("bradley_terry", "hinge", "squared_gap")
+"""Losses of a reward model that know a margin."""
+
+
+def check_preference_keys(config: Config, kind: Kind) -> None:
+    """Errors: UserError naming a key that does nothing in learning from preferences or reward models, or that is missing."""
+    if kind == "reward":
+        _check_reward_model(config.reward_model)
+    if kind in ("train", "dpo"):
+        _check_start(config, kind)
+    if kind == "dpo":
+        _check_dpo(config)
+    models = config.rewards.models or config.rewards.judges
+    if kind == "train" and config.data.verifier == "none" and not models and not config.teaches:
+        raise UserError(
+            "config: data.verifier: none judges no response, and rewards.models is empty, so that nothing gives a reward;"
+            " name a reward model, a judge (rewards.judges), a teacher (distillation.teacher), or another verifier"
+        )
+    if kind not in ("train", "ask"):
+        return
+    for name, model in config.rewards.models.items():
+        if model.path is None and model.address is None:
+            raise UserError(
+                f"config: rewards.models.{name} has neither a path nor an address; give it the folder of a reward model"
+            )
+    if config.rewards.overlong_buffer > config.rollout.max_new_tokens:
+        raise UserError(
+            f"config: rewards.overlong_buffer = {config.rewards.overlong_buffer} is more than rollout.max_new_tokens ="
+            f" {config.rollout.max_new_tokens}, so that every response would be punished; make it smaller"
+        )
+
+
+def does_nothing(section: str, key: str, value: object, why: str, remedy: str) -> UserError:
+    """The refusal of a key that does nothing."""
+    return UserError(f"config: {section}.{key} = {value} does nothing: {why}; {remedy}")
+
+
+def _check_reward_model(config: RewardModelConfig) -> None:
+    default, loss = RewardModelConfig(), config.loss
+    for key, idle, why in (
+        ("center", loss != "bradley_terry", "is of bradley_terry"),
+        ("label_smoothing", loss != "bradley_terry", "is of bradley_terry"),
+        ("top", loss != "plackett_luce", "is of plackett_luce"),
+        ("margin", loss not in WITH_MARGIN, f"is of {', '.join(WITH_MARGIN)}"),
+    ):
+        if idle and (value := getattr(config, key)) != getattr(default, key):
+            why = f"it {why}, and reward_model.loss is {loss}"
+            raise does_nothing("reward_model", key, value, why, f"leave {key} out, or change the loss")
+
+
+def _check_dpo(config: Config) -> None:
+    dpo, default = config.dpo, DPOConfig()
+    for key, idle, why in (
+        ("label_smoothing", dpo.loss not in ("sigmoid", "robust"), "is of sigmoid and robust"),
+        ("length_normalized", dpo.loss == "kto", "is of pairs"),
+        ("desirable_weight", dpo.loss != "kto", "is of kto"),
+        ("undesirable_weight", dpo.loss != "kto", "is of kto"),
+    ):
+        if idle and (value := getattr(dpo, key)) != getattr(default, key):
+            raise does_nothing(
+                "dpo", key, value, f"it {why}, and dpo.loss is {dpo.loss}", f"leave {key} out, or change the loss"
+            )
+    if dpo.loss == "kto" and config.batch.prompts_per_step < 2:
+        raise UserError(
+            "config: batch.prompts_per_step = 1 with dpo.loss = kto, whose baseline takes each prompt with the response to"
+            " another one; use 2 or more"
+        )
+
+
+def _check_start(config: Config, kind: Kind) -> None:
+    """A reference that nobody names is the policy's start, and a checkpoint is no folder that it could be read from."""
+    key, named = (
+        ("dpo.reference", config.dpo.reference)
+        if kind == "dpo"
+        else ("algorithm.kl.reference", config.algorithm.kl.reference)
+    )
+    wanted = kind == "dpo" or config.policy_reference is not None
+    if config.checkpoint.load and wanted and named is None:
+        raise UserError(
+            f"config: checkpoint.load without {key}: the policy would begin as {config.checkpoint.load}, and its reference as"
+            f" {config.model.path}; convert the checkpoint and give its folder as model.path, or name the reference"
+        )
+
+
+def check_teacher_keys(config: Config, kind: Kind) -> None:
+    """Errors: UserError naming a key of distillation that does nothing here, or contradicts another."""
+    settings, default = config.distillation, DistillationConfig()
+    if not config.teaches:
+        for key in vars(default):
+            if getattr(settings, key) != getattr(default, key):
+                raise UserError(
+                    f"config: distillation.{key} does nothing without a teacher; set distillation.teacher, or leave it out"
+                )
+        return
+    if kind not in ("sft", "train"):
+        raise UserError(
+            f"config: a teacher is of megatron-rl sft and train, and {kind} has none; leave distillation out"
+        )
+    _check_choices(settings, kind)
+    if kind == "train":
+        _check_advantages(config)
+    if settings.recorded and config.data.tokens_key is None:
+        raise UserError(
+            "config: distillation.recorded learns what a teacher said of recorded tokens, and data.tokens_key: null leaves"
+            " them out; set tokens_key: response_tokens"
+        )
+
+
+def _check_choices(settings: DistillationConfig, kind: Kind) -> None:
+    default = DistillationConfig()
+    sources = {
+        "teacher": settings.teacher is not None,
+        "address": settings.address is not None,
+        "recorded": settings.recorded,
+    }
+    if len(given := [f"distillation.{name}" for name, there in sources.items() if there]) > 1:
+        raise UserError(f"config: {given[0]} and {given[1]} are both given; leave one of them out")
+    if not settings.coefficient and not settings.feature_layers:
+        raise UserError("config: distillation.coefficient = 0: the teacher would teach nothing; leave distillation out")
+    for key in ("feature_loss", "feature_coefficient"):
+        if not settings.feature_layers and getattr(settings, key) != getattr(default, key):
+            raise UserError(
+                f"config: distillation.{key} does nothing without distillation.feature_layers; leave it out"
+            )
+    for key, contradicts, why, remedy in (
+        (
+            "placement = advantage",
+            settings.placement == "advantage" and kind == "sft",
+            "demonstrations have no advantages",
+            "set it to loss",
+        ),
+        (
+            "recorded",
+            settings.recorded and kind == "train",
+            "a record is of demonstrations, and train learns from what the model samples",
+            "set distillation.teacher",
+        ),
+        *(
+            (
+                f"{key} = {getattr(settings, key)}",
+                settings.recorded and wrong,
+                "recorded log-probs are those of temperature 1, and of a part of the tokens",
+                remedy,
+            )
+            for key, wrong, remedy in (
+                ("temperature", settings.temperature != 1.0, "leave it out, or set distillation.teacher"),
+                ("direction", settings.direction == "jensen_shannon", "set it to forward or reverse"),
+            )
+        ),
+        (
+            "address",
+            settings.address is not None and settings.placement == "loss",
+            "a server tells the log-probs of sampled tokens alone, and the loss asks for whole distributions",
+            "set placement: advantage" if kind == "train" else "set distillation.teacher",
+        ),
+        *(
+            (
+                f"{key} = {getattr(settings, key)}",
+                settings.placement == "advantage" and getattr(settings, key) != getattr(default, key),
+                "placement = advantage looks at the log-probs of the sampled tokens as they are",
+                "leave it out, or set placement: loss",
+            )
+            for key in ("direction", "mix", "temperature")
+        ),
+        (
+            f"feature_layers = {[list(pair) for pair in settings.feature_layers]}",
+            bool(settings.feature_layers) and settings.teacher is None,
+            "only a model beside this one has layers to look at",
+            "set distillation.teacher",
+        ),
+        (
+            f"mix = {settings.mix}",
+            settings.mix != default.mix and settings.direction != "jensen_shannon",
+            f"direction = {settings.direction} has no mixture",
+            "leave it out, or set direction: jensen_shannon",
+        ),
+    ):
+        if contradicts:
+            raise UserError(f"config: distillation.{key}: {why}; {remedy}")
+
+
+def _check_advantages(config: Config) -> None:
+    """Refuse what would be left out of the advantages, or compared with something else, without a word."""
+    settings, algorithm, sampling = config.distillation, config.algorithm, config.rollout.sampling
+    shaped = {
+        "algorithm.entropy_reward": algorithm.entropy_reward > 0,
+        "algorithm.kl.placement = reward": algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward",
+    }
+    for key, given in shaped.items():
+        if given and not settings.task_coefficient:
+            raise UserError(
+                f"config: {key} with distillation.task_coefficient = 0: it is a part of the rewards, of which nothing counts;"
+                " set task_coefficient, or leave it out"
+            )
+    cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.tail_floor is not None or config.pruning.enabled
+    if settings.placement == "advantage" and (sampling.temperature != 1 or cut):
+        raise UserError(
+            "config: distillation.placement = advantage compares the teacher's log-probs, at temperature 1 over the whole"
+            " vocabulary, with those of what is sampled from; set rollout.sampling.temperature: 1 and neither top_p, top_k nor"
+            " pruning, or placement: loss"
+        )
+
+
+def check_adapter_keys(config: Config) -> None:
+    """Errors: UserError naming a key of adapters that there are none of."""
+    if config.lora.rank:
+        return
+    if config.sync.adapters == "unmerged":
+        raise UserError("config: sync.adapters = unmerged: there are none; set lora.rank, or leave it out")
+    for key in ("alpha", "dropout", "targets", "kind", "path"):
+        if getattr(config.lora, key) != getattr(LoRAConfig(), key):
+            raise UserError(
+                f"config: lora.{key} does nothing without adapters; set lora.rank, such as 16, or leave it out"
+            )
+
+
+def check_prune_keys(config: Config) -> None:
+    """Errors: UserError where nothing would be removed, or the rest of the config cannot go with it."""
+    prune = config.prune
+    sizes = (prune.layers, prune.heads, prune.width, prune.experts, prune.expert_width)
+    if sizes == (None,) * len(sizes) and prune.sparsity == "none":
+        raise UserError("config: prune removes nothing: set prune.experts, another size, or prune.sparsity: '2:4'")
+    if config.lora.rank:
+        raise UserError(
+            f"config: lora.rank = {config.lora.rank}: prune cuts the model at model.path, without adapters; leave lora out"
+        )
+    if config.precision.train not in ("bf16", "fp32"):
+        raise UserError(
+            f"config: precision.train = {config.precision.train}: importance is measured in bf16 or fp32; take one of them"
+        )

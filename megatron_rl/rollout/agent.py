@@ -73,6 +73,12 @@ class Agents(SingleTurn):
         except UserError as error:
             raise UserError(f"data: prompt {prompt.prompt_id}: {error}") from None
 
+    @property
+    @override
+    def stop_token_ids(self) -> list[int]:
+        """None: those of the dialect are added to each reply's."""
+        return []
+
     @override
     def check_tools(self, prompt: Prompt) -> None:
         there = [schema["function"]["name"] for schema in self.schemas]

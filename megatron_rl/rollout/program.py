@@ -64,11 +64,15 @@ class SingleTurn:
         return end_of_turn(self.tokenizer)
 
     @cached_property
-    def stop_token_ids(self) -> list[int]:
-        """Tokens that end a response, beside the end of sequence."""
+    def _converses(self) -> bool:
         prompts = self.task.prompts("train") or self.task.prompts("eval")
         some = prompts if isinstance(prompts, list) else prompts[:1]  # others are made one by one
-        return self.end_of_turn if any(prompt.messages is not None for prompt in some) else []
+        return any(prompt.messages is not None for prompt in some)
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a response, beside the end of sequence: where there are conversations, the template's of a turn."""
+        return self.end_of_turn if self._converses else []
 
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
         """A demonstration of the task to learn from. prompt: encoded, unless it brings tokens, which are taken as they are.

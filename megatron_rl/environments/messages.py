@@ -122,7 +122,7 @@ def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Sche
             message["tool_calls"] = [{"function": message["function_call"]}]
         content, calls = message.get("content"), message.get("tool_calls") or []
         if isinstance(content, list) and strict:
-            content = _joined(content, role)
+            content = _joined(content, role) if content else None
         if not isinstance(calls, list):
             raise ValueError("tool_calls of a message is a list")
         if not isinstance(content, str) and not (content is None and calls):

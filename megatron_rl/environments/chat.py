@@ -45,12 +45,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, what: 
         raise UserError(f"{what}: the chat template of the tokenizer has no place for earlier thinking; leave it out")
     if tools and text == render(tokenizer, messages, what, add_generation_prompt=True):
         raise UserError(f"{what}: the chat template of the tokenizer says nothing of tools, and the prompt has some")
-    open_ended = render(tokenizer, messages, what, tools=tools, add_generation_prompt=False)
-    if text == open_ended and (head := _head(tokenizer)):
-        raise UserError(
-            f"{what}: the chat template of the tokenizer has no generation prompt: a reply begins with {head!r:.60}, which"
-            " add_generation_prompt does not add"
-        )
+    check_generation_prompt(tokenizer, what)
     return text
 
 
@@ -77,6 +72,25 @@ def check_shown(text: str, messages: Messages, what: str) -> None:
                 raise UserError(
                     f"{what}: the chat template of the tokenizer leaves out the call of {name} in message {number}"
                 )
+
+
+def check_generation_prompt(tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+    """Errors: UserError where replies have a head in the template that add_generation_prompt does not add."""
+    try:
+        closed, asked = (
+            render(tokenizer, [_ASKED], what, add_generation_prompt=adds).partition(_ASKED["content"])[2]
+            for adds in (False, True)
+        )
+        between = _around_reply(tokenizer)[0]
+    except UserError:
+        return  # which a prompt says in better words
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(closed, between, strict=False))
+    head = between[sum(1 for _ in same) :].strip()
+    if asked == closed and head:
+        raise UserError(
+            f"{what}: the chat template of the tokenizer has no generation prompt: a reply begins with {head!r:.60}, which"
+            " add_generation_prompt does not add"
+        )
 
 
 def end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -114,11 +128,3 @@ def _around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     check_shown(text, [_ASKED, _REPLY], "a reply")
     before, _, behind = text.partition(_REPLY["content"])
     return before.partition(_ASKED["content"])[2], behind
-
-
-def _head(tokenizer: PreTrainedTokenizerBase) -> str:
-    """How a reply begins where the template renders one, and a question alone does not end; '' for nothing but blanks."""
-    asked = render(tokenizer, [_ASKED], "a question", add_generation_prompt=False).partition(_ASKED["content"])[2]
-    between = _around_reply(tokenizer)[0]
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(asked, between, strict=False))
-    return between[sum(1 for _ in same) :].strip()

@@ -231,6 +231,8 @@ def test_results_are_not_lost_between_turns(name):
     for template in (PART + ASKS, TURNS.replace("m.content", "m.content | upper") + ASKS):
         with pytest.raises(UserError, match="leaves out or changes the content of message 1"):
             dialect(name, tokenizer(template)).observation(["three"])
+    with pytest.raises(UserError, match="has no generation prompt"):
+        dialect(name, tokenizer(TURNS)).observation(["three"])
     hides = TURNS.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{{ m.content }}{% endif %}") + ASKS
     with pytest.raises(UserError, match="leaves out or changes the content of message 2"):
         dialect(name, tokenizer(hides)).observation(["three"])

@@ -14,7 +14,15 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.environments.chat import PLACE, check_shown, end_of_sequence, end_of_turn, render, render_prompt
+from megatron_rl.environments.chat import (
+    PLACE,
+    check_generation_prompt,
+    check_shown,
+    end_of_sequence,
+    end_of_turn,
+    render,
+    render_prompt,
+)
 from megatron_rl.environments.messages import parse_call
 from megatron_rl.environments.strict_json import decode
 from megatron_rl.errors import UserError
@@ -159,6 +167,8 @@ class Dialect:
         told = [answered, *self.result_messages(hidden)]
         rendered = self._template([asked, *told])
         check_shown(rendered, told, _WHAT)
+        if self.tokenizer.chat_template:
+            check_generation_prompt(self.tokenizer, _WHAT)
         ids = self._encode(rendered.partition(answered["content"])[2], contents)
         end = self.stop_token_ids[:1]
         last = list(after)[-1:] if after is not None else end

@@ -44,8 +44,10 @@ def written(value: Any, keep: frozenset[str] = frozenset()) -> Any:
 
 def parse_schemas(value: Any) -> list[Schema]:
     """The schemas of a row's tools; value: a list of them, of texts with one each, or JSON. Errors: ValueError."""
-    found = []
-    for number, one in enumerate(_json(value, "a list of schemas") or [], 1):
+    found, schemas = [], _json(value, "a list of schemas")
+    if not isinstance(schemas, list):
+        raise ValueError("it is no list of schemas")
+    for number, one in enumerate(schemas, 1):
         one = written(_json(one, f"{number}"))
         if isinstance(one, dict) and "function" not in one and isinstance(one.get("name"), str):
             one = {"type": "function", "function": one}
@@ -85,22 +87,22 @@ def parse_call(call: Any, schemas: Sequence[Schema] = ()) -> tuple[str, dict[str
 def _nullable(schemas: Sequence[Schema], name: str) -> frozenset[str]:
     """Arguments that a tool requires and that may be null."""
     functions = [schema["function"] for schema in schemas if schema["function"]["name"] == name]
-    parameters = (functions[0].get("parameters") if functions else None) or {}
-    fields = parameters.get("properties") or {}
-    return frozenset(key for key in parameters.get("required") or [] if _takes_null(fields.get(key)))
+    match functions:
+        case [{"parameters": {"properties": dict(fields), "required": list(required)}}, *_]:
+            return frozenset(key for key in required if isinstance(key, str) and _takes_null(fields.get(key)))
+    return frozenset()
 
 
 def _takes_null(schema: Any) -> bool:
+    """Whether a JSON schema lets a value be null."""
     if not isinstance(schema, dict):
         return False
-    kind = schema.get("type")
-    alternatives = [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]
+    kind, alternatives = schema.get("type"), schema.get("anyOf", schema.get("oneOf"))
     return (
         kind == "null"
         or (isinstance(kind, list) and "null" in kind)
         or schema.get("nullable") is True
-        or None in (schema.get("enum") or [])
-        or any(map(_takes_null, alternatives))
+        or (isinstance(alternatives, list) and any(map(_takes_null, alternatives)))
     )
 
 
@@ -118,8 +120,10 @@ def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Sche
             raise ValueError("a message has a role and content")
         role = str(ROLES.get(message["role"], message["role"]))
         message = {key: value for key, value in message.items() if not _absent(value) or key == "content"}
-        if "function_call" in message and "tool_calls" not in message:  # as the API had it before tools
-            message["tool_calls"] = [{"function": message["function_call"]}]
+        if "function_call" in message:  # as the API had it before tools
+            if strict and "tool_calls" in message:
+                raise ValueError("a message has both function_call and tool_calls")
+            message.setdefault("tool_calls", [{"function": message["function_call"]}])
         content, calls = message.get("content"), message.get("tool_calls") or []
         if isinstance(content, list) and strict:
             content = _joined(content, role) if content else None

@@ -49,22 +49,24 @@ class Form(Protocol):
         ...
 
 
-def check_forms(prompts: Sequence[Prompt], form: Form, *, asks: bool) -> None:
+def check_forms(
+    prompts: Sequence[Prompt], form: Form, learned: Callable[[Prompt, random.Random], object] | None = None
+) -> None:
     """Look at one prompt of each form of conversation, and at what is learned from it; told before a model is built.
 
-    asks: responses are sampled. Errors: UserError naming the first that the chat template or the program does not take.
+    learned: form.demonstration or form.comparison; None where responses are sampled. Errors: UserError naming the first that
+    the chat template or the program does not take.
     """
     seen: set[Any] = set()
     for prompt in prompts if isinstance(prompts, list) else ():  # a procedural task makes its prompts one by one
-        if asks:
+        if learned is None:
             form.check_tools(prompt)
         shape = _shape(prompt)
         if shape in seen or prompt.document or prompt.recorded:
             continue
         seen.add(shape)
         encoded = form.encode(prompt)
-        if not asks:
-            learned = form.comparison if prompt.preference else form.demonstration
+        if learned is not None:
             learned(encoded, random.Random(0))
 
 

@@ -115,15 +115,17 @@ class Run:
         )
         self.program = program(config, self.tokenizer, self.task, self.ranks)
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
+        of_kind = self.program.comparison if kind in ("reward", "dpo") else self.program.demonstration
+        learned = of_kind if kind in FROM_DATA else None
         if kind != "score":
             self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
-            check_forms(self.stream.prompts, self.program, asks=kind not in FROM_DATA)
+            check_forms(self.stream.prompts, self.program, learned)
         if kind not in FROM_DATA:
             self.stream.check_room()
         if kind == "sft":
             self.stream.check_demonstrations(taught=config.distillation.recorded)
         self.held_out = self.task.prompts("eval")[: config.eval.prompts]
-        check_forms(self.held_out, self.program, asks=kind not in FROM_DATA)
+        check_forms(self.held_out, self.program, learned)
         self.eval_prompts = [] if kind in FROM_DATA else fitting(self.held_out, self.program, *lengths)
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"

@@ -250,13 +250,13 @@ def test_the_first_of_each_form_is_looked_at_when_a_run_starts(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     form = single(path, tokenizer(GEMMA))
     prompts = [prompt for split in ("train", "eval") for prompt in form.task.prompts(split)]
-    for asks in (True, False):
+    for learned in (None, form.demonstration):
         with pytest.raises(UserError, match=rf"prompt .*a\.jsonl:{place + 1}: .*System role not supported"):
-            check_forms(prompts, form, asks=asks)
-        check_forms([prompt for prompt in prompts if len(prompt.messages) == 1], form, asks=asks)
+            check_forms(prompts, form, learned)
+        check_forms([prompt for prompt in prompts if len(prompt.messages) == 1], form, learned)
     seen = []
     form.encode = lambda prompt: seen.append(prompt) or prompt
-    check_forms(prompts, form, asks=True)
+    check_forms(prompts, form)
     assert len(seen) == 2
 
 
@@ -269,7 +269,7 @@ def test_responses_that_the_program_cannot_learn_are_found_when_a_run_starts(tmp
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     form = single(path, tokenizer())
     with pytest.raises(UserError, match="is a conversation; set rollout.program: agent"):
-        check_forms(form.task.prompts("train"), form, asks=False)
+        check_forms(form.task.prompts("train"), form, form.demonstration)
     for name, problem in (("qwen", None), ("react", "ReAct has no form for thinking")):
         config = build_config(
             {"data": {"path": str(path)}, "rollout": {"program": "agent"}, "agent": {"dialect": name}}
@@ -278,9 +278,9 @@ def test_responses_that_the_program_cannot_learn_are_found_when_a_run_starts(tmp
         try:
             if problem:
                 with pytest.raises(UserError, match=rf"data: the demonstration of .*a\.jsonl:\d+: .*{problem}"):
-                    check_forms(form.task.prompts("train"), agents, asks=False)
+                    check_forms(form.task.prompts("train"), agents, agents.demonstration)
             else:
-                check_forms(form.task.prompts("train"), agents, asks=False)
+                check_forms(form.task.prompts("train"), agents, agents.demonstration)
         finally:
             agents.close()
 
@@ -361,6 +361,10 @@ def test_replies_that_follow_each_other_begin_turns_of_their_own():
         (assistant("4", audio={"id": "1"}), "has 'audio'"),
         (assistant("4", annotations=[{"type": "url"}]), "has 'annotations'"),
         (assistant("4", name="Ada"), "has 'name'"),
+        (
+            assistant("", function_call={"name": "f"}, tool_calls=[{"function": {"name": "f"}}]),
+            "both function_call and",
+        ),
         (user("4") | {"images": ["a.png"]}, "a message of role user has 'images'"),
         (user("4") | {"weight": 1}, "a message of role user has 'weight'"),
         (user([{"type": "image_url", "image_url": {"url": "x"}}]), "has a part of type 'image_url': text alone"),

@@ -413,11 +413,11 @@ def test_the_tools_of_a_row_are_told_of(tmp_path, form):
     try:
         asked = TOKENIZER.decode(program.encode(task.prompts("train")[0]).tokens)
         assert json.dumps(SCHEMA) in asked
-        check_forms(task.prompts("train"), program, asks=False)
+        check_forms(task.prompts("train"), program, program.demonstration)
         with pytest.raises(
             UserError, match=r"a\.jsonl:\d+ has the tool 'lookup' \('tools'\), which the run does not have"
         ):
-            check_forms(task.prompts("train"), program, asks=True)
+            check_forms(task.prompts("train"), program)
     finally:
         program.close()
     assert build_task(DataConfig(path=path, tools_key=None), demonstrations=True).prompts("train")[0].tools == []
@@ -433,7 +433,7 @@ def test_tools_that_the_run_has_are_told_of_by_the_row(tmp_path):
     task = build_task(DataConfig(path=path))
     program = agents(task, path, tools=["calculator", "python"])
     try:
-        check_forms(task.prompts("train"), program, asks=True)
+        check_forms(task.prompts("train"), program)
         asked = TOKENIZER.decode(program.encode(task.prompts("train")[0]).tokens)
         assert "of this row" in asked and "python" not in asked
     finally:
@@ -451,7 +451,7 @@ def test_tools_that_nothing_tells_of_are_refused(tmp_path):
         config = build_config({"data": {"path": path, "chat": chat}})
         form = SingleTurn(config, TOKENIZER, build_task(config.data), ONE_PROCESS)
         with pytest.raises(UserError, match=rf"data: prompt .*a\.jsonl:\d+.* {problem}"):
-            check_forms(form.task.prompts("train"), form, asks=True)
+            check_forms(form.task.prompts("train"), form)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +459,8 @@ def test_tools_that_nothing_tells_of_are_refused(tmp_path):
     [
         ({"tools": "["}, "'tools': a list of schemas is not JSON"),
         ({"tools": "[" * 100_000}, "'tools': a list of schemas is not JSON"),
+        ({"tools": "3"}, "'tools': it is no list of schemas"),
+        ({"tools": {"name": "f"}}, "'tools': it is no list of schemas"),
         ({"tools": [3]}, "'tools': 1 is no schema of a function with a name"),
         ({"tools": [SCHEMA, {"type": "function", "function": {}}]}, "'tools': 2 is no schema"),
         (

@@ -346,7 +346,7 @@ def test_prompts_that_differ_anywhere_are_two(tmp_path, difference):
     rows = [LIKE[difference](i) | {"answer": "1"} for i in range(200)]
     path = write(tmp_path / "a.jsonl", rows)
     whole = build_task(DataConfig(path=path))
-    assert 2 <= len(whole.prompts("eval")) <= 50  # of 200 tenths: outside with a chance below 1e-6
+    assert 2 <= len(whole.prompts("eval")) <= 50
     assert count(whole) == 200
     twice = build_task(DataConfig(path=write(tmp_path / "b.jsonl", rows * 2)))
     assert len(twice.prompts("eval")) == 2 * len(whole.prompts("eval")), "equal ones never part"

@@ -139,6 +139,9 @@ class DataConfig:
     tokens_key: str | None = "response_tokens"
     """Column of a response's tokens, beside prompt_tokens, loss_mask and tokenizer, in the rows that rollout.demonstrations
     writes: `megatron-rl sft` learns them as they are. null: the texts are learned, as by another tokenizer."""
+    tools_key: str | None = "tools"
+    """Column of the tools that a prompt tells of, beside those of agent.tools: their schemas in OpenAI's form, as a list or as
+    JSON. null: the column is left aside."""
     chosen_key: str = "chosen"
     """Preferences: column of the better response, beside rejected_key."""
     rejected_key: str = "rejected"

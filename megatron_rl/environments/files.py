@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, override
+from typing import TYPE_CHECKING, Any, override
 
 from megatron_rl.config import DataConfig
 from megatron_rl.environments import sandbox
-from megatron_rl.environments.messages import Message, parse_messages
+from megatron_rl.environments.messages import Message, Schema, parse_messages, parse_schemas, structs
 from megatron_rl.environments.recorded import Recorded, has_tokens, read_recorded
 from megatron_rl.environments.task import Parts, Prompt, Split, Task, check_options, split_by_hash
+from megatron_rl.environments.text import check_text
 from megatron_rl.environments.verifiers import RowVerifier
 from megatron_rl.errors import UserError
 from megatron_rl.hub import hub_id
 from megatron_rl.registry import nearest, resolve
+
+if TYPE_CHECKING:
+    import pyarrow
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +61,7 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
             row, problem = None, "not a JSON object"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 problem = f"not JSON ({error})"
             yield (f"{file}:{number}", row, "") if isinstance(row, dict) else (f"{file}:{number}", None, problem)
 
@@ -65,13 +71,25 @@ def _read_parquet(file: Path) -> Iterator[Row]:
 
     try:
         batches = pyarrow.parquet.ParquetFile(file)
-        number = 0
+        number, nested = 0, _has_calls(batches.schema_arrow)
         for batch in batches.iter_batches():
-            for row in batch.to_pylist():
+            for row, problem in _rows(batch):
                 number += 1
-                yield f"{file}:{number}", row, ""
+                yield f"{file}:{number}", _marked(row) if nested and row else row, problem
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"data: {file} is not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """Rows of a table; None, and why, for one whose texts cannot be read."""
+    try:
+        yield from ((row, "") for row in batch.to_pylist())
+    except UnicodeDecodeError as error:
+        if batch.num_rows > 1:
+            for number in range(batch.num_rows):
+                yield from _rows(batch.slice(number, 1))
+        else:
+            yield None, f"not UTF-8 ({error})"
 
 
 def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Row]:
@@ -86,9 +104,19 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
             rows = datasets.load_dataset(path, subset, split=split)
     except Exception as error:  # the library raises many kinds, from its own to those of HTTP clients
         raise UserError(
-            f"config: {key}: data set {path} (split {split}): {' '.join(str(error).split())[:300]}"
+            f"config: {key}: data set {path} (split {split}): {' '.join(str(error.__cause__ or error).split())[:300]}"
         ) from None
-    return ((f"{path}:{split}:{number}", row, "") for number, row in enumerate(rows, 1))
+    nested = _has_calls(rows.features)
+    return ((f"{path}:{split}:{number}", _marked(row) if nested else row, "") for number, row in enumerate(rows, 1))
+
+
+def _has_calls(columns: Any) -> bool:
+    """Whether a table has calls or schemas of tools, all of which have the fields of all others."""
+    return any(field in str(columns) for field in ("arguments", "parameters"))
+
+
+def _marked(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: structs(value) for name, value in row.items()}
 
 
 class RowTask(Task):
@@ -140,8 +168,8 @@ class RowTask(Task):
         if held_out is None:
             return split_by_hash(train)
         evaluation = self._parse(held_out, f"data.eval_path: {self.data.eval_path or self.path}")
-        texts = {prompt.text for prompt in evaluation}
-        fresh = [prompt for prompt in train if prompt.text not in texts]
+        held = {prompt.identity for prompt in evaluation}
+        fresh = [prompt for prompt in train if prompt.identity not in held]
         if len(fresh) < len(train):
             log.warning("data: %d training prompts are also held-out prompts and are left out", len(train) - len(fresh))
         return {"train": fresh, "eval": evaluation}
@@ -174,10 +202,14 @@ class RowTask(Task):
                     missing |= absent
                     problem = f"no '{next(iter(absent))}'" if absent else self._empty(row, needed)
                     if not problem:
-                        prompts.append(self._prompt(where, row))
+                        prompt = self._prompt(where, row)
+                        check_prompt(prompt, row)
+                        prompts.append(prompt)
                         continue
                 except ValueError as error:
                     problem = str(error)
+                except RecursionError:
+                    problem = "it is nested too deeply"
             skipped, first = skipped + 1, first or problem
             if skipped <= _SHOWN:
                 log.warning("data: %s skipped: %s", where, problem)
@@ -247,35 +279,53 @@ class RowTask(Task):
             return self._of_tokens(where, row, read_recorded(row, self.data.tokens_key))
         if self._is_text(row):
             return self._document(where, row)
-        prompt, answer = self._value(row, self.data.prompt_key), get(row, self.data.answer_key)
+        tools = self._tools(row)
+        prompt, answer = self._value(row, self.data.prompt_key, tools), get(row, self.data.answer_key)
         if not isinstance(prompt, str | list):
             raise ValueError(f"'{self.data.prompt_key}' is neither text nor a list of messages")
-        response = self._value(row, self.data.response_key) if self.demonstrations else None
-        if isinstance(response, list) and response[-1]["role"] != "assistant":
-            raise ValueError(f"'{self.data.response_key}' does not end with a message of the assistant")
-        if isinstance(prompt, list):
-            messages, text = prompt, prompt[-1]["content"]
+        response = self._demonstration(row, tools) if self.demonstrations else None
+        if isinstance(prompt, list):  # which counts nowhere, whatever weight it has
+            messages = [{key: value for key, value in message.items() if key != "weight"} for message in prompt]
+            text = messages[-1]["content"]
         else:
             text = self.data.template.replace("{prompt}", prompt)
             messages = [{"role": "user", "content": text}] if self.data.chat else None
         if answer is MISSING:
             answer = None
         elif not self.demonstrations:
+            if isinstance(answer, float) and not math.isfinite(answer):
+                raise ValueError(f"'{self.data.answer_key}' is {answer}, no answer")
             answer = self.verify.expected(row, answer, text)
-        return Prompt(
-            prompt_id=where,
-            text=text,
-            answer=answer,
-            response=response if response is None or isinstance(response, list) else str(response),
-            messages=messages,
-        )
+        return Prompt(where, text, answer, response, messages, tools=tools)
+
+    def _demonstration(self, row: dict[str, Any], tools: Sequence[Schema]) -> str | list[Message]:
+        """Errors: ValueError for what cannot be learned as a response."""
+        name = self.data.response_key
+        value = self._value(row, name, tools)
+        if not isinstance(value, list):
+            return as_text(value, f"'{name}'")
+        for place, where in ((0, "begin"), (-1, "end")):
+            if value[place]["role"] != "assistant":
+                raise ValueError(f"'{name}' does not {where} with a message of the assistant")
+        if all(message.get("weight") == 0 for message in value if message["role"] == "assistant"):
+            raise ValueError(f"'{name}' has nothing to learn: all its weights are 0")
+        return value
+
+    def _tools(self, row: dict[str, Any]) -> list[Schema]:
+        """The row's own tools. Errors: ValueError for what is no list of their schemas."""
+        name = self.data.tools_key
+        value = get(row, name) if name else MISSING
+        try:
+            return [] if value is MISSING or not value else parse_schemas(value)
+        except ValueError as error:
+            raise ValueError(f"'{name}': {error}") from None
 
     def _of_tokens(self, where: str, row: dict[str, Any], recorded: Recorded) -> Prompt:
         """The same prompt has the same text, by which a data set is split."""
         prompt = get(row, self.data.prompt_key)
         if not isinstance(prompt, str):
             prompt = json.dumps(prompt if isinstance(prompt, list) else recorded.prompt.tolist())
-        return Prompt(where, prompt, recorded=recorded)
+        return Prompt(where, prompt, tools=self._tools(row), recorded=recorded)
 
     def _document(self, where: str, row: dict[str, Any]) -> Prompt:
         name = self.data.text_key
@@ -284,14 +334,16 @@ class RowTask(Task):
             raise ValueError(f"'{name}' is no text")
         if not text.strip():
             raise ValueError(f"'{name}' is empty")
-        text.encode()  # half a character of UTF-16 is refused in words of its own
         return Prompt(where, text, document=True)
 
     @staticmethod
-    def _value(row: dict[str, Any], key: str) -> Any:
-        """row[key]; a list as the messages of a conversation. Errors: ValueError where it is none."""
+    def _value(row: dict[str, Any], key: str, tools: Sequence[Schema] = ()) -> Any:
+        """row[key]; a list as the messages of a conversation. Errors: ValueError where it is none.
+
+        tools: of the row; where it has some, they are all that may be called.
+        """
         value = get(row, key)
-        return messages_of(value, f"'{key}'") if isinstance(value, list) else value
+        return messages_of(value, f"'{key}'", tools) if isinstance(value, list) else value
 
     @override
     def prompts(self, split: Split) -> list[Prompt]:
@@ -337,12 +389,44 @@ class HubTask(RowTask):
         return read_hub(path or self.path, key, options.get("subset"), options.get("eval_split", "test"))
 
 
-def messages_of(value: list[Any], name: str) -> list[Message]:
-    """The messages of a conversation. Errors: ValueError with the name of a value that is none."""
+def messages_of(value: list[Any], name: str, tools: Sequence[Schema] = ()) -> list[Message]:
+    """The messages of a conversation. Errors: ValueError with the name of a value that is none.
+
+    tools: where there are some, they are all that may be called.
+    """
     try:
-        return parse_messages(value)
+        messages = parse_messages(value, schemas=tools)
     except ValueError as error:
         raise ValueError(f"{name} is a list, but not one of messages: {error}") from None
+    known = {schema["function"]["name"] for schema in tools}
+    called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    if known and (unknown := [one for one in called if one not in known]):
+        raise ValueError(f"{name} calls '{unknown[0]}', which is none of the row's tools ({', '.join(sorted(known))})")
+    return messages
+
+
+def as_text(value: Any, name: str) -> str:
+    """A response that is no list: a text, or as it is written a finite number. Errors: ValueError for another value."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is neither text nor a list of messages, but {value!r:.60}")
+    return value
+
+
+def check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:
+    """Errors: ValueError where something that becomes text has half a surrogate pair, with the row's column that does."""
+    judged = prompt.preference.judged if prompt.preference else ()
+    responses = [prompt.response, *(one.response for one in judged)]
+    try:
+        check_text([prompt.text, prompt.messages, prompt.tools, prompt.answer, prompt.metadata, *responses])
+    except ValueError as error:
+        for name, value in row.items():
+            with suppress(ValueError):
+                check_text(value)
+                continue
+            raise ValueError(f"'{name}': {error}") from None
+        raise
 
 
 def get(row: dict[str, Any], key: str) -> Any:

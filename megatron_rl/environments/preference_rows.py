@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any, override
 
 from megatron_rl.config import DataConfig
-from megatron_rl.environments.files import MISSING, FileTask, HubTask, RowTask, get, messages_of
+from megatron_rl.environments.files import MISSING, FileTask, HubTask, RowTask, as_text, get, messages_of
 from megatron_rl.environments.messages import Message
 from megatron_rl.environments.preferences import Judged, Kind, Preference, Response, Step
 from megatron_rl.environments.task import Prompt
@@ -98,7 +98,7 @@ class PreferenceRows(RowTask):
 
     def _pair(self, row: dict[str, Any]) -> Preference:
         names = self._columns(*COLUMNS["pair"])
-        chosen, rejected = (self._response(get(row, name), f"'{name}'") for name in names)
+        chosen, rejected = (self._response(row, get(row, name), f"'{name}'") for name in names)
         if chosen == rejected:
             raise ValueError(f"'{names[0]}' and '{names[1]}' are equal")
         stated = get(row, self.data.margin_key)
@@ -110,7 +110,7 @@ class PreferenceRows(RowTask):
     def _list(self, row: dict[str, Any]) -> Preference:
         name, of_scores = self._columns("responses_key", "scores_key")
         values = self._elements(row, name)
-        responses = [self._response(value, f"'{name}' {i}") for i, value in enumerate(values, 1)]
+        responses = [self._response(row, value, f"'{name}' {i}") for i, value in enumerate(values, 1)]
         if len(responses) < 2:
             raise ValueError(f"'{name}' has one response, and nothing to compare it with")
         scores = [-float(place) for place in range(1, len(responses) + 1)]
@@ -138,7 +138,9 @@ class PreferenceRows(RowTask):
 
     def _point(self, row: dict[str, Any]) -> Preference:
         response, score = self._columns("response_key", "score_key")
-        judged = Judged(self._response(get(row, response), f"'{response}'"), _number(get(row, score), f"'{score}'"))
+        judged = Judged(
+            self._response(row, get(row, response), f"'{response}'"), _number(get(row, score), f"'{score}'")
+        )
         return Preference("point", (judged,))
 
     def _label(self, row: dict[str, Any]) -> Preference:
@@ -146,7 +148,7 @@ class PreferenceRows(RowTask):
         label = get(row, name)
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             raise ValueError(f"'{name}' is {label!r:.60}, neither true or false nor 1 or 0")
-        return Preference("label", (Judged(self._response(get(row, response), f"'{response}'"), float(label)),))
+        return Preference("label", (Judged(self._response(row, get(row, response), f"'{response}'"), float(label)),))
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -155,25 +157,25 @@ class PreferenceRows(RowTask):
         names = self._columns(*COLUMNS["pair"])
         if not all(isinstance(side := get(row, name), list) and side for name in names):
             return []
-        talks = [self._value(row, name) for name in names]
+        talks = [self._value(row, name, self._tools(row)) for name in names]
         whole = all(talk[0]["role"] != "assistant" for talk in talks)
         asked = all(any(message["role"] == "user" for message in talk) for talk in talks)  # after a greeting
         return talks if whole or (asked and get(row, self.data.prompt_key) in (MISSING, None)) else []
 
-    def _response(self, value: Any, name: str) -> Response:
+    def _response(self, row: dict[str, Any], value: Any, name: str) -> Response:
         """A response; of a conversation that is one plain message its text, which every rollout program takes."""
         if isinstance(value, list):
-            value = messages_of(value, name)
+            value = messages_of(value, name, self._tools(row))
             if value and value[0]["role"] != "assistant":
                 raise ValueError(f"{name} does not begin with a message of the assistant")
             if value and value[-1]["role"] != "assistant":
                 raise ValueError(f"{name} does not end with a message of the assistant")
-            if len(value) == 1 and not value[0].get("tool_calls"):
+            if len(value) == 1 and value[0].keys() == {"role", "content"}:
                 value = value[0]["content"]
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            value = str(value)
-        elif value is not None and not isinstance(value, str):
-            raise ValueError(f"{name} is neither text nor a list of messages")
+            elif value and all(message.get("weight") == 0 for message in value if message["role"] == "assistant"):
+                raise ValueError(f"{name} has nothing to learn: all its weights are 0")
+        elif value is not None:
+            value = as_text(value, name)
         if not value or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"{name} is empty")
         return value

@@ -40,7 +40,7 @@ class ProceduralPrompts(Sequence[Prompt]):
     def _find(self, index: int) -> Prompt:
         for block in range(_MAX_PROBES):
             prompt = self._generate(block, index)
-            if is_held_out(prompt.text, HELD_OUT_SHARE) == self._eval:
+            if is_held_out(prompt.identity, HELD_OUT_SHARE) == self._eval:
                 return prompt
         side = "held-out" if self._eval else "training"
         raise UserError(

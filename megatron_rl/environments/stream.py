@@ -40,9 +40,44 @@ class Form(Protocol):
         """Errors: UserError where the prompt's demonstration came as tokens of another tokenizer."""
         ...
 
+    def check_tools(self, prompt: Prompt) -> None:
+        """Errors: UserError where a prompt to ask tells of a tool that nobody answers."""
+        ...
+
     def comparison(self, prompt: Prompt, rng: random.Random) -> Comparison:
         """The judged responses to an encoded prompt."""
         ...
+
+
+def check_forms(
+    prompts: Sequence[Prompt], form: Form, learned: Callable[[Prompt, random.Random], object] | None = None
+) -> None:
+    """Look at one prompt of each form of conversation, and at what is learned from it; told before a model is built.
+
+    learned: form.demonstration or form.comparison; None where responses are sampled. Errors: UserError naming the first that
+    the chat template or the program does not take.
+    """
+    seen: set[Any] = set()
+    for prompt in prompts if isinstance(prompts, list) else ():  # a procedural task makes its prompts one by one
+        if learned is None:
+            form.check_tools(prompt)
+        shape = _shape(prompt)
+        if shape in seen or prompt.document or prompt.recorded:
+            continue
+        seen.add(shape)
+        encoded = form.encode(prompt)
+        if learned is not None:
+            learned(encoded, random.Random(0))
+
+
+def _shape(prompt: Prompt) -> Any:
+    """What a template looks at: which messages follow which, with their fields."""
+    judged = prompt.preference.judged if prompt.preference else ()
+    shapes = []
+    for messages in (prompt.messages, prompt.response, *(one.response for one in judged)):
+        fields = [(m["role"], *sorted(m)) for m in messages] if isinstance(messages, list) else [str(type(messages))]
+        shapes.append(frozenset(zip([None, *fields], [*fields, None], strict=True)))
+    return bool(prompt.tools), *shapes
 
 
 def fitting(prompts: Sequence[Prompt], form: Form, context_length: int, max_new_tokens: int) -> list[Prompt]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config import DataConfig
+from megatron_rl.environments.chat import render_prompt
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.preferences import Preference
 from megatron_rl.environments.recorded import Recorded
+from megatron_rl.environments.text import check_text
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
 
@@ -49,17 +52,40 @@ class Prompt:
     """A demonstration that came as tokens: it is learned as it is, and the texts are for readers."""
     tokens: list[int] = field(default_factory=list)
     """Filled by `encode`."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Schemas of the tools that the prompt tells of, where it brings its own."""
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal prompts alone: the text, where that is all that is asked, or the conversation with its tools."""
+        if not self.tools and self.messages in (None, [{"role": "user", "content": self.text}]):
+            return self.text
+        asked = self.messages if self.messages is not None else self.text
+        return json.dumps([asked, self.tools], sort_keys=True, default=repr)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-        """A copy with tokens, special tokens included as the tokenizer wants them in front of a response."""
+        """A copy with tokens, special tokens included as the tokenizer wants them in front of a response.
+
+        Errors: UserError naming the prompt, for what the tokenizer or its chat template does not take, or not as it is.
+        """
+        what = f"data: prompt {self.prompt_id}"
+        try:
+            check_text([self.text, self.messages])
+        except ValueError as error:
+            raise UserError(f"{what}: {error}") from None
         if self.messages is None:
+            if self.tools:
+                raise UserError(
+                    f"{what} is a text, which cannot tell of its tools; set data.chat: true, rollout.program: agent, or"
+                    " data.tools_key: null to leave them out"
+                )
             return replace(self, tokens=list(tokenizer.encode(self.text)))
         if not tokenizer.chat_template:
             raise UserError(
-                f"data: prompt {self.prompt_id} is a conversation, but the model's tokenizer has no chat template;"
+                f"{what} is a conversation, but the model's tokenizer has no chat template;"
                 " set data.chat: false (and data.template), or give the tokenizer a chat_template"
             )
-        text = str(tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False))
+        text = render_prompt(tokenizer, self.messages, what, tools=self.tools)
         return replace(self, tokens=list(tokenizer.encode(text, add_special_tokens=False)))
 
 
@@ -86,7 +112,7 @@ class Task:
         self.name = self.name or data.task
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Prompts of a split (not tokenized); train and eval share no text. May be lazy."""
+        """Prompts of a split (not tokenized); train and eval share none (`Prompt.identity`). May be lazy."""
         raise NotImplementedError
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool] = ()) -> list[Parts]:
@@ -162,17 +188,17 @@ def combine(parts: Parts, weights: dict[str, float]) -> float:
     return sum(weights[name] * value for name, value in parts.items())
 
 
-def is_held_out(text: str, share: float) -> bool:
-    """Whether a text belongs to the held-out split: decided by its hash alone, so equal texts never part."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+def is_held_out(identity: str, share: float) -> bool:
+    """Whether a prompt belongs to the held-out split: decided by its hash alone, so equal prompts never part."""
+    digest = hashlib.blake2b(identity.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def split_by_hash(prompts: Iterable[Prompt]) -> dict[Split, list[Prompt]]:
-    """One in ten prompts held out, by the hash of its text. Errors: UserError where none is left to train on."""
+    """One in ten prompts held out, by the hash of its identity. Errors: UserError where none is left to train on."""
     split: dict[Split, list[Prompt]] = {"train": [], "eval": []}
     for prompt in prompts:
-        split["eval" if is_held_out(prompt.text, HELD_OUT_SHARE) else "train"].append(prompt)
+        split["eval" if is_held_out(prompt.identity, HELD_OUT_SHARE) else "train"].append(prompt)
     if not split["train"]:
         raise UserError(
             f"data: all {len(split['eval'])} prompts fell to the held-out split; give more data, or data.eval_path"

@@ -21,6 +21,7 @@ from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.config_file import to_yaml
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import PromptStream, build_task, fitting
+from megatron_rl.environments.stream import check_forms
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import data_hooks, update_hooks
@@ -117,13 +118,17 @@ class Run:
         )
         self.program = program(config, self.tokenizer, self.task, self.ranks)
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
+        of_kind = self.program.comparison if kind in ("reward", "dpo") else self.program.demonstration
+        learned = of_kind if kind in FROM_DATA else None
         if kind != "score":
             self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
+            check_forms(self.stream.prompts, self.program, learned)
         if kind not in FROM_DATA:
             self.stream.check_room()
         if kind == "sft":
             self.stream.check_demonstrations(taught=config.distillation.recorded)
         self.held_out = self.task.prompts("eval")[: config.eval.prompts]
+        check_forms(self.held_out, self.program, learned)
         self.eval_prompts = [] if kind in FROM_DATA else fitting(self.held_out, self.program, *lengths)
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"
@@ -422,11 +427,11 @@ class Run:
         return out
 
     def stop_tokens(self) -> list[int]:
-        """Tokens that end a response: the model's generation config, and the tokenizer's end of sequence."""
+        """Tokens that end a response: of the model's generation config, the end of sequence, and the template's of a turn."""
         generation = GenerationConfig.from_pretrained(self.config.model.path) if self._has_generation_config() else None
         stop = getattr(generation, "eos_token_id", None)
         stop = stop if isinstance(stop, list) else [stop]
-        return sorted({t for t in [*stop, self.tokenizer.eos_token_id] if t is not None})
+        return sorted({t for t in [*stop, self.tokenizer.eos_token_id, *self.program.stop_token_ids] if t is not None})
 
     def _has_generation_config(self) -> bool:
         return (Path(self.config.model.path) / "generation_config.json").is_file()

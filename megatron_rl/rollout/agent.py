@@ -18,9 +18,11 @@ from megatron_rl.environments import Prompt, Task
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.messages import parse_messages
 from megatron_rl.environments.preferences import Response
+from megatron_rl.environments.text import check_text
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolLost
 from megatron_rl.errors import UserError
+from megatron_rl.registry import nearest
 from megatron_rl.rollout.client import Reply, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.conversation import Conversation
@@ -42,6 +44,8 @@ class Agents(SingleTurn):
     """Conversations of several turns with tools, in the dialect of the model."""
 
     parts = (WELL_FORMED,)
+    calls_tools = True
+    """Calls are answered by the run's own tools."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
         super().__init__(config, tokenizer, task, ranks)
@@ -64,7 +68,26 @@ class Agents(SingleTurn):
     @override
     def encode(self, prompt: Prompt) -> Prompt:
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-        return replace(prompt, tokens=self.dialect.prompt(messages, self.schemas))
+        try:
+            return replace(prompt, tokens=self.dialect.prompt(messages, prompt.tools or self.schemas))
+        except UserError as error:
+            raise UserError(f"data: prompt {prompt.prompt_id}: {error}") from None
+
+    @property
+    @override
+    def stop_token_ids(self) -> list[int]:
+        """None: those of the dialect are added to each reply's."""
+        return []
+
+    @override
+    def check_tools(self, prompt: Prompt) -> None:
+        there = [schema["function"]["name"] for schema in self.schemas]
+        told = [schema["function"]["name"] for schema in prompt.tools]
+        if self.calls_tools and (missing := [name for name in told if name not in there]):
+            raise UserError(
+                f"data: prompt {prompt.prompt_id} has the tool '{missing[0]}' ('{self.config.data.tools_key}'), which the run"
+                f" does not have{nearest(missing[0], there)}; add it to agent.tools, or set data.tools_key: null"
+            )
 
     @override
     def sequence(self, prompt: Prompt, response: Response) -> Sequence:
@@ -90,23 +113,27 @@ class Agents(SingleTurn):
 
 
 def demonstration(form: Dialect, prompt: Prompt, turns: str | list[dict[str, Any]]) -> Sequence:
-    """A conversation to imitate: replies count, observations do not.
+    """A conversation to imitate: replies count but for those of weight 0, observations do not.
 
     turns: the answer, or messages in OpenAI's form (assistant with content and tool_calls, tool). Errors: UserError.
     """
     try:
+        check_text(turns)
         messages = parse_messages([{"role": "assistant", "content": turns}] if isinstance(turns, str) else turns)
     except ValueError as error:
         raise UserError(f"data.task: the demonstration of {prompt.prompt_id}: {error}") from None
     sequence, counted, results, reply = list[int](), list[bool](), list[dict[str, Any]](), list[int]()
-    for message in messages:
-        if message["role"] != "assistant":
-            results.append(message)
-            continue
-        between = form.observation(results, after=reply or None) if results else []
-        reply, results = form.reply_of(message), []
-        sequence += [*between, *reply]
-        counted += [False] * len(between) + [True] * len(reply)
+    try:
+        for message in messages:
+            if message["role"] != "assistant":
+                results.append(message)
+                continue
+            between = form.observation(results, after=reply or None) if results or reply else []
+            reply, results = form.reply_of(message), []
+            sequence += [*between, *reply]
+            counted += [False] * len(between) + [message.get("weight", 1) != 0] * len(reply)
+    except UserError as error:
+        raise UserError(f"data: the demonstration of {prompt.prompt_id}: {error}") from None
     found = Sequence.demonstration(prompt.tokens, sequence)
     found["loss_mask"] = np.asarray(counted, bool)
     return found

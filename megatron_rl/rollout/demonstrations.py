@@ -99,6 +99,7 @@ def row_of(
     return {
         "prompt_id": t.prompt_id,
         "prompt": (prompt.messages or prompt.text) if same else str(tokenizer.decode(asked.tolist())),
+        **({"tools": prompt.tools} if same and prompt.tools else {}),
         "response": [message for turn in t.turns for message in turn.messages] if t.turns else t.text,
         "reward": t.reward,
         **({"part": t.part} if t.part else {}),

@@ -23,6 +23,7 @@ from megatron_rl.data.labels import Labels
 from megatron_rl.data.sequence import Sequence as Tokens
 from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.environments import Prompt, Task, combine, encode_text
+from megatron_rl.environments.chat import render
 from megatron_rl.environments.steps import encode_steps, last_tokens, steps_of
 from megatron_rl.metrics.reduce import Metrics, mean
 from megatron_rl.models.hf_folder import read_tokenizer
@@ -289,6 +290,5 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, trajectory: Tra
         return [*prompt.encode(tokenizer).tokens, *(tokens[:-1] if cut else tokens)]
     asked = prompt.messages or [{"role": "user", "content": prompt.text}]
     messages = [*asked, {"role": "assistant", "content": trajectory.text}]
-    return list(
-        tokenizer.encode(str(tokenizer.apply_chat_template(messages, tokenize=False)), add_special_tokens=False)
-    )
+    text = render(tokenizer, messages, f"rewards.models: {prompt.prompt_id}", tools=prompt.tools)
+    return list(tokenizer.encode(text, add_special_tokens=False))

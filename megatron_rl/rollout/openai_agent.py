@@ -41,6 +41,8 @@ class OpenAIAgents(Agents):
     may be posted instead: tools that know the base URL cannot pay their agent.
     """
 
+    calls_tools = False
+
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, task: Task, ranks: Ranks) -> None:
         name = config.agent.function
         function = resolve("function", name, {}, "agent.function") if name else task.agent()

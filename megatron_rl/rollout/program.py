@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.config import Config
 from megatron_rl.data.sequence import Sequence, TopLogProbs
 from megatron_rl.environments import Prompt, Step, Task, encode_text
+from megatron_rl.environments.chat import end_of_sequence, end_of_turn
 from megatron_rl.environments.comparisons import Comparison
 from megatron_rl.environments.preferences import Preference, Response
 from megatron_rl.environments.steps import encode_steps
@@ -54,6 +55,25 @@ class SingleTurn:
             )
         return prompt.encode(self.tokenizer)
 
+    def check_tools(self, prompt: Prompt) -> None:
+        """Look at a prompt to ask. Errors: UserError where it tells of a tool of its own that nobody answers."""
+
+    @cached_property
+    def end_of_turn(self) -> list[int]:
+        """The token [1] that ends a response to a conversation, as the chat template has it."""
+        return end_of_turn(self.tokenizer)
+
+    @cached_property
+    def _converses(self) -> bool:
+        prompts = self.task.prompts("train") or self.task.prompts("eval")
+        some = prompts if isinstance(prompts, list) else prompts[:1]  # others are made one by one
+        return any(prompt.messages is not None for prompt in some)
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a response, beside the end of sequence: where there are conversations, the template's of a turn."""
+        return self.end_of_turn if self._converses else []
+
     def demonstration(self, prompt: Prompt, rng: random.Random) -> Sequence:
         """A demonstration of the task to learn from. prompt: encoded, unless it brings tokens, which are taken as they are.
 
@@ -84,7 +104,7 @@ class SingleTurn:
         In front is the beginning-of-sequence token; where the tokenizer has none, nothing predicts the first token of the text.
         """
         start: Any = self.tokenizer.bos_token_id
-        tokens, sizes = encode_text(self.tokenizer, text)
+        tokens, sizes = encode_text(self.tokenizer, text, end_of_sequence(self.tokenizer))
         if start is not None:
             tokens, sizes = [start, *tokens], [0, *sizes]
         found = Sequence.demonstration(tokens[:1], tokens[1:])
@@ -104,10 +124,17 @@ class SingleTurn:
         )
 
     def sequence(self, prompt: Prompt, response: Response) -> Sequence:
-        """A response as if the model had written it. prompt: encoded. Errors: UserError for what it could not have."""
+        """A response as if the model had written it, with the end of a turn, or where the prompt is a text of a sequence.
+
+        prompt: encoded. Errors: UserError for what it could not have.
+        """
         if not isinstance(response, str):
             raise UserError(f"data: the response to {prompt.prompt_id} is a conversation; set rollout.program: agent")
-        tokens, sizes = encode_text(self.tokenizer, response)
+        end = end_of_sequence(self.tokenizer) if prompt.messages is None else self.end_of_turn
+        try:
+            tokens, sizes = encode_text(self.tokenizer, response, end)
+        except ValueError as error:
+            raise UserError(f"data: the response to {prompt.prompt_id}: {error}") from None
         found = Sequence.demonstration(prompt.tokens, tokens)
         found["text_bytes"] = np.asarray(sizes)
         return found

@@ -243,7 +243,7 @@ def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         role = "system" if message.get("role") == "developer" else message.get("role")
         found.append({**message, "role": role, "content": "" if content is None else content})
     try:
-        return parse_messages(found)
+        return parse_messages(found, strict=False)
     except ValueError as error:
         raise BadRequest(f"messages: {error}") from None
 

@@ -32,6 +32,7 @@ from megatron_rl.environments import Prompt
 from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.interpreter import PythonTool
+from megatron_rl.environments.messages import parse_messages
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.agent import demonstration
 from megatron_rl.rollout.client import Reply
@@ -723,6 +724,34 @@ def test_a_history_of_calls_is_rendered_as_the_library_does():
     )
     two = {"role": "assistant", "content": "", "tool_calls": [call, call]}
     assert harmony().parse(harmony().reply_of(two)).calls == [Call("f", {"a": "ü"})] * 2
+
+
+def test_thinking_is_learned_on_the_analysis_channel():
+    """And is a part of the history up to an answer, behind which the library drops it too."""
+    rng = random.Random()
+    thought, later, answer = (words(rng).replace("<|", "") or "so" for _ in range(3))
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    turns = [
+        {"role": "assistant", "content": None, "thinking": thought, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": answer, "reasoning_content": later},
+    ]
+    asked = [{"role": "user", "content": "hi"}]
+    found = demonstration(harmony(), Prompt("p", "hi", tokens=harmony().prompt(asked)), turns)
+    said = found.tokens[found.prompt_length :][found["loss_mask"]].tolist()
+    head = "<|channel|>analysis<|message|>"
+    assert harmony().text(said) == (
+        f"{head}{thought}<|end|><|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>"
+        f'{{"x":1}}<|call|>{head}{later}<|end|><|start|>assistant<|channel|>final<|message|>{answer}<|return|>'
+    )
+    history, form = parse_messages(turns), harmony()
+    for messages in ([*asked, *history[:2]], [*asked, *history], [*asked, *history, *asked]):
+        told = [of_role(Role.SYSTEM, form._system), *(one for m in messages for one in form._told(m))]
+        dropped = form._encoding.render_conversation_for_completion(Conversation(messages=told), Role.ASSISTANT)
+        assert form.prompt(messages) == dropped
+    bare = [{key: value for key, value in m.items() if key != "reasoning_content"} for m in history]
+    assert form.prompt([*history, *asked, *history[:2]]) == form.prompt([*bare, *asked, *history[:2]])
+    assert form.prompt([*history, *asked, *history[:2]]) != form.prompt([*bare, *asked, *bare[:2]])
 
 
 # -- vocabularies --------------------------------------------------------------------------------------------------------

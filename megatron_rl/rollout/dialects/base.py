@@ -14,16 +14,24 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.environments.chat import (
+    PLACE,
+    check_generation_prompt,
+    check_shown,
+    end_of_sequence,
+    end_of_turn,
+    render,
+    render_prompt,
+)
 from megatron_rl.environments.messages import parse_call
 from megatron_rl.environments.strict_json import decode
+from megatron_rl.errors import UserError
 
 Message = Mapping[str, Any]
 """A message as chat templates take it: role and content."""
 Schemas = Sequence[Mapping[str, Any]]
 """Tools as chat templates and the OpenAI API take them (`Tool.schema`)."""
-
-_PLACE = "\u2e28{}\u2e29"
-"""Stands for a content while a template is rendered: signs that no template has."""
+_WHAT = "agent.dialect: a conversation"
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,14 @@ class Dialect:
         self.tokenizer = tokenizer
         self._special = sorted(map(str, tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
 
+    @cached_property
+    def _end(self) -> list[int]:
+        return end_of_turn(self.tokenizer)
+
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end a reply."""
-        end: Any = self.tokenizer.eos_token_id
-        return [] if end is None else [end]
+        """Tokens that end a reply: the template's end of a turn. Sampling stops at the end of sequence too."""
+        return list(self._end)
 
     @cached_property
     def beside(self) -> tuple[Self, ThreadPoolExecutor]:
@@ -90,7 +101,14 @@ class Dialect:
         texts = [str(message["content"])] if message.get("content") else []
         for call in message.get("tool_calls") or []:
             texts.append(self.call_text(Call(*parse_call(call))))
-        return "\n".join(texts)
+        thought = message.get("reasoning_content")
+        return (self.thought_text(str(thought)) if thought else "") + "\n".join(texts)
+
+    def thought_text(self, thought: str) -> str:
+        """What the model thinks before it speaks, as it writes it. Errors: UserError for a dialect without a form for that."""
+        raise UserError(
+            f"agent.dialect: {type(self).__name__} has no form for thinking (reasoning_content); leave it out of the messages"
+        )
 
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Messages in a form that the tokenizer's template shows as the model is used to."""
@@ -102,8 +120,13 @@ class Dialect:
         """Tokens of a conversation's beginning, up to where the model's first reply begins."""
         written = [self._written(message) for message in messages]
         shown, contents = self._hide(written)
-        shown = self.result_messages(self._with_tools(shown, tools))
-        return self._encode(self._template(shown, tools), contents)
+        told = tools if tools and self._template_tells(shown, tools) else ()
+        if tools and not told:
+            shown = self._with_instruction(shown, tools)
+        shown = self.result_messages(shown)
+        if not self.tokenizer.chat_template:
+            return self._encode(self._template(shown), contents)
+        return self._encode(render_prompt(self.tokenizer, shown, _WHAT, tools=told), contents)
 
     def parse(self, token_ids: Sequence[int]) -> Parsed:
         """What a reply says. token_ids: as sampled; the token that ended it is no part of what it says."""
@@ -140,18 +163,21 @@ class Dialect:
         """
         messages = [{"role": "tool", "content": r} if isinstance(r, str) else r for r in results]
         hidden, contents = self._hide(messages)
-        asked, answered = {"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACE.format("reply")}
-        rendered = self._template([asked, answered, *self.result_messages(hidden)])
-        separator = rendered.partition(answered["content"])[2]
-        ids = self._encode(separator, contents)
-        last = self.stop_token_ids[0] if after is None and self.stop_token_ids else (list(after or []) or [None])[-1]
-        return ids[1:] if ids and ids[0] == last else ids
+        asked, answered = {"role": "user", "content": "?"}, {"role": "assistant", "content": PLACE.format("reply")}
+        told = [answered, *self.result_messages(hidden)]
+        rendered = self._template([asked, *told])
+        check_shown(rendered, told, _WHAT)
+        if self.tokenizer.chat_template:
+            check_generation_prompt(self.tokenizer, _WHAT)
+        ids = self._encode(rendered.partition(answered["content"])[2], contents)
+        end = self.stop_token_ids[:1]
+        last = list(after)[-1:] if after is not None else end
+        if last and last == end_of_sequence(self.tokenizer):
+            last = end  # with which a model may end its turn as well
+        return ids[1:] if ids and ids[:1] == last else ids
 
-    def _with_tools(self, messages: Sequence[Message], tools: Schemas) -> list[Message]:
-        """The messages; with the dialect's own instruction where the template says nothing of the tools."""
-        messages = list(messages)
-        if not tools or self._template_tells(messages, tools):
-            return messages
+    def _with_instruction(self, messages: Sequence[Message], tools: Schemas) -> list[Message]:
+        """The messages with the dialect's own instruction, where the template says nothing of the tools."""
         text = self.instruction.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if messages and messages[0]["role"] == "system":
             return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
@@ -163,8 +189,7 @@ class Dialect:
     def _template(self, messages: Sequence[Message], tools: Schemas = ()) -> str:
         if not self.tokenizer.chat_template:
             return "".join(f"{message['content']}\n" for message in messages)
-        options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": False}
-        return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], **options))
+        return render(self.tokenizer, messages, _WHAT, tools=tools, add_generation_prompt=True)
 
     def _written(self, message: Message) -> Message:
         """A message of the history: an assistant's calls are part of its text, in the dialect's form."""
@@ -182,7 +207,7 @@ class Dialect:
         for number, message in enumerate(messages):
             content = message.get("content")
             if isinstance(content, str) and self._has_special(content):
-                place = _PLACE.format(number)
+                place = PLACE.format(number)
                 contents[place] = content
                 message = {**message, "content": place}
             shown.append(message)

@@ -204,7 +204,10 @@ class Harmony(Dialect):
             developer = developer.with_function_tools(declared)
         if developer.to_dict() != DeveloperContent().to_dict():
             told.append(Spoken.from_role_and_content(Role.DEVELOPER, developer))
-        for message in messages:
+        final = [place for place, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
+        for place, message in enumerate(messages):
+            if final and place <= final[-1]:  # behind an answer, what was thought for it is no part of the history
+                message = {key: value for key, value in message.items() if key != "reasoning_content"}
             told += self._told(message)
         return self._rendered(told)
 
@@ -255,8 +258,11 @@ class Harmony(Dialect):
         text, role = encodable(str(message.get("content") or "")), message["role"]
         if role == "assistant":
             calls = [_calling(Call(*parse_call(call))) for call in message.get("tool_calls") or []]
-            before = [_spoken(text, "commentary")] if text and calls else []
-            return [*before, *calls] or [_spoken(text, "final")]
+            thought = encodable(str(message.get("reasoning_content") or ""))
+            before = [_spoken(thought, "analysis")] if thought else []
+            if text and calls:
+                before.append(_spoken(text, "commentary"))
+            return [*before, *(calls or [_spoken(text, "final")])]
         if role in ("system", "developer"):
             return [Spoken.from_role_and_content(Role.DEVELOPER, DeveloperContent(instructions=text))]
         if role == "user":

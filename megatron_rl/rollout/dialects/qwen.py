@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, override
 
 from megatron_rl.environments.strict_json import decode
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.dialects.base import Call, Dialect, Message, Parsed, behind_thoughts
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -77,9 +79,39 @@ class Qwen(Dialect):
         return f"{BEGIN}\n{body}\n{END}"
 
     @override
+    def thought_text(self, thought: str) -> str:
+        thought = thought.strip("\n")
+        return f"<think>\n{thought}\n</think>\n\n"
+
+    @override
+    def reply_of(self, message: Message) -> list[int]:
+        """As in `Dialect`. Where the template's generation prompt has begun the thinking, the reply goes on with it."""
+        text, begun = self.message_text(message), self._begun
+        if begun and "</think>" not in text:
+            text = self.thought_text("") + text
+        if begun and text.startswith("<think>"):
+            text = text.removeprefix(begun) if text.startswith(begun) else text.removeprefix("<think>").lstrip("\n")
+        return self.reply(text)
+
+    @cached_property
+    def _begun(self) -> str:
+        """The beginning of thinking with which the generation prompt ends; '' where it has none."""
+        asked = self._template([{"role": "user", "content": "?"}])
+        return asked[asked.rfind("<think>") :] if asked.rstrip().endswith("<think>") else ""
+
+    @cached_property
+    def _wraps(self) -> bool:
+        """Whether the template shows a tool's message as these models are used to. Some know no such message, and raise."""
+        asked = [{"role": "user", "content": "?"}, {"role": "tool", "content": "."}]
+        try:
+            return "<tool_response>" in self._template(asked)
+        except UserError:
+            return False
+
+    @override
     def result_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Where the template does not wrap a tool's message, it is the user's, wrapped."""
-        if "<tool_response>" in self._template([{"role": "user", "content": "?"}, {"role": "tool", "content": "."}]):
+        if self._wraps:
             return list(messages)
         wrapped: list[Message] = []
         for message in messages:

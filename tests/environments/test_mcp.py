@@ -38,7 +38,7 @@ class World:
         else:
             self.server = HttpServer(lambda port: [PYTHON_WITH_PACKAGES, SERVER, str(port)])
             settings = {"url": f"{self.server.url}/mcp"}
-        self.box = Toolbox(AgentConfig(mcp_servers={"tests": settings}, tool_timeout_s=20, max_tool_response=1000))
+        self.box = Toolbox(AgentConfig(mcp_servers={"tests": settings}, tool_timeout_s=60, max_tool_response=1000))
         self.box.open()
 
     def run(self, *calls):
@@ -119,7 +119,7 @@ def test_a_server_that_hangs_is_left(world, monkeypatch):
     world.box.config = AgentConfig(tool_timeout_s=1.0)
     (hung,) = world.run(("block", {}))
     assert isinstance(hung, ToolLost) and "no answer within" in str(hung)
-    world.box.config = AgentConfig(tool_timeout_s=20.0)
+    world.box.config = AgentConfig(tool_timeout_s=60.0)
     if world.kind == "http":  # a new session needs a server that answers
         os.kill(int(process), signal.SIGKILL)
         world.back()

@@ -26,6 +26,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.launch.fit import check_fits
 from megatron_rl.launch.identical_checks import check_identical
 from megatron_rl.launch.lora_checks import check_lora
+from megatron_rl.launch.loss_checks import check_loss, check_schedules
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.launch.preference_checks import check_preferences
 from megatron_rl.launch.prune_checks import check_prune
@@ -126,6 +127,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
     if kind == "train":
         policy_loss(config.algorithm)
         _check_algorithm(config)
+        check_loss(config)
         _check_critic(config, world_size, machine)
         for name in config.hooks:
             resolve("hook", name, {}, "hooks")
@@ -138,6 +140,7 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
             f"config: lora.path = {config.lora.path}: only what trains reads adapters, and this looks at model.path; write the"
             f" whole model (megatron-rl convert {config.lora.path} OUT), set model.path: OUT, and leave lora out"
         )
+    check_schedules(config, kind)
     if kind not in LOOKS:
         _check_vp2o(config, hf_config, kind)
         _check_weights(config, hf_config, kind)
@@ -590,6 +593,12 @@ def _check_on_policy(config: Config) -> None:
             "set it to 1",
         ),
         (
+            f"batch.epochs = {config.batch.epochs}",
+            config.batch.epochs > 1,
+            "the later updates of a step are of a policy that has moved",
+            "set it to 1",
+        ),
+        (
             "sync.refresh.when = drift",
             config.sync.refresh.when == "drift",
             "samples may come from weights that are steps old",
@@ -733,7 +742,7 @@ def _check_correction(config: Config) -> None:
             f"config: correction.bypass with algorithm.loss = {config.algorithm.loss}, which has no ratio that could start from"
             " the engine's log-probs; set correction.mode: truncate and bypass: false, or algorithm.loss: ppo"
         )
-    if config.routing.source in ("r2", *PREDICTING) and config.batch.updates_per_step > 1:
+    if config.routing.source in ("r2", *PREDICTING) and config.batch.updates > 1:
         raise UserError(
             f"config: correction.bypass leaves out the pass in which routing.source = {config.routing.source} records the"
             " routes; set bypass: false, or routing.source: r3"

@@ -114,14 +114,20 @@ def torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.Adam]:
     return [one for part in parts for one in part if isinstance(one, torch.optim.Adam)]
 
 
-def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine decay to min_lr_ratio over `updates` (or decay_steps)."""
+def check_warmup(config: OptimizerConfig, updates: int, key: str = "optimizer") -> None:
+    """Errors: UserError where the warm-up leaves nothing of a run of so many updates. key: section of the config."""
     decay_steps = config.decay_steps or updates
     if config.warmup_steps >= decay_steps:
         raise UserError(
-            f"config: optimizer.warmup_steps = {config.warmup_steps} leaves nothing of the {decay_steps} updates to train;"
+            f"config: {key}.warmup_steps = {config.warmup_steps} leaves nothing of the {decay_steps} updates to train;"
             f" the largest is {decay_steps - 1}"
         )
+
+
+def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, updates: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, linear or cosine decay to min_lr_ratio over `updates` (or decay_steps)."""
+    check_warmup(config, updates)
+    decay_steps = config.decay_steps or updates
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

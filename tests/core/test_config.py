@@ -322,6 +322,16 @@ def test_the_tree_is_frozen_and_has_few_knobs():
     assert len(key_paths()) <= 298
 
 
+@pytest.mark.parametrize("name", ["ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"])
+def test_epochs_by_their_names_elsewhere(name):
+    """Of verl, TRL's PPO and GRPO, and OpenRLHF; in a file and on the command line, in whatever section."""
+    for section in ("batch", "algorithm"):
+        with pytest.raises(UserError, match=rf"unknown key '{section}\.{name}'; did you mean 'batch\.epochs'\?"):
+            build_config({section: {name: 4}})
+    with pytest.raises(UserError, match=r"did you mean 'batch\.epochs'\?"):
+        parse_overrides([f"--batch.{name}", "4"])
+
+
 def test_old_names_are_errors_that_name_the_new_one():
     for old, new in RENAMED_KEYS.items():
         section, _, key = old.rpartition(".")

@@ -317,7 +317,7 @@ def test_the_tree_is_frozen_and_has_few_knobs():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
     # 280, one for operators that engine and trainer share, three for gates: recorded, replayed, and the threshold below which
-    # a replayed expert is given up; two of routers' balance, and label smoothing of demonstrations and of pairs; five for epochs,
+    # a replayed expert is given up; two of routers' balance, two label smoothings; five for epochs,
     # early stopping, a limit of advantages, and SAPO's two temperatures.
     assert len(key_paths()) <= 298
 

@@ -15,7 +15,7 @@ from curves import Panel
 UPDATES = 8
 SEEDS = 3
 TASK: Settings = {"data.task": "number_zigzag"}
-UNCLIPPED: Settings = {"algorithm.clip_low": 1e9, "algorithm.clip_high": 1e9}
+UNCLIPPED: Settings = {"algorithm.clip_low": "null", "algorithm.clip_high": "null"}
 ALONE: Settings = {"vp2o.neighbors": 1, "vp2o.repulsion": 0, "vp2o.orthogonality": 0}
 """Measures what VP2O measures, and leaves gradients as they are."""
 PAPER: Settings = {"vp2o.orthogonality_form": "projection"}

@@ -189,9 +189,18 @@ class BatchConfig:
     samples_per_prompt: Positive = 8
     """Responses to each prompt: the group of the group-relative baselines."""
     updates_per_step: Positive = 1
-    """Optimizer updates that one rollout batch serves (1 = on-policy; n = the papers' off-n)."""
+    """Optimizer updates that one pass over a rollout batch is (1 = on-policy; n = the papers' off-n)."""
+    epochs: Positive = 1
+    """Passes over a rollout batch (PPO's epochs), each in updates_per_step updates of the same parts: a step has
+    updates_per_step x epochs. Old log-probs, values, advantages, weights of the correction and routes are those from before
+    the first."""
     tokens_per_micro_batch: Positive = 8192
     """Token budget of one packed forward-backward, per data-parallel rank."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.updates_per_step * self.epochs
 
 
 @section
@@ -206,8 +215,9 @@ class KLConfig:
     """loss: a term beside the policy's; reward: taken off the reward, at each token for advantages that go from token to token
     (gae, reinforce_plus_plus), else from the response's."""
     target: PositiveFloat | None = None
-    """KL to the reference, nats per token (kl/reference), that the coefficient is moved to keep (Ziegler et al. 2019): after
-    each step by up to 20 % of it times responses / horizon. null: the coefficient is fixed."""
+    """KL to the reference, nats per token, that the coefficient is moved to keep (Ziegler et al. 2019): after each step by up
+    to 20 % of it times responses / horizon. It is that of the policy that sampled, on its own samples (kl/sampled). null: the
+    coefficient is fixed."""
     horizon: Positive = 10_000
     """Responses in which the controller may move the coefficient by 20 %."""
     reference: str | None = None
@@ -263,16 +273,28 @@ class AlgorithmConfig:
     stands for what would have come (part `overlong` counts); false: it is scored as it is, as a verifier scores it 0."""
     whiten: bool | None = None
     """Whether advantages are brought to mean 0 and deviation 1 over all tokens of a step; null: those of tokens are."""
+    advantage_clip: PositiveFloat | None = None
+    """Largest absolute value of an advantage, after all else that makes it. null: no limit."""
     tilt_temperature: PositiveFloat = 1.0
     """tilt: the beta of exp(r / beta): the smaller, the more counts the best response alone."""
     loss: str = "ppo"
     """ppo: PPO and GRPO's clipped token ratio; gspo: the sequence ratio; reinforce: no ratio; cispo: a clipped ratio as a
-    weight, without gradient; or your own by module:name."""
-    clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.2
-    """DAPO's clip-higher: a clip_high above clip_low."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over all tokens of the update, or over sequences of each one's token mean."""
+    weight, without gradient; sapo: a soft gate in the place of the clip; or your own by module:name."""
+    clip_low: NonNegativeFloat | None = 0.2
+    """The ratio is clipped below 1 - clip_low; null: it is not. GSPO's own are 3e-4 and 4e-4, of its ratio of sequences."""
+    clip_high: NonNegativeFloat | None = 0.2
+    """The ratio is clipped above 1 + clip_high; null: it is not. DAPO's clip-higher: a clip_high above clip_low."""
+    tau_pos: PositiveFloat = 1.0
+    """sapo: temperature of the gate where the advantage is above 0; the higher, the sooner a token counts less."""
+    tau_neg: PositiveFloat = 1.05
+    """sapo: temperature of the gate elsewhere."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """Mean over all tokens of the update; over sequences of each one's token mean; or over sequences of each one's token sum /
+    rollout.max_new_tokens, a constant (Dr. GRPO, with advantage: dr_grpo; verl's seq-mean-token-sum-norm)."""
+    target_kl: PositiveFloat | None = None
+    """Early stopping: an update whose pass finds the policy further than this from the one that the step began with
+    (loss/old_kl, nats per token) is left out, and with it the step's later ones. null: all are done. (kl.target is another
+    thing.)"""
     entropy_coefficient: float = 0.0
     """Weight of the policy's entropy in the loss."""
     entropy_reward: NonNegativeFloat = 0.0
@@ -448,7 +470,8 @@ class CriticConfig:
     freeze: list[str] = dataclasses.field(default_factory=list)
     """As model.freeze, for the critic."""
     clip: PositiveFloat | None = 0.2
-    """Values further than this from those before the step's updates have no gradient (PPO); null: no limit."""
+    """A value that is further than this from the one before the step's updates, and has gone there towards its return, has no
+    gradient (PPO); null: no limit."""
     warmup_steps: Count = 0
     """First steps, in which the critic learns and the policy does not."""
 

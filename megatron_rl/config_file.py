@@ -60,6 +60,7 @@ def _check_keys(values: Any, tree: Any, prefix: str = "") -> None:
 KNOWN_AS = {
     "freeze_router": "that is model.freeze: ['*.mlp.router.*']; leave it out where it is false",
     "normalize": "that is correction.denominator: weights; leave it out where it is false",
+    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"), "did you mean 'batch.epochs'?"),
     "min_p": "that is pruning.rho, with pruning.enabled: true; leave it out where it is 0",
 }
 """Another name of a key (its last part) -> what the error says about it."""

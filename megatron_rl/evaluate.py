@@ -32,7 +32,7 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
     """Scores of the current rollout weights on the first eval.prompts held-out prompts. Every process calls it.
 
     eval/score is the mean reward over all samples at the sampling temperature; eval/pass@k the chance that one of k is right
-    (reward above 0.5), for n and eval.pass_at; eval/maj@n the mean reward of each prompt's most frequent answer;
+    (reward of at least 0.5), for n and eval.pass_at; eval/maj@n the mean reward of each prompt's most frequent answer;
     eval/distinct@n how many different right ones n have; eval/collision the chance that two right ones are the same;
     eval/greedy the mean reward of one response without sampling; eval/reward/PART the mean of each part, where there are
     several. eval/score_unpruned and pass_unpruned@k are those of responses that are sampled without pruning (eval.unpruned).

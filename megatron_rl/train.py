@@ -14,7 +14,7 @@ from megatron_rl.rollout.ahead import Rollouts
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.refresh import RefreshSchedule, measure, refresh_metrics
 from megatron_rl.trainer.advantages import Advantages
-from megatron_rl.trainer.hooks import Place
+from megatron_rl.trainer.hooks import Place, updates_of
 from megatron_rl.trainer.objective import Policy
 
 
@@ -47,16 +47,18 @@ def train(config: Config) -> None:
             with clock("train"):
                 updates = []
                 objective = replace(objective, kl_coefficient=run.kl.value)
-                for index, batches in enumerate(rollout_batch):
-                    advantages.update_critic(index)
+                for part, place in updates_of(rollout_batch, config.batch.epochs):
+                    advantages.update_critic(part)
                     if run.trains_policy:
-                        updates.append(trainer.update(batches, objective, Place(index, rollout_batch)))
+                        updates.append(trainer.update(rollout_batch[part], objective, place))
+                        if updates[-1].ends_batch:
+                            break
             run.step += 1
 
             with clock("sync"):
                 drift = measure(trainer, [*chain(*samples)], config.sync.refresh)
                 age = run.step - engine.version
-                confined = any(update.lr_scale < 1 for update in updates)
+                confined = any(update.lr_scale < 1 and not update.ends_batch for update in updates)
                 evaluated = bool(run.eval_prompts) and run.due(config.eval.every)  # of the weights as they are
                 if refreshed := schedule.due(drift, age=age, confined=confined) or evaluated:
                     engine.push(trainer, version=run.step)
@@ -65,8 +67,9 @@ def train(config: Config) -> None:
                     logger.log_eval(run.step, evaluate(config, run, engine))
             measured = engine.metrics() | rollouts.metrics() | refresh_metrics(drift, age, refreshed)
             measured |= run.rewards.metrics() | advantages.metrics()
-            measured |= run.kl.update(updates, len(prompts) * config.batch.samples_per_prompt)
-            log_step(run, trajectories, rollout_batch[: len(updates)], updates, measured, clock)
+            responses = len(prompts) * config.batch.samples_per_prompt
+            measured |= run.kl.update(updates[: len(rollout_batch)], responses)
+            log_step(run, trajectories, rollout_batch, updates, measured, clock)
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
             with clock("checkpoint"):
                 run.checkpoint()

@@ -13,8 +13,8 @@ struct Range {
 // extremes [2, T]: the row's largest logit, +inf where it has a NaN; its target's logit, -inf where the target is not here.
 void extremes(Isa isa, Logits logits, Targets targets, float* extremes, Range rows);
 
-// sums [3, T], with d = (x - maximum) / temperature, maximum [T] over the whole vocabulary: e^d over the safe set, e^d over
-// all, d e^d over the safe set (0 without entropy).
+// sums [3, T], with d = (x - maximum) / temperature, maximum [T] over the whole vocabulary: e^d over the safe set, e^d outside
+// of it, d e^d over the safe set (0 without entropy). The second is a sum of its own: in 1 - safe / all it would round away.
 void sums(Isa isa, Logits logits, const float* maximum, Options options, float* sums, Range rows);
 
 // Both of a row while it is in the cache, for a vocabulary that is whole. Rows without a finite maximum get sums of 0.

@@ -54,7 +54,7 @@ inline float row_maximum(const Bf16* x, int64_t n) {
 }
 
 struct Sums {
-    double safe = 0, full = 0, weighted = 0;
+    double safe = 0, pruned = 0, weighted = 0;
 };
 
 template <bool masked, bool entropy, typename T>
@@ -63,13 +63,13 @@ Sums row_sums(const T* x, int64_t n, float most, float threshold, float scale) {
     const Float limit = splat(threshold);
     for (int64_t start = 0; start < n; start += BLOCK) {
         const int64_t end = start + BLOCK < n ? start + BLOCK : n;
-        Float safe[UNROLL] = {}, full[UNROLL] = {}, weighted[UNROLL] = {};
+        Float safe[UNROLL] = {}, pruned[UNROLL] = {}, weighted[UNROLL] = {};
         auto take = [&](int u, Float v) __attribute__((always_inline)) {
             const Float d = (v - most) * scale;
             const Float e = exp2(d);
             const Float kept = masked ? select(v >= limit, e, Float{}) : e;
             safe[u] += kept;
-            if (masked) full[u] += e;
+            if (masked) pruned[u] += e - kept;  // e or 0
             if (entropy) weighted[u] += select(kept > 0.0f, kept * d, Float{});  // 0 * -inf is not 0
         };
         int64_t i = start;
@@ -87,11 +87,10 @@ Sums row_sums(const T* x, int64_t n, float most, float threshold, float scale) {
         if (i < end) take(0, load_some(x + i, end - i, -INFINITY));
         for (int u = 0; u < UNROLL; ++u) {
             total.safe += sum(safe[u]);
-            if (masked) total.full += sum(full[u]);
+            if (masked) total.pruned += sum(pruned[u]);
             if (entropy) total.weighted += sum(weighted[u]);
         }
     }
-    if (!masked) total.full = total.safe;
     return total;
 }
 
@@ -146,7 +145,7 @@ void sums_of_row(const Logits& logits, float most, const Options& options, float
                             : (options.with_entropy ? row_sums<false, true, T> : row_sums<false, false, T>);
     const Sums total = kernel(row_of<T>(logits, row), logits.columns, most, threshold, LOG2_E / options.temperature);
     out[row] = total.safe;
-    out[logits.rows + row] = total.full;
+    out[logits.rows + row] = total.pruned;
     out[2 * logits.rows + row] = total.weighted * LOG_2;
 }
 

@@ -53,7 +53,7 @@ __device__ float maximum_of(const Pack<T, N>* packs, int count, Scratch& scratch
     return most[0];
 }
 
-// e^d over the safe set, e^d over all, d e^d over the safe set, added up from the row's end: thread 0's result.
+// e^d over the safe set, e^d outside of it, d e^d over the safe set, added up from the row's end: thread 0's result.
 template <typename T, int N>
 __device__ void add_up(const Pack<T, N>* packs, int count, float scale, Scratch& scratch, float (&total)[3]) {
     const float most = scratch.maximum, threshold = scratch.threshold;
@@ -67,7 +67,7 @@ __device__ void add_up(const Pack<T, N>* packs, int count, float scale, Scratch&
                 const float d = fmaxf((v - most) * scale, LOWEST), e = exp2_approx(d);
                 const float kept = v >= threshold ? e : 0.0f;
                 group[0] += kept;
-                group[1] += e;
+                group[1] += e - kept;  // e or 0
                 group[2] += kept * d;
             }
         },

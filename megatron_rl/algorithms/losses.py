@@ -33,7 +33,11 @@ class LossInputs:
     """bool: tokens that count."""
     segments: Segments
     clip_low: float
+    """Infinite where nothing is clipped; so is clip_high."""
     clip_high: float
+    tau_pos: float = 1.0
+    """SAPO's temperatures, of advantages above 0 and of others."""
+    tau_neg: float = 1.05
 
 
 @dataclass(frozen=True)
@@ -126,11 +130,24 @@ def cispo(inputs: LossInputs) -> LossTerms:
     return LossTerms(-weight * x.advantages * x.log_probs, weight != ratio)
 
 
+def sapo(inputs: LossInputs) -> LossTerms:
+    """Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): -f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)).
+
+    tau is tau_pos where A > 0, else tau_neg. The weight of a token's gradient, f'(r) r, is 1 at r = 1, as without a clip, and
+    falls smoothly on both sides; f(1) = 2 / tau is a number of its own.
+    """
+    x = inputs
+    ratio = torch.exp((x.log_probs - x.old_log_probs.detach()).clamp(max=MAX_LOG_RATIO))
+    tau = torch.where(x.advantages > 0, *(ratio.new_full((), one) for one in (x.tau_pos, x.tau_neg)))
+    return LossTerms(-4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * x.advantages, torch.zeros_like(x.mask))
+
+
 POLICY_LOSSES = {
     "ppo": PolicyLoss(ppo),
     "gspo": PolicyLoss(gspo, per_token=False),
     "reinforce": PolicyLoss(reinforce, has_ratio=False),
     "cispo": PolicyLoss(cispo),
+    "sapo": PolicyLoss(sapo),
 }
 """The losses that algorithm.loss names."""
 
@@ -162,7 +179,7 @@ def policy_terms(loss: PolicyLoss, inputs: LossInputs) -> tuple[Tensor, dict[str
 def loss_weights(
     mask: Tensor,
     segments: Segments,
-    aggregation: Literal["token_mean", "sequence_mean"],
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"],
     *,
     sequence_lengths: Tensor | None = None,
 ) -> Tensor:
@@ -170,18 +187,28 @@ def loss_weights(
 
     token_mean: 1 for each masked-in token; sum(terms * weights) over the whole update / its masked-in tokens is the
     mean over tokens. sequence_mean: 1 / (masked-in tokens of its sequence); the same sum / number of sequences is the
-    mean over sequences of each one's token mean (GRPO's and GSPO's own).
+    mean over sequences of each one's token mean (GRPO's and GSPO's own). sequence_sum: 1; the same sum / `constant_total` is
+    the mean over sequences of each one's token sum / a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
     sequence_lengths: [sequences], masked-in tokens of each whole sequence; counted from `mask` when absent.
     """
     weights = mask.to(torch.float32)
-    if aggregation == "token_mean":
+    if aggregation in ("token_mean", "sequence_sum"):
         return weights
     if aggregation != "sequence_mean":
-        raise ValueError(f"aggregation '{aggregation}': choose token_mean or sequence_mean")
+        raise ValueError(f"aggregation '{aggregation}': choose token_mean, sequence_mean or sequence_sum")
     if sequence_lengths is None:
         (sequence_lengths,) = segments.sums(weights)
     return weights / segments.spread_out(sequence_lengths.to(weights), padding=1.0).clamp(min=1)
+
+
+def constant_total(count: Tensor, segments: Segments, sequence_lengths: Tensor, length: int) -> Tensor:
+    """What a part of an update adds to the divisor of `sequence_sum`, fp64 scalar: `length` for each sequence that counts.
+
+    count: [T], 1 at the masked-in tokens of the sequences that count, 0 elsewhere; sequence_lengths: [sequences], all masked-in
+    tokens of each. A token adds its share of the sequence's, so that the parts of a sequence on several ranks add up.
+    """
+    return length * (count.double() / segments.spread_out(sequence_lengths.double(), padding=1.0).clamp(min=1)).sum()
 
 
 def clipped_surrogate(

@@ -11,6 +11,7 @@ from megatron_rl.routing.predictors import Predictors
 from megatron_rl.trainer.agreement import AgreementFloor
 from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.on_policy import OnPolicy
+from megatron_rl.trainer.target_kl import TargetKL
 from megatron_rl.trainer.zeros import KeepZeros
 from megatron_rl.vp2o.transform import Stein
 from megatron_rl.vp2o.trust_region import TrustRegion
@@ -35,6 +36,8 @@ def update_hooks(config: Config, *, scores_alone: bool = False) -> list[UpdateHo
         hooks.append(AgreementFloor(config.rollout.agreement_floor))
     if config.algorithm.on_policy:
         hooks.append(OnPolicy())
+    if config.algorithm.target_kl is not None:
+        hooks.append(TargetKL(config.algorithm.target_kl, config.batch.updates))
     # After those that change gradients: what they make of the zeros' is taken away too.
     return [*hooks, *(_outside(name, config) for name in config.hooks), *_kept_zeros(config)]
 

@@ -58,6 +58,8 @@ class Plan:
     trajectories_per_update: int
     """Trajectories of one update, over all ranks."""
     updates_per_step: int
+    """Of one epoch."""
+    epochs: int = 1
 
     def lines(self, kind: Kind) -> list[str]:
         """The table printed at the start of a run of this kind."""
@@ -67,10 +69,12 @@ class Plan:
             rows = [f"{what:<20} {self.trajectories_per_step} per step, in one update"] if what else []
             return [f"processes            {processes}", *rows]
         trajectories = f"{self.trajectories_per_step} per step ({self.trajectories_per_leader} per leader)"
+        updates = f"{self.updates_per_step}{f' x {self.epochs} epochs' if self.epochs > 1 else ''}"
+        on_policy = " (on-policy)" if self.updates_per_step * self.epochs == 1 else ""
         return [
             f"processes            {processes}",
             f"trajectories         {trajectories}, {self.trajectories_per_update} per update",
-            f"updates per step     {self.updates_per_step}{' (on-policy)' if self.updates_per_step == 1 else ''}",
+            f"updates per step     {updates}{on_policy}",
         ]
 
 
@@ -84,6 +88,14 @@ def pipeline_bubble(stages: int, micro_batches: int, virtual: int = 1) -> float:
     """
     filled = -(-micro_batches // stages) * stages if virtual > 1 else micro_batches
     return (stages - 1) / (filled * virtual + stages - 1)
+
+
+def total_updates(config: Config, kind: Kind) -> int:
+    """Updates of a run's model, by which its learning rate falls: of steps behind those in which the critic alone learns."""
+    if kind != "train":
+        return config.steps
+    alone = config.critic.warmup_steps if config.algorithm.advantage == "gae" else 0
+    return (config.steps - alone) * config.batch.updates
 
 
 def check_group(batch: BatchConfig, advantage: str) -> None:
@@ -133,6 +145,7 @@ def make_plan(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> 
         trajectories_per_step=trajectories,
         trajectories_per_update=per_update,
         updates_per_step=batch.updates_per_step,
+        epochs=batch.epochs,
     )
 
 

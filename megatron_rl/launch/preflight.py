@@ -33,6 +33,7 @@ from megatron_rl.launch.key_checks import (
     check_prune_keys,
     check_teacher_keys,
 )
+from megatron_rl.launch.loss_checks import check_loss, check_schedules
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.registry import check_name
 from megatron_rl.rollout.choices import asks_routes, check_extra_args, speculates
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_rl.models.precision import Machine
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "tilt", *OF_TOKENS)
-LOSSES = ("ppo", "gspo", "reinforce", "cispo")
+LOSSES = ("ppo", "gspo", "reinforce", "cispo", "sapo")
 PROGRAMS = ("single_turn", "agent", "openai_agent")
 """What is built in, by the names that algorithm.advantage, algorithm.loss and rollout.program have for it."""
 
@@ -130,6 +131,7 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
     if kind == "train":
         check_name("loss", config.algorithm.loss, dict.fromkeys(LOSSES), "algorithm.loss")
         _check_algorithm(config)
+        check_loss(config)
         for name in config.hooks:
             check_name("hook", name, {}, "hooks")
         _check_correction(config)
@@ -141,6 +143,7 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
             f"config: lora.path = {config.lora.path}: only what trains reads adapters, and this looks at model.path; write the"
             f" whole model (megatron-rl convert {config.lora.path} OUT), set model.path: OUT, and leave lora out"
         )
+    check_schedules(config, kind)
     if kind not in LOOKS:
         _check_vp2o(config, kind)
         check_memory_savers(config)
@@ -525,6 +528,12 @@ def _check_on_policy(config: Config) -> None:
             "set it to 1",
         ),
         (
+            f"batch.epochs = {config.batch.epochs}",
+            config.batch.epochs > 1,
+            "the later updates of a step are of a policy that has moved",
+            "set it to 1",
+        ),
+        (
             "sync.refresh.when = drift",
             config.sync.refresh.when == "drift",
             "samples may come from weights that are steps old",
@@ -584,7 +593,7 @@ def _check_correction(config: Config) -> None:
                 f"config: correction.{key} with correction.bypass: there are no log-probs of the old policy to compare the"
                 f" engine's with, as its ratio is part of the loss's; set correction.bypass: false, or {key}: {valid}"
             )
-    if config.routing.source in ("r2", *PREDICTING) and config.batch.updates_per_step > 1:
+    if config.routing.source in ("r2", *PREDICTING) and config.batch.updates > 1:
         raise UserError(
             f"config: correction.bypass leaves out the pass in which routing.source = {config.routing.source} records the"
             " routes; set bypass: false, or routing.source: r3"

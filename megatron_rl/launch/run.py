@@ -25,8 +25,9 @@ from megatron_rl.environments.stream import check_forms
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.changes import changed_keys
 from megatron_rl.launch.hooks import data_hooks, update_hooks
+from megatron_rl.launch.loss_checks import loss_hints
 from megatron_rl.launch.model_folders import check_alike, with_ids
-from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, critic_config, reference_of
+from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, critic_config, reference_of, total_updates
 from megatron_rl.launch.preflight import preflight
 from megatron_rl.launch.run_lock import lock, make_private
 from megatron_rl.launch.unread import unread
@@ -188,7 +189,7 @@ class Run:
         self.trainer = build_trainer(
             config,
             self.ranks,
-            total_updates=self._policy_steps() * (config.batch.updates_per_step if training else 1),
+            total_updates=total_updates(config, self.kind),
             support=self.support if training else SamplingSupport(),
             hooks=update_hooks(config) if training else data_hooks(config),
             value_head=self.kind == "reward",
@@ -224,7 +225,7 @@ class Run:
         trainer = build_trainer(
             own,
             self.ranks,
-            total_updates=own.steps * own.batch.updates_per_step,
+            total_updates=own.steps * own.batch.updates,
             support=SamplingSupport(),
             value_head=True,
         )
@@ -234,11 +235,6 @@ class Run:
     def build_scorers(self) -> None:
         """Load the reward models that score on these processes (all ranks)."""
         self.rewards.build(lambda folder: self.scorer(folder, value_head=True))
-
-    def _policy_steps(self) -> int:
-        """Steps in which the model is updated, by which its learning rate falls: those behind the critic's own."""
-        of_ppo = self.kind == "train" and self.config.algorithm.advantage == "gae"
-        return self.config.steps - (self.config.critic.warmup_steps if of_ppo else 0)
 
     @property
     def trains_policy(self) -> bool:
@@ -268,6 +264,8 @@ class Run:
                 self.logger.say(hint)
             if ignored := unread(self.config, self.kind):
                 self.logger.say(f"warning: {self.kind} does nothing with {', '.join(ignored)}")
+            for hint in loss_hints(self.config.algorithm) if self.kind == "train" else ():
+                self.logger.say(hint)
             if self.step:
                 self.logger.say(f"resumed at step {self.step}")
                 if self._changes:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from megatron_rl.launch.run import Run
 
 
-def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, float]) -> Metrics:
+def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, float], epochs: float = 1.0) -> Metrics:
     """Metrics of this process in the step that ends.
 
-    trained: what this data-parallel rank's leader trained on. times: seconds by name. Memory is that since the last call, in
-    GB of 10^9 bytes; MFU counts forward and backward of the updates, without recomputation and scoring.
+    trained: what this data-parallel rank's leader trained on, `epochs` times. times: seconds by name. Memory is that since the
+    last call, in GB of 10^9 bytes; MFU counts forward and backward of the updates, without recomputation and scoring.
     """
     if not torch.cuda.is_available():
         return {}
@@ -32,7 +32,7 @@ def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, 
     }
     torch.cuda.reset_peak_memory_stats()
     if peak := PEAK_TFLOPS.get(torch.cuda.get_device_name()):
-        flops = TRAINING * sequence_flops(run.hf_config, lengths)
+        flops = epochs * TRAINING * sequence_flops(run.hf_config, lengths)
         found["throughput/mfu"] = per_second(run, flops, gpus * peak * 1e12 * times["time/train_s"])
     return found
 

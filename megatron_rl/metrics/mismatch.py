@@ -69,12 +69,18 @@ class Mismatch:
     """[len(BELOW)] by p: largest |d|."""
     sequences: tuple[float, ...] = ()
     """Sum of d of each sequence."""
+    largest_mean: float = math.nan
+    """Largest |mean of d| of a sequence over its tokens of finite d; NaN: there is none."""
 
     def __add__(self, other: Mismatch) -> Mismatch:
         """Statistics of both parts' tokens together."""
-        extremes = {"lowest": min, "highest": max, "largest": np.maximum}
+        extremes = {"lowest": min, "highest": max, "largest": np.maximum, "largest_mean": _larger}
         operations = {name: extremes.get(name, operator.add) for name in vars(self)}
         return Mismatch(**{name: add(getattr(self, name), getattr(other, name)) for name, add in operations.items()})
+
+
+def _larger(one: float, other: float) -> float:
+    return float(np.fmax(one, other))  # of a number and NaN, the number
 
 
 def _bins(values: torch.Tensor) -> torch.Tensor:
@@ -87,12 +93,14 @@ def measure(
     mask: torch.Tensor,
     sequences: Iterable[float] = (),
     safe: torch.Tensor | None = None,
+    means: Iterable[float] = (),
 ) -> Mismatch:
     """Statistics of the masked-in tokens. All of one shape, on one device; computed in fp64.
 
     sequences: sum of d over each sequence, -inf where it has a token that the trainer has pruned. safe: whether a token lies
-    in the trainer's safe set; None: not known.
+    in the trainer's safe set; None: not known. means: mean of d over the tokens of each sequence whose d is finite.
     """
+    largest_mean = max((abs(value) for value in means), default=math.nan)
     mask = mask.bool()
     engine = rollout_log_probs[mask].double()
     d = train_log_probs.detach()[mask].double() - engine
@@ -100,7 +108,7 @@ def measure(
     not_finite, zero, sequences = int((~finite).sum()), int((d == -torch.inf).sum()), tuple(sequences)
     d, engine = d[finite].clamp(-LIMIT, LIMIT), engine[finite].clamp(max=0.0)
     if not len(d):
-        return Mismatch(not_finite=not_finite, zero=zero, sequences=sequences)
+        return Mismatch(not_finite=not_finite, zero=zero, sequences=sequences, largest_mean=largest_mean)
     ratio, absolute, k3 = d.exp(), d.abs(), d.expm1() - d
     inside = k3.new_zeros(len(k3), dtype=torch.bool) if safe is None else safe[mask][finite]
     parts = [-d, k3, absolute, ratio, ratio.square(), -engine]
@@ -124,6 +132,7 @@ def measure(
         classes=d.new_zeros(len(BELOW), 4).index_add_(0, members, columns).cpu().numpy(),
         largest=d.new_zeros(len(BELOW)).scatter_reduce_(0, members, absolute, "amax").cpu().numpy(),
         sequences=sequences,
+        largest_mean=largest_mean,
     )
 
 
@@ -178,8 +187,13 @@ def figures(measured: Mismatch) -> dict[str, float]:
 
 
 def with_law(measured: Mismatch) -> dict[str, float]:
-    """`figures`, the KL by other sets of tokens, and where in the distribution the mismatch sits."""
-    return figures(measured) | kl_figures(measured) | law_figures(measured)
+    """`figures`, the KL by other sets of tokens, and where in the distribution, and in which sequences, the mismatch sits.
+
+    log_ppl_gap_max: the largest difference of a sequence's log-perplexity between engine and trainer, |mean of d|, tokens of
+    ratio 0 left out.
+    """
+    of_sequences = {} if math.isnan(measured.largest_mean) else {"log_ppl_gap_max": measured.largest_mean}
+    return figures(measured) | of_sequences | kl_figures(measured) | law_figures(measured)
 
 
 def kl_figures(measured: Mismatch) -> dict[str, float]:

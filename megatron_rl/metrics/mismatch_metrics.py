@@ -61,7 +61,7 @@ class _Scored:
     rollout_log_probs: torch.Tensor
     segments: Segments
     old_log_probs: torch.Tensor
-    coverage: torch.Tensor
+    pruned: torch.Tensor
     corrected: TokenWeights
     safe: torch.Tensor | None = None
     """Whether a token lies in the trainer's safe set of pruning.rho, where nothing is pruned and it was asked for."""
@@ -83,11 +83,14 @@ def _measure(
     safe: torch.Tensor | None = None,
 ) -> mismatch.Mismatch:
     """Measure the tokens in the mask. Sequences are counted on the first context-parallel rank, which all of them add to."""
-    total, tokens = batch.segments.sums(torch.where(mask, log_ratios, 0.0), mask.double())
+    finite = mask & log_ratios.isfinite()
+    parts = (torch.where(mask, log_ratios, 0.0), torch.where(finite, log_ratios, 0.0))
+    total, of_finite, tokens, finite_tokens = batch.segments.sums(*parts, mask.double(), finite.double())
     total = total / tokens.clamp(min=1) if of_sequences else total
     sequences = total[tokens > 0].tolist() if batch.segments.counts else []
+    means = (of_finite / finite_tokens)[finite_tokens > 0].tolist()
     engine = batch.rollout_log_probs.double()
-    return mismatch.measure(engine + log_ratios, engine, mask, sequences, safe)
+    return mismatch.measure(engine + log_ratios, engine, mask, sequences, safe, means)
 
 
 def _correction_metrics(batch: _Scored) -> Metrics:
@@ -124,23 +127,19 @@ def _pruning_metrics(batch: _Scored, largest: float) -> Metrics:
     were sampled, and R_max the sum of the reward weights, as parts lie between 0 and 1; pruning/bias_mean: R_max T mean(1 - Z),
     its form before the minimum is taken (eq. 26). largest: R_max T.
     """
-    coverage = batch.coverage[batch.mask].double()
-    tokens, total = len(coverage), float(coverage.sum())
-    smallest = float(coverage.min()) if tokens else 1.0
+    pruned = batch.pruned[batch.mask].double()  # in the form of 1 - Z, Z in fp32, it would end at 6e-8
+    tokens, total = len(pruned), float(pruned.sum())
+    most = float(pruned.max()) if tokens else 0.0
     return {
-        "pruning/coverage": mean(total, tokens),
-        "pruning/coverage_min": minimum(smallest),
-        "pruning/pruned_mass": derived(_pruned_mass, total, tokens),
-        "pruning/pruned_mass_max": maximum(1.0 - smallest),
+        "pruning/coverage": mean(tokens - total, tokens),
+        "pruning/coverage_min": minimum(1.0 - most),
+        "pruning/pruned_mass": mean(total, tokens),
+        "pruning/pruned_mass_max": maximum(most),
         "pruning/out_of_set": count(int((batch.mask & (batch.old_log_probs == -torch.inf)).sum())),
-        "pruning/bias_bound": maximum(bias_bound(largest, 1, smallest)),
+        "pruning/bias_bound": maximum(bias_bound(largest, 1, 1.0 - most)),
         "pruning/bias_mean": derived(_bias_mean, total, tokens, largest * tokens),
     }
 
 
-def _pruned_mass(total: float, tokens: float) -> float:
-    return 1.0 - total / max(tokens, 1)
-
-
 def _bias_mean(total: float, tokens: float, largest: float) -> float:
-    return bias_bound(largest / max(tokens, 1), 1, 1.0 - _pruned_mass(total, tokens))
+    return bias_bound(largest / max(tokens, 1), 1, 1.0 - total / max(tokens, 1))

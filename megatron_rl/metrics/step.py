@@ -37,25 +37,33 @@ def log_step(
 ) -> None:
     """Log the training step that has just ended (all ranks call; rank 0 writes). engine: this process's metrics of it."""
     measured = reward_metrics(run.config, trajectories) | engine
-    mismatch = mismatch_metrics(run.config, rollout_batch, updates, run.task.weights)
+    # Of the first epoch, whose updates have each token once.
+    learned, first = rollout_batch[: len(updates)], updates[: len(rollout_batch)]
+    mismatch = mismatch_metrics(run.config, learned, first, run.task.weights)
     if run.trainer.reports:
         measured |= mismatch
     times = clock.times()
     tokens = sum(len(t.tokens) for t in trajectories)
     measured["throughput/tokens_per_s"] = per_second(run, tokens, times["time/step_s"])
     run.logger.log_samples(run.step, _samples(run, trajectories))
-    log_line(run, measured, updates, trajectories, times)
+    log_line(run, measured, updates, trajectories, times, epochs=len(updates) / len(rollout_batch))
 
 
 def log_line(
-    run: Run, measured: Metrics, updates: list[Update], trained: Iterable[Sequence], times: dict[str, float]
+    run: Run,
+    measured: Metrics,
+    updates: list[Update],
+    trained: Iterable[Sequence],
+    times: dict[str, float],
+    *,
+    epochs: float = 1.0,
 ) -> None:
     """Write the line of a step: what this process measured, what updates did, and what it took. Collective.
 
-    trained: this data-parallel rank's sequences; times: rank 0's are logged.
+    trained: this data-parallel rank's sequences; times: rank 0's are logged; epochs: how often a sequence was learned from.
     """
     skipped = {"data/skipped_prompts": maximum(len(run.stream.skipped))}
-    mine = [measured, skipped, hardware_metrics(run, trained, times)]
+    mine = [measured, skipped, hardware_metrics(run, trained, times, epochs)]
     if run.ranks.rank == 0:  # an update's metrics are those of all ranks
         mine += [{name: total(seconds) for name, seconds in times.items()}, *(update.metrics for update in updates)]
     found = figures(over_ranks(run.ranks, mine))

@@ -100,7 +100,8 @@ def linear_log_probs(
         late,
     )
     found: Any = _LinearLogProbs.apply(hidden[rows], weight, targets[rows], rows, settings)
-    log_probs, entropy, in_support, coverage, margin = found
+    log_probs, entropy, *rest = found
+    in_support, coverage, margin, pruned = rest
 
     def all_rows(values: torch.Tensor, ignored: float) -> torch.Tensor:
         return values.new_full((len(targets),), ignored).index_copy(0, rows, values)
@@ -111,6 +112,7 @@ def linear_log_probs(
         all_rows(coverage, 1.0),
         None if entropy is None else all_rows(entropy, 0.0),
         all_rows(margin, 0.0),
+        all_rows(pruned, 0.0),
     )
 
 
@@ -223,8 +225,8 @@ class _LinearLogProbs(torch.autograd.Function):
         if not values:
             nothing = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
             entropy = nothing if settings.with_entropy else None
-            values = [MaskedLogSoftmax(nothing, nothing > 0, nothing, entropy, nothing)]
-        names = ("log_probs", "in_support", "coverage", "margin")
+            values = [MaskedLogSoftmax(nothing, nothing > 0, nothing, entropy, nothing, nothing)]
+        names = ("log_probs", "in_support", "coverage", "margin", "pruned")
         joined = [torch.cat([getattr(v, name) for v in values]) for name in names]
         entropy = torch.cat([v.entropy for v in values if v.entropy is not None]) if settings.with_entropy else None
         ctx.mark_non_differentiable(*joined[1:])

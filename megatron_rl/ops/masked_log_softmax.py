@@ -41,6 +41,9 @@ class MaskedLogSoftmax:
     margin: torch.Tensor
     """Logarithm of the target's probability over that of the likeliest token, pruned or not: the target would be in the safe
     set of each log_rho up to it. Without gradient. 0 for an ignored row."""
+    pruned: torch.Tensor
+    """Share of the full softmax outside of the safe set; without gradient. 1 - coverage, but summed by itself: precise where it
+    is far below the rounding of 1. 0 for an ignored row."""
 
 
 def masked_log_softmax(
@@ -69,8 +72,9 @@ def masked_log_softmax(
     found: Any = _MaskedLogSoftmax.apply(
         logits, targets, log_rho, temperature, tp_group, with_entropy, inplace_backward
     )
-    log_probs, entropy, in_support, coverage, margin = found
-    return MaskedLogSoftmax(log_probs, in_support, coverage, entropy if with_entropy else None, margin)
+    log_probs, entropy, *rest = found
+    in_support, coverage, margin, pruned = rest
+    return MaskedLogSoftmax(log_probs, in_support, coverage, entropy if with_entropy else None, margin, pruned)
 
 
 def masked_log_softmax_reference(
@@ -83,7 +87,7 @@ def masked_log_softmax_reference(
 ) -> MaskedLogSoftmax:
     """The definition in plain differentiable torch over a whole vocabulary."""
     counts = targets != IGNORE
-    log_probs, in_support, coverage, entropy, margin = plain.log_softmax_by_definition(
+    log_probs, in_support, coverage, entropy, margin, pruned = plain.log_softmax_by_definition(
         logits, targets.clamp(min=0), log_rho=log_rho, temperature=temperature
     )
     return MaskedLogSoftmax(
@@ -92,6 +96,7 @@ def masked_log_softmax_reference(
         torch.where(counts, coverage, 1.0),
         torch.where(counts, entropy, 0.0) if with_entropy else None,
         torch.where(counts, margin, 0.0),
+        torch.where(counts, pruned, 0.0),
     )
 
 
@@ -198,7 +203,7 @@ def evaluate(
         dist.all_reduce(sums, group=group)
     else:
         (maximum, at_target), sums = kernels.extremes_and_sums(logits, targets, log_rho, temperature, with_entropy)
-    safe_sum, full_sum, weighted = sums
+    safe_sum, pruned_sum, weighted = sums
 
     divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
     most = maximum / divisor
@@ -211,10 +216,12 @@ def evaluate(
     log_sum = safe_sum.log()
     log_probs = torch.where(in_support, (at_target - maximum) / temperature - log_sum, -torch.inf)
     log_probs = torch.where(counts, log_probs, 0.0)
+    full_sum = safe_sum + pruned_sum
     coverage = torch.where(counts, safe_sum / full_sum, 1.0)
+    pruned = torch.where(counts, pruned_sum / full_sum, 0.0)
     entropy = torch.where(counts, log_sum - weighted / safe_sum, 0.0) if with_entropy else None
     margin = torch.where(counts, at_target / divisor - most, 0.0)
-    values = MaskedLogSoftmax(log_probs, in_support, coverage, entropy, margin)
+    values = MaskedLogSoftmax(log_probs, in_support, coverage, entropy, margin, pruned)
     return values, Rows(targets, in_support, maximum, safe_sum, entropy, first_column, log_rho, temperature)
 
 
@@ -257,9 +264,10 @@ class _MaskedLogSoftmax(torch.autograd.Function):
         values, rows = evaluate(logits, targets, log_rho, temperature, tp_group, with_entropy)
         ctx.save_for_backward(logits, *rows.tensors())
         ctx.numbers, ctx.inplace = (rows.first_column, log_rho, temperature), inplace_backward
-        ctx.mark_non_differentiable(values.in_support, values.coverage, values.margin)
+        others = values.in_support, values.coverage, values.margin, values.pruned
+        ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)
-        return values.log_probs, values.entropy, values.in_support, values.coverage, values.margin
+        return values.log_probs, values.entropy, *others
 
     @staticmethod
     @once_differentiable

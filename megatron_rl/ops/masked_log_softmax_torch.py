@@ -15,8 +15,8 @@ LOWEST = -1e4
 
 def log_softmax_by_definition(
     logits: torch.Tensor, targets: torch.Tensor, *, log_rho: float | None, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log_probs, in_support, coverage, entropy, margin), each [T], of logits [T, V] and targets [T] in the vocabulary.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log_probs, in_support, coverage, entropy, margin, pruned), each [T], of logits [T, V] and targets [T] in the vocabulary.
 
     Differentiable, in the precision of `logits` (at least fp32); the safe set is taken in that precision.
     """
@@ -28,9 +28,10 @@ def log_softmax_by_definition(
     log_p = torch.where(safe, z, -torch.inf).log_softmax(-1)
     finite = torch.where(safe, log_p, 0.0)
     entropy = -torch.where(safe, finite.exp() * finite, 0.0).sum(-1)
-    coverage = torch.where(safe, z.softmax(-1), 0.0).sum(-1).detach()
+    p = z.detach().softmax(-1)
+    coverage, pruned = torch.where(safe, p, 0.0).sum(-1), torch.where(safe, 0.0, p).sum(-1)
     at_target = [values.gather(1, targets[:, None])[:, 0] for values in (log_p, safe, (z - most).detach())]
-    return at_target[0], at_target[1], coverage, entropy, at_target[2]
+    return at_target[0], at_target[1], coverage, entropy, at_target[2], pruned
 
 
 def working_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -54,16 +55,16 @@ def extremes(logits: torch.Tensor, targets: torch.Tensor, first_column: int) -> 
 def sums(
     logits: torch.Tensor, maximum: torch.Tensor, log_rho: float | None, temperature: float, with_entropy: bool
 ) -> torch.Tensor:
-    """[3, T], with d = (x - maximum) / temperature: e^d over the safe set, e^d over all, d e^d over the safe set."""
+    """[3, T], with d = (x - maximum) / temperature: e^d over the safe set, e^d outside of it, d e^d over the safe set."""
     out = maximum.new_zeros(3, len(maximum))
     for b, d, safe in _blocks(logits, maximum, log_rho, temperature):
         e = d.exp()
         inside = e * safe
-        out[0, b], out[1, b] = inside.sum(-1), e.sum(-1)
+        out[0, b], out[1, b] = inside.sum(-1), (e - inside).sum(-1)
         if with_entropy:
             out[2, b] = inside.mul_(d).sum(-1)
     if log_rho is None:
-        out[1] = out[0]
+        out[1] = 0.0  # a logit of -inf is outside of every set
     return out
 
 

@@ -36,6 +36,7 @@ class Scenario:
     responses_per_gpu: Positive = 8
     samples_per_prompt: Positive = 8
     updates_per_step: Positive = 1
+    epochs: Positive = 1
     scoring_passes: Count = 0
     tokens_per_micro_batch: Positive = 16384
     max_new_tokens: Positive
@@ -94,6 +95,7 @@ class Scenario:
             concurrency=self.concurrency,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             updates_per_step=self.updates_per_step,
+            epochs=self.epochs,
             scoring_passes=self.scoring_passes,
             max_staleness=mode.max_staleness,
             partial_rollout=mode.partial_rollout,

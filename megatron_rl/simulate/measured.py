@@ -132,6 +132,7 @@ def _lengths(log: RunLog, line: Any, files: list[Path]) -> np.ndarray:
 def _setting(log: RunLog, ranks: int, prompt_tokens: float) -> Setting:
     arguments = " ".join(map(str, log.setting("rollout.server.extra_args", [])))
     slots = re.search(r"--max-running-requests[ =](\d+)", arguments)
+    updates, epochs = log.setting("batch.updates_per_step", 1), log.setting("batch.epochs", 1)
     return Setting(
         samples_per_prompt=log.setting("batch.samples_per_prompt"),
         max_new_tokens=log.setting("rollout.max_new_tokens", 1024),
@@ -141,9 +142,9 @@ def _setting(log: RunLog, ranks: int, prompt_tokens: float) -> Setting:
         leaders=ranks,
         concurrency=log.setting("rollout.concurrency", 512),
         tokens_per_micro_batch=log.setting("batch.tokens_per_micro_batch", UNLIMITED),
-        updates_per_step=log.setting("batch.updates_per_step", 1),
-        scoring_passes=(log.setting("batch.updates_per_step", 1) > 1)
-        + (log.setting("algorithm.kl.coefficient", 0) > 0),
+        updates_per_step=updates,
+        epochs=epochs,
+        scoring_passes=(updates * epochs > 1) + (log.setting("algorithm.kl.coefficient", 0) > 0),
         max_staleness=log.setting("rollout.max_staleness", 0),
         partial_rollout=log.setting("rollout.partial_rollout") is not False,
         colocated=log.setting("rollout.colocate", False),
@@ -192,7 +193,7 @@ def calibrate(runs: Sequence[Measured]) -> Costs:
             work = max(unit.work, key=lambda one: (one.iterations, one.tokens))
             decode.append([work.iterations, work.tokens, work.kv_tokens, work.prefill_tokens, 1])
             rollout_s.append(seconds["rollout"])
-            does = TrainerWork.of(run.setting, run.lengths[step])
+            does = TrainerWork.of(run.setting, run.lengths[step]).times(run.setting.epochs)
             trained.append([does.tokens, does.micro_batches, does.updates])
             train_s.append(seconds["train"])
     base, sequence, kv, prefill, request = nonnegative(np.asarray(decode), np.asarray(rollout_s))

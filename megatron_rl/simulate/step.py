@@ -52,7 +52,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class TrainerWork:
-    """What the slowest rank does in a step, in units of which `Costs` has the seconds; waiting for other stages counts."""
+    """What the slowest rank does in an epoch of a step, in units of which `Costs` has the seconds; waits for stages count."""
 
     tokens: float
     pairs: float
@@ -70,6 +70,12 @@ class TrainerWork:
         # Stages of a pipeline wait for one another: as if there were more to do.
         times = updates / (1 - pipeline_bubble(setting.pipeline, micro_batches, setting.virtual_pipeline))
         return cls(tokens * times, pairs * times, micro_batches * times, updates)
+
+    def times(self, epochs: int) -> TrainerWork:
+        """Give what it does in so many epochs."""
+        return TrainerWork(
+            epochs * self.tokens, epochs * self.pairs, epochs * self.micro_batches, epochs * self.updates
+        )
 
     def passes_s(self, costs: Costs) -> float:
         """Forwards and backwards."""
@@ -105,7 +111,8 @@ def simulate(setting: Setting, costs: Costs, lengths: Sequence[Sequence[int] | n
         score = setting.scoring_passes * costs.log_probs_share * work.passes_s(costs)
         servers.pass_time(costs.log_probs_s + score)
         times.append(servers.wall)
-        servers.pass_time(work.passes_s(costs) + costs.update_s * work.updates)
+        learning = work.times(setting.epochs)
+        servers.pass_time(learning.passes_s(costs) + costs.update_s * learning.updates)
         times.append(servers.wall)
         if not setting.partial_rollout:
             servers.wait_for_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -18,7 +19,7 @@ from megatron_rl.data.labels import Labels
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.trajectory import OVERLONG, Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.metrics.reduce import Metrics
+from megatron_rl.metrics.reduce import Metrics, derived, maximum, mean, minimum
 from megatron_rl.registry import resolve
 from megatron_rl.rollout.scores_by_server import teacher_log_probs
 from megatron_rl.trainer.critic import Critic, everywhere
@@ -40,6 +41,13 @@ def estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
 def _given(trajectory: Trajectory) -> float:
     """What `Advantages.of_responses` has given to each of its tokens."""
     return float(trajectory["advantages"][0]) if trajectory.response_length else 0.0
+
+
+def _mean_and_std(count: float, total: float, squares: float) -> dict[str, float]:
+    if not count:
+        return {}
+    average, variance = advantages.mean_and_variance(torch.tensor([count, total, squares], dtype=torch.float64))
+    return {"mean": float(average), "std": math.sqrt(float(variance))}
 
 
 class Advantages:
@@ -66,6 +74,8 @@ class Advantages:
         self._teacher = config.distillation if config.teaches else None
         self._whitens = self._of_tokens if algorithm.whiten is None else algorithm.whiten
         self._returns: list[Tensor] = []
+        self._limit = math.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
+        self._measured: Metrics = {}
 
     def of_responses(self, trajectories: list[Trajectory]) -> None:
         """Give each of this leader's trajectories its advantage over the others of its prompt, on whatever leader they are.
@@ -135,13 +145,15 @@ class Advantages:
     def of_tokens(
         self, rollout: Sequence[list[Trajectory]], rollout_batch: Sequence[list[Batch]], kl_coefficient: float
     ) -> None:
-        """Set the advantages of each update's batches, where they go from token to token.
+        """Set the advantages of each update's batches, where more is made of them than those of whole responses.
 
         rollout: this rank's trajectories of each update, which the batches are packed from; their fields are computed.
         """
-        if not (self._of_tokens or self._shaped or self._whitens or self._teacher or self._process):
-            return
         labels = [Labels(trajectories) for trajectories in rollout]
+        made = self._of_tokens or self._shaped or self._whitens or self._teacher or self._process
+        if not (made or self._config.advantage_clip):
+            self._measured = self._measure([of_update.of("advantages") for of_update in labels], labels)
+            return
         shaping = [
             self._shaping(of_update, batches, kl_coefficient)
             for of_update, batches in zip(labels, rollout_batch, strict=True)
@@ -159,8 +171,9 @@ class Advantages:
                 self._teacher.task_coefficient * values + self._taught(self._teacher, of_update, batches)
                 for values, of_update, batches in zip(found, labels, rollout_batch, strict=True)
             ]
+        self._measured = self._measure(found, labels)
         for of_update, batches, values in zip(labels, rollout_batch, found, strict=True):
-            of_update.give(batches, "advantages", values)
+            of_update.give(batches, "advantages", values.clamp(-self._limit, self._limit))
 
     def update_critic(self, index: int) -> None:
         """One update of the critic, by the returns of update `index`."""
@@ -168,8 +181,24 @@ class Advantages:
             self._critic.update(index, self._returns[index])
 
     def metrics(self) -> Metrics:
-        """Of this step's updates of the critic."""
-        return self._critic.metrics() if self._critic else {}
+        """Of the advantages that this step learned from, and of its updates of the critic."""
+        return self._measured | (self._critic.metrics() if self._critic else {})
+
+    def _measure(self, found: list[Tensor], labels: list[Labels]) -> Metrics:
+        """advantage/*: as they are learned from, of all tokens of the step that count. found: before the limit."""
+        if not self._trainer.ranks.is_leader:  # whose sequences the other processes of the copy have too
+            return {}
+        mask = torch.cat([of_update.of("loss_mask") for of_update in labels]).bool()
+        whole = torch.cat(found)
+        values = whole.clamp(-self._limit, self._limit)
+        count, total, squares = advantages.moments(values, mask).tolist()
+        measured = {"advantage": derived(_mean_and_std, count, total, squares)}
+        if count:
+            inside = values[mask]
+            measured |= {"advantage/min": minimum(float(inside.min())), "advantage/max": maximum(float(inside.max()))}
+        if self._config.advantage_clip is not None:
+            measured["advantage/clipped"] = mean(int((mask & (values != whole)).sum()), count)
+        return measured
 
     def _shaping(self, labels: Labels, batches: list[Batch], kl_coefficient: float) -> Tensor:
         """[L] rewards of the tokens themselves: minus their KL to the reference, for their improbability, and of steps."""

@@ -81,7 +81,7 @@ def log_prob_head(
 ) -> torch.Tensor:
     """GPTModel's `output_processor`: hidden states [T / tp, 1, H] -> the `HeadOutputs`, [5, T] fp32, or [6, T] if it smooths.
 
-    Tokens without a label have zeros, and coverage 1. A token outside the safe set has a log-prob of -inf. With tensor
+    Tokens without a label have zeros. A token outside the safe set has a log-prob of -inf. With tensor
     parallelism hidden states come sharded over the sequence and the vocabulary is sharded over the ranks; the gradient is
     reduce-scattered back.
     """
@@ -116,7 +116,7 @@ def log_prob_head(
         else:
             found = _distance(context, context.teacher, hidden, weight, group)
         distance = distance.index_copy(0, context.rows, found.to(distance.dtype))
-    found = [result.log_probs, entropy, result.coverage, result.margin, distance]
+    found = [result.log_probs, entropy, result.pruned, result.margin, distance]
     if context.smooths:
         above = label_over_mean(
             hidden_states[context.rows],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,9 +26,18 @@ class Place:
     """Where a pass stands in the work on a rollout batch."""
 
     update: int = 0
-    """Number of the update that the micro-batches belong to."""
+    """Number of the update that the micro-batches belong to, over all epochs."""
     rollout: Sequence[Sequence[Batch]] = ()
     """The micro-batches of all its updates, as far as they are packed; empty: there is but this one."""
+    again: bool = False
+    """Whether a later epoch learns from these micro-batches once more."""
+
+
+def updates_of(rollout: Sequence[Sequence[Batch]], epochs: int) -> Iterator[tuple[int, Place]]:
+    """Parts of a rollout batch in the order in which updates learn from them, all of them in each epoch, and the places."""
+    parts, updates = len(rollout), len(rollout) * epochs
+    for update in range(updates):
+        yield update % parts, Place(update, rollout, update + parts < updates)
 
 
 ALONE = Place()
@@ -62,6 +71,8 @@ class UpdateHook:
     """How the names of the parameters end that it gives the model."""
     served: bool = False
     """Whether the rollout engine has these too."""
+    ends_batch: bool = False
+    """Set in an update, alike on all processes: no other one of its rollout batch is to follow."""
 
     def attach(self, trainer: Trainer) -> None:
         """The model is built, and unless the trainer only scores its optimizer (else None) too."""

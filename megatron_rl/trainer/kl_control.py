@@ -29,11 +29,14 @@ class KLControl:
         return self._controller.value
 
     def update(self, updates: Sequence[Update], responses: int) -> Metrics:
-        """Move the coefficient by the KL of a step's updates over so many responses. -> the one that the step had."""
+        """Move the coefficient by the KL of the policy that sampled so many responses. -> the coefficient that the step had.
+
+        updates: those of the first epoch, which have each response once.
+        """
         if not self._uses:
             return {}
         had = self.value
-        measured = figures(merge(update.metrics for update in updates)).get("kl/reference", math.nan)
+        measured = figures(merge(update.metrics for update in updates)).get("kl/sampled", math.nan)
         if math.isfinite(measured):  # not where the critic alone has learned, or nothing counted
             self._controller.update(measured, responses)
         return {"kl/coefficient": maximum(had)}

@@ -33,8 +33,8 @@ class HeadOutputs(NamedTuple):
     log_probs: Tensor
     entropy: Tensor
     """Zeros where the objective does not ask for it."""
-    coverage: Tensor
-    """Probability of the safe set of a pruned vocabulary; 1 elsewhere."""
+    pruned: Tensor
+    """Probability outside of the safe set of a pruned vocabulary; 0 elsewhere."""
     margin: Tensor | None = None
     """Logarithm of the label's probability over that of the likeliest token; None: nobody has asked."""
     distance: Tensor | None = None
@@ -249,7 +249,8 @@ class Policy(Objective[HeadOutputs]):
     """A policy loss with rollout correction, KL to the reference and entropy bonus, as the config says.
 
     The loss is sum(a x) / sum(a c) over the update, with x a token's term times its weight, c what it counts
-    (`correction.counts`), and a = 1, or with sequence_mean 1 / (counted tokens of its sequence). Both sums are known once the
+    (`correction.counts`), and a = 1, or with sequence_mean 1 / (counted tokens of its sequence); with sequence_sum it is sum(x)
+    / (sequences x a constant). Both sums are known once the
     passes of all micro-batches are done, so that on-policy, where weights come from the very pass, none is needed before.
     Other losses (load balancing, the routers' z-loss, VP2O's orthogonality) share the divisor: where what is dropped leaves it,
     which is known only then, they are larger by the inverse of what stays (`loss/counted`).
@@ -289,7 +290,7 @@ class Policy(Objective[HeadOutputs]):
     @property
     def ratio_from_old(self) -> bool:
         """Whether the ratio starts from stored log-probs, and not from its own (one update: 1) or the engine's (bypass)."""
-        return self.config.batch.updates_per_step > 1 and not self.config.correction.bypass
+        return self.config.batch.updates > 1 and not self.config.correction.bypass
 
     @property
     def needs(self) -> frozenset[str]:
@@ -338,8 +339,10 @@ class Policy(Objective[HeadOutputs]):
                 batch["advantages"],
                 inside,
                 batch.segments,
-                algorithm.clip_low,
-                algorithm.clip_high,
+                math.inf if algorithm.clip_low is None else algorithm.clip_low,
+                math.inf if algorithm.clip_high is None else algorithm.clip_high,
+                algorithm.tau_pos,
+                algorithm.tau_neg,
             ),
         )
         terms = terms * corrected.weights.to(terms)
@@ -349,6 +352,8 @@ class Policy(Objective[HeadOutputs]):
             self.totals.tokens / self.totals.sequences if algorithm.aggregation == "sequence_mean" else 1.0
         )
         counted = (weights * count).sum()
+        if algorithm.aggregation == "sequence_sum":
+            counted = self._constant_total(batch, corrected)
         total = terms
         # What is dropped leaves the whole update: where the trainer finds a token next to impossible, its KL explodes too.
         stays = torch.where(corrected.vetoed | corrected.rejected, 0.0, count).to(terms)
@@ -357,6 +362,10 @@ class Policy(Objective[HeadOutputs]):
             estimate = kl.estimate(log_probs, batch["reference_log_probs"], algorithm.kl.estimator)
             estimate = torch.where(inside, estimate, torch.zeros_like(estimate))
             of_reference = {"kl/reference": ratio(estimate.detach().sum(), mask.sum())}  # of no token there is none
+            sampler = batch["rollout_log_probs"] if self.config.correction.bypass else old
+            distance = kl.estimate(sampler.detach(), batch["reference_log_probs"], algorithm.kl.estimator)
+            known = torch.where(mask & (sampler > -torch.inf), distance, torch.zeros_like(distance))
+            of_reference["kl/sampled"] = ratio(known.sum(), mask.sum())
             coefficient = algorithm.kl.coefficient if self.kl_coefficient is None else self.kl_coefficient
             if algorithm.kl.placement == "loss":
                 total = total + coefficient * stays * torch.where(stays > 0, estimate, torch.zeros_like(estimate))
@@ -374,7 +383,7 @@ class Policy(Objective[HeadOutputs]):
         sums["entropy"] = torch.where(mask, entropy.detach(), 0.0).sum()
         sums[CLOSE] = (mask & ((old - batch["rollout_log_probs"]).abs() <= math.log(2))).sum()
         # The mismatch to the engine is that of the policy before its update.
-        seen = {"old_log_probs": old.detach(), "coverage": outputs.coverage.detach(), **vars(corrected)}
+        seen = {"old_log_probs": old.detach(), "pruned": outputs.pruned.detach(), **vars(corrected)}
         if self.config.pruning.measure and outputs.margin is not None:
             seen["safe"] = outputs.margin.detach() >= math.log(self.config.pruning.rho)
         metrics = _token_means(batch, sums) | of_reference
@@ -382,6 +391,14 @@ class Policy(Objective[HeadOutputs]):
         metrics["loss/policy"] = mean((terms.detach() * weights).sum(), counted)
         metrics["loss/counted"] = mean(counted, mask.sum())
         return Result((total * weights).sum(), metrics, seen, counted)
+
+    def _constant_total(self, batch: Batch, corrected: TokenWeights) -> Tensor:
+        """Return Dr. GRPO's divisor: a constant for each sequence, but for those that the correction drops whole."""
+        correction = correction_of(self.config)
+        whole = correction if correction.denominator == "sampled" else replace(correction, denominator="kept_sequences")
+        count = counts(corrected, batch.mask, whole)
+        longest = self.config.rollout.max_new_tokens
+        return losses.constant_total(count, batch.segments, batch.sequence_lengths, longest)
 
     def _without(self, gone: Tensor, batch: Batch, corrected: TokenWeights) -> TokenWeights:
         """Weights of 0 for the tokens `gone` [T], and for their sequences where the loss's ratio is a sequence's."""

@@ -14,7 +14,6 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import Config, OptimizerConfig
-from megatron_rl.errors import UserError
 from megatron_rl.models.precision import TRAIN
 
 
@@ -117,11 +116,6 @@ def torch_adams(optimizer: ChainedOptimizer) -> list[torch.optim.Adam]:
 def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, updates: int) -> OptimizerParamScheduler:
     """Linear warm-up, then constant, linear or cosine decay to min_lr_ratio over `updates` (or decay_steps)."""
     decay_steps = config.decay_steps or updates
-    if config.warmup_steps >= decay_steps:
-        raise UserError(
-            f"config: optimizer.warmup_steps = {config.warmup_steps} leaves nothing of the {decay_steps} updates to train;"
-            f" the largest is {decay_steps - 1}"
-        )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

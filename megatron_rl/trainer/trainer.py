@@ -71,6 +71,8 @@ class Update:
     """[T] values by name of each micro-batch (`Result.tokens`); nothing on pipeline stages without the head."""
     lr_scale: float = 1.0
     """Share of the learning rate at which the step was taken: below 1 where a hook confined it, 0 where it left it out."""
+    ends_batch: bool = False
+    """Whether a hook leaves out all later updates of the rollout batch."""
 
 
 class Trainer:
@@ -271,7 +273,7 @@ class Trainer:
             results = self._run(
                 self.ddp, batches, passes, objective, self.support, forward_only=False, features=drawn, routers=routers
             )
-        for batch in batches:
+        for batch in () if place.again else batches:
             batch.teacher_hidden, batch.teacher_layers = None, {}  # which are large, and have been used
         measured = [result.metrics for result in results if result] if self.reports else []
         measured += [observer.metrics() for route_pass in passes if route_pass for observer in route_pass.observers]
@@ -289,7 +291,8 @@ class Trainer:
         metrics["update/skipped"] = total(float(not step.done and step.scale > 0))
         if step.done:
             self.scheduler.step(1)
-        return Update(metrics, [result.tokens if result else {} for result in results], step.scale)
+        tokens = [result.tokens if result else {} for result in results]
+        return Update(metrics, tokens, step.scale, any(hook.ends_batch for hook in self.hooks))
 
     def _step(self) -> Step:
         """Clip and step, unless nothing counts, a hook refuses it, or the norm is not finite.
@@ -435,7 +438,7 @@ class Trainer:
 
         def token_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
             entropy = torch.zeros_like(log_probs) if entropy is None else entropy
-            return objective(batch.take(rows), HeadOutputs(log_probs, entropy, torch.ones_like(entropy))).loss
+            return objective(batch.take(rows), HeadOutputs(log_probs, entropy, torch.zeros_like(entropy))).loss
 
         borders = batch.cu_seqlens
         packed = PackedBatch(

@@ -176,6 +176,89 @@ def test_cispo_learns_where_ppo_is_held_back():
     torch.testing.assert_close(gradients["cispo"], torch.tensor([-1.28, 0.8]))
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), taus=st.tuples(st.floats(0.2, 5.0), st.floats(0.2, 5.0)))
+def test_sapo_weighs_a_token_by_its_soft_gate(seed, taus):
+    """Value -4 / tau sigmoid(tau (r - 1)) A, and gradient -sech^2(tau (r - 1) / 2) r A, token by token in Python floats."""
+    log_probs, old, advantages, mask, segments = packed(seed)
+    advantages[0] = 0.0  # which has the other temperature, and no part in either
+    inputs = losses.LossInputs(log_probs, old, advantages, mask, segments, **CLIPS, tau_pos=taus[0], tau_neg=taus[1])
+    terms, sums = losses.policy_terms(losses.POLICY_LOSSES["sapo"], inputs)
+    (gradient,) = torch.autograd.grad(terms.sum(), log_probs)
+    for t in range(len(mask)):
+        ratio, advantage = math.exp(float(log_probs[t].detach() - old[t])), float(advantages[t])
+        tau, counts = taus[advantage <= 0], float(mask[t])
+        value = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage * counts
+        slope = -ratio * advantage / math.cosh(tau * (ratio - 1) / 2) ** 2 * counts
+        assert float(terms[t].detach()) == pytest.approx(value, rel=1e-11)
+        assert float(gradient[t]) == pytest.approx(slope, rel=1e-9, abs=1e-300)
+    assert float(sums["loss/clip_fraction"]) == 0.0
+
+
+def test_sapo_lets_far_tokens_go_and_those_of_negative_advantages_sooner():
+    """At r = 1 the policy gradient itself, with the defaults of the paper; far away nothing, and no overflow at e^20."""
+    log_probs = torch.tensor(
+        [0.0, 0.0, math.log(3.0), math.log(3.0), 30.0, -30.0], dtype=torch.float64
+    ).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    rest = (
+        torch.zeros(6, dtype=torch.float64),
+        advantages,
+        torch.ones(6, dtype=torch.bool),
+        Segments.of(torch.arange(6)),
+    )
+    (gradient,) = torch.autograd.grad(policy_terms("sapo", log_probs, *rest)[0].sum(), log_probs)
+    weights = (-gradient * advantages).tolist()
+    assert weights[:2] == pytest.approx([1.0, 1.0], rel=1e-12)
+    assert weights[2:4] == pytest.approx([3 / math.cosh(1.0) ** 2, 3 / math.cosh(1.05) ** 2], rel=1e-12)
+    assert weights[3] < weights[2] and weights[4] == 0.0 and 0.0 < weights[5] < 1e-12
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), side=st.sampled_from(["low", "high", "both"]))
+def test_an_infinite_bound_clips_nothing_on_its_side(seed, side):
+    """PPO's -r A, value and gradient, wherever the finite bound does not hold; GSPO and CISPO know it too."""
+    log_probs, old, advantages, mask, segments = packed(seed)
+    bounds = {f"clip_{one}": math.inf if side in (one, "both") else 0.2 for one in ("low", "high")}
+    for loss in ("ppo", "gspo", "cispo"):
+        inputs = losses.LossInputs(log_probs, old, advantages, mask, segments, **bounds)
+        _, sums = losses.policy_terms(losses.POLICY_LOSSES[loss], inputs)
+        assert side != "both" or float(sums["loss/clip_fraction"]) == 0.0
+    terms = losses.ppo(losses.LossInputs(log_probs, old, advantages, mask, segments, **bounds)).terms
+    (gradient,) = torch.autograd.grad(terms.sum(), log_probs)
+    ratios = (log_probs.detach() - old).exp()
+    held = (ratios < 0.8) & (advantages < 0) if side == "high" else (ratios > 1.2) & (advantages > 0)
+    held &= side != "both"
+    expected = torch.where(held, 0.0, -ratios * advantages)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+    assert terms.isfinite().all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), length=st.integers(1, 5000))
+def test_dr_grpos_mean_has_a_constant_divisor(seed, length):
+    """Sum of the terms / (sequences x length), as TRL's dr_grpo and verl's seq-mean-token-sum-norm; parts of it add up."""
+    rng = np.random.default_rng(seed)
+    values, mask = rng.normal(size=(5, 9)), rng.random((5, 9)) < 0.7
+    mask[:, rng.integers(9)] = True
+    of_trl = (values * mask).sum() / (len(mask) * length)
+    of_verl = (values * mask).sum(-1).mean() / length
+    ids = torch.arange(5).repeat_interleave(9)
+    terms, inside = torch.tensor(values).flatten(), torch.tensor(mask).flatten()
+    lengths = torch.tensor(mask.sum(1))
+    total, divisor = 0.0, 0.0
+    for part in torch.tensor(rng.integers(0, 3, 45)), torch.zeros(45):  # three ranks that share sequences; and one
+        total = divisor = 0.0
+        for rank in part.unique():
+            mine = part == rank
+            segments = Segments(ids[mine], 5)
+            total += float((terms[mine] * losses.loss_weights(inside[mine], segments, "sequence_sum")).sum())
+            divisor += float(losses.constant_total(inside[mine], segments, lengths, length))
+        assert divisor == pytest.approx(5 * length, rel=1e-12)
+        assert total / divisor == pytest.approx(of_trl, rel=1e-9, abs=1e-15)
+        assert of_verl == pytest.approx(of_trl, rel=1e-9, abs=1e-15)
+
+
 @pytest.mark.parametrize("loss", losses.POLICY_LOSSES)
 def test_what_a_loss_says_of_itself_is_so(loss):
     """per_token: no token's term moves with another token's log-prob. has_ratio: terms move with the old log-probs."""

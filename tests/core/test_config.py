@@ -317,8 +317,19 @@ def test_the_tree_is_frozen_and_has_few_knobs():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
     # 280, one for operators that engine and trainer share, three for gates: recorded, replayed, and the threshold below which
-    # a replayed expert is given up; two of routers' balance, and label smoothing of demonstrations and of pairs.
-    assert len(key_paths()) <= 293
+    # a replayed expert is given up; two of routers' balance, two label smoothings; five for epochs,
+    # early stopping, a limit of advantages, and SAPO's two temperatures.
+    assert len(key_paths()) <= 298
+
+
+@pytest.mark.parametrize("name", ["ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"])
+def test_epochs_by_their_names_elsewhere(name):
+    """Of verl, TRL's PPO and GRPO, and OpenRLHF; in a file and on the command line, in whatever section."""
+    for section in ("batch", "algorithm"):
+        with pytest.raises(UserError, match=rf"unknown key '{section}\.{name}'; did you mean 'batch\.epochs'\?"):
+            build_config({section: {name: 4}})
+    with pytest.raises(UserError, match=r"did you mean 'batch\.epochs'\?"):
+        parse_overrides([f"--batch.{name}", "4"])
 
 
 def test_old_names_are_errors_that_name_the_new_one():

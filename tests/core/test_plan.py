@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
-from megatron_rl.launch.plan import make_plan, share_of
+from megatron_rl.launch.plan import make_plan, share_of, total_updates
 
 
 def plan(world_size: int, batch: dict | None = None, parallel: dict | None = None):
@@ -20,11 +20,25 @@ def test_sizes():
     assert (p.trajectories_per_step, p.trajectories_per_update) == (256, 64)
 
 
+def test_updates_of_a_run():
+    """Those behind the critic's warm-up, of all epochs; what learns from data has one a step."""
+    batch = {"updates_per_step": 2, "epochs": 3}
+    values = {"steps": 7, "batch": batch, "critic": {"warmup_steps": 2}}
+    assert total_updates(build_config(values), "train") == 42  # no critic: nothing to warm up
+    ppo = build_config({**values, "algorithm": {"advantage": "gae"}})
+    assert total_updates(ppo, "train") == 30
+    assert [total_updates(ppo, kind) for kind in ("sft", "reward", "dpo")] == [7, 7, 7]
+
+
 def test_the_table_speaks_of_what_the_command_does():
     p = plan(2, {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 2})
     processes, trajectories, updates = p.lines("train")
     assert processes.endswith("2 = 2 data-parallel x 1 per model") and updates.endswith(" 2")
     assert trajectories.endswith("32 per step (16 per leader), 16 per update")
+    p = plan(2, {"prompts_per_step": 8, "samples_per_prompt": 4, "updates_per_step": 2, "epochs": 3})
+    assert p.lines("train")[1:] == [trajectories, "updates per step     2 x 3 epochs"]
+    for epochs, ending in ((1, " 1 (on-policy)"), (2, " 1 x 2 epochs")):
+        assert plan(2, {"epochs": epochs}).lines("train")[2].endswith(ending)
     alone = plan(2, {"prompts_per_step": 8, "samples_per_prompt": 1})
     assert alone.lines("sft") == [processes, "demonstrations       8 per step, in one update"]
     assert alone.lines("ask") == [processes]

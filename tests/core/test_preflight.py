@@ -13,6 +13,7 @@ import pytest
 from megatron_rl.algorithms.correction_choice import DENOMINATORS
 from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
+from megatron_rl.launch.loss_checks import loss_hints
 from megatron_rl.launch.model_checks import _check_places
 from megatron_rl.launch.preflight import _check_correction, check_memory_savers, preflight
 from megatron_rl.models.precision import Machine
@@ -20,6 +21,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.sync.pythonpath.megatron_rl_plugin.processors import PRUNE_TAIL
 from megatron_rl.trainer.objective import correction_of
 
+GAE = {"algorithm": {"advantage": "gae"}}
 REFUSED = {
     "likelihoods where rewards are learned from": (
         {"eval": {"likelihood": True}},
@@ -32,6 +34,49 @@ REFUSED = {
     "on-policy with several updates": (
         {"algorithm": {"on_policy": True}, "batch": {"updates_per_step": 2}},
         r"batch\.updates_per_step = 2 with algorithm\.on_policy: .*; set it to 1, or set algorithm\.on_policy: false",
+    ),
+    "on-policy with several epochs": (
+        {"algorithm": {"on_policy": True}, "batch": {"epochs": 3}},
+        r"batch\.epochs = 3 with algorithm\.on_policy: .*; set it to 1, or set algorithm\.on_policy: false",
+    ),
+    "predictors with several epochs": (
+        {"routing": {"source": "pr2"}, "batch": {"updates_per_step": 2, "epochs": 2}},
+        r"batch\.epochs = 2 with routing\.source = pr2: .*; set epochs: 1, or routing\.source: r2 or r3",
+    ),
+    "routes that no pass records": (
+        {"routing": {"source": "r2"}, "batch": {"epochs": 2}, "correction": {"bypass": True}},
+        r"bypass leaves out the pass in which routing\.source = r2 records the routes",
+    ),
+    "an early stop of one update": (
+        {"algorithm": {"target_kl": 0.01}},
+        r"algorithm\.target_kl does nothing with one update a step.*; set batch\.epochs or batch\.updates_per_step to 2",
+    ),
+    "temperatures of no gate": (
+        {"algorithm": {"tau_neg": 1.5}},
+        r"algorithm\.tau_pos and tau_neg are of the loss sapo, and algorithm\.loss is ppo; leave them out",
+    ),
+    "a constant divisor of weights": (
+        {
+            "algorithm": {"aggregation": "sequence_sum"},
+            "correction": {"mode": "truncate", "high": 2.0, "denominator": "weights"},
+        },
+        r"denominator = weights divides by a sum of weights, and .*sequence_sum by a constant; set denominator: kept_seq",
+    ),
+    "a warm-up as long as all updates": (
+        {"steps": 3, "batch": {"updates_per_step": 2, "epochs": 2}, "optimizer": {"warmup_steps": 12}},
+        r"optimizer\.warmup_steps = 12 leaves nothing of the 12 updates to train; the largest is 11",
+    ),
+    "a warm-up as long as the updates behind the critic's": (
+        {**GAE, "steps": 3, "critic": {"warmup_steps": 1}, "batch": {"epochs": 2}, "optimizer": {"warmup_steps": 4}},
+        r"optimizer\.warmup_steps = 4 leaves nothing of the 4 updates to train; the largest is 3",
+    ),
+    "a critic's warm-up as long as all updates": (
+        {**GAE, "steps": 3, "batch": {"epochs": 2}, "critic": {"optimizer": {"warmup_steps": 6}}},
+        r"critic\.optimizer\.warmup_steps = 6 leaves nothing of the 6 updates to train; the largest is 5",
+    ),
+    "a warm-up as long as the decay": (
+        {"optimizer": {"warmup_steps": 5, "decay": "linear", "decay_steps": 5}},
+        r"optimizer\.warmup_steps = 5 leaves nothing of the 5 updates to train",
     ),
     "on-policy with old samples": (
         {
@@ -302,7 +347,6 @@ REFUSED |= {
         "overlap_param_gather with vp2o.enabled, .*set overlap_param_gather: false",
     ),
 }
-GAE = {"algorithm": {"advantage": "gae"}}
 SAMPLES_AGAIN = {"rollout": {"dynamic_sampling": {"max_rounds": 10}}}
 REFUSED |= {
     "more prompts, of which none is left out": (
@@ -435,6 +479,42 @@ def test_a_demonstration_is_one_sequence_of_one_update(tiny_model, monkeypatch):
     assert (plan.trajectories_per_step, plan.trajectories_per_update, plan.updates_per_step) == (5, 5, 1)
     with pytest.raises(UserError, match="updates_per_step = 3 does not divide"):
         preflight(config, "train")
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+def test_a_warm_up_is_of_the_commands_own_updates(kind, tiny_model, monkeypatch):
+    """What learns from data has one update a step; what learns nothing has no schedule."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+    def look(as_kind, warmup, **batch):
+        sections = {"batch": {"prompts_per_step": 4, **batch}, "optimizer": {"warmup_steps": warmup}}
+        preflight(build_config({"steps": 3, "model": {"path": str(tiny_model("qwen3_moe"))}, **sections}), as_kind)
+
+    look(kind, 2, updates_per_step=3)
+    with pytest.raises(UserError, match=r"optimizer\.warmup_steps = 3 leaves nothing of the 3 updates to train"):
+        look(kind, 3, updates_per_step=3)
+    with pytest.raises(
+        UserError, match=rf"batch\.epochs = 2 is of reinforcement learning, and megatron-rl {kind} goes"
+    ):
+        look(kind, 0, epochs=2)
+    look("ask", 3, epochs=2)
+    look("train", 5, epochs=2)
+
+
+def test_a_loss_with_another_losss_settings_is_told():
+    """GSPO with bounds of tokens, or the mean over tokens; with its own, and for every other loss, nothing is said."""
+
+    def hints(**algorithm):
+        return loss_hints(build_config({"algorithm": algorithm}).algorithm)
+
+    clip, mean = hints(loss="gspo")
+    assert "clip_low = 0.2, clip_high = 0.2" in clip and "3e-4 and 4e-4" in clip and "\n" not in clip
+    assert "gspo with aggregation: token_mean" in mean and "(sequence_mean)" in mean
+    own = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"}
+    assert hints(loss="gspo", **own) == hints(loss="gspo", **own | {"clip_low": None, "clip_high": None}) == []
+    assert len(hints(loss="gspo", **own | {"clip_high": 0.28})) == 1
+    assert len(hints(loss="sapo")) == 1 and not hints(loss="sapo", aggregation="sequence_mean")
+    assert not hints() and not hints(loss="cispo") and not hints(aggregation="sequence_sum")
 
 
 def test_vp2o_is_of_reinforcement_learning(tiny_model, monkeypatch):

@@ -119,6 +119,17 @@ def random_run(rng, **changes):
     return setting, [rng.integers(1, 400, 12 * samples) for _ in range(8)]
 
 
+def test_epochs_repeat_the_updates_and_nothing_else(rng):
+    """Of a step that waits for its servers: as many times the train seconds, with the same scoring, rollout and push."""
+    setting, lengths = random_run(rng, updates_per_step=2, scoring_passes=1)
+    setting = replace(setting, max_staleness=0)
+    costs = decoding(rng, log_probs_share=0.4, update_s=0.7, micro_batch_s=0.2, push_s=0.1)
+    once, thrice = (simulate(replace(setting, epochs=n), costs, lengths).steps for n in (1, 3))
+    for one, three in zip(once, thrice, strict=True):
+        assert close(three.train_s, 3 * one.train_s) and close(three.log_probs_s, one.log_probs_s)
+        assert close(three.step_s - one.step_s, 2 * one.train_s) and one.train_s > 1.4
+
+
 def test_tokens_are_conserved_and_staleness_is_bounded(rng):
     for _ in range(5):
         setting, lengths = random_run(rng)

@@ -33,7 +33,8 @@ def folder(tmp_path_factory, tiny_model):
         "runs_dir": str(folder),
         "model": {"path": str(model)},
         "data": {"task": "number_sorting"},
-        "batch": {"prompts_per_step": 2, "samples_per_prompt": 2, "updates_per_step": 2, "tokens_per_micro_batch": 128},
+        "batch": {"prompts_per_step": 2, "samples_per_prompt": 2, "updates_per_step": 2, "epochs": 2}
+        | {"tokens_per_micro_batch": 128},
         "algorithm": {"advantage": "gae", "kl": kl},
         "critic": {"warmup_steps": 1, "optimizer": {"lr": 1e-2}},
         "optimizer": {"lr": 1e-3},
@@ -68,6 +69,8 @@ def test_every_step_says_what_the_critic_did(folder):
         assert row.keys() >= OF_CRITIC | {"kl/coefficient", "reward/mean"}
         assert all(math.isfinite(row[name]) for name in OF_CRITIC - {"critic/explained_variance"})
         assert row["critic/grad_norm"] > 0 and row["critic/lr"] == 1e-2 and row["critic/skipped"] == 0
+    of_updates = [{name.split("/")[1] for name in row if name.startswith("routing/update_")} for row in rows]
+    assert of_updates == [set(), *[{f"update_{number}" for number in (1, 2, 3, 4)}] * (STEPS - 1)], "two epochs of two"
     assert rows[0]["loss/policy"] is None and all(row["loss/policy"] is not None for row in rows[1:])
     # Far above its target, the KL moves the coefficient by 20 % x 4 responses / 20 after each step of the policy.
     coefficients = [row["kl/coefficient"] for row in rows]

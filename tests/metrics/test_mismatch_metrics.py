@@ -21,20 +21,20 @@ RATIOS = [[0.5, 4.0], [1.0, 1.0, 0.25]]
 ROOTS = [2.0 ** (1 / 2), 0.25 ** (1 / 3)]
 
 
-def measured(ratios=RATIOS, coverage=1.0, margin=0.0, **config) -> dict[str, float]:
+def measured(ratios=RATIOS, pruned=0.0, margin=0.0, **config) -> dict[str, float]:
     """Of one update in which everything is computed by the real objective, in one process."""
     config = build_config({"rollout": {"max_new_tokens": 10}, **config})
     samples = [Sequence.demonstration([1, 2], list(range(3, 3 + len(of_response)))) for of_response in ratios]
     for sample in samples:
         sample["rollout_log_probs"], sample["advantages"] = -3.0, 1.0
     batch = pack(samples, [0, 1], Layout())
-    train, covered = batch["rollout_log_probs"].clone(), torch.ones_like(batch["rollout_log_probs"])
+    train, lost = batch["rollout_log_probs"].clone(), torch.zeros_like(batch["rollout_log_probs"])
     margins = torch.zeros_like(train)
     train[batch.mask] += torch.tensor([r for row in ratios for r in row]).log()
-    covered[batch.mask] = torch.as_tensor(coverage, dtype=torch.float32)
+    lost[batch.mask] = torch.as_tensor(pruned, dtype=torch.float32)
     margins[batch.mask] = torch.as_tensor(margin, dtype=torch.float32)
     objective = Policy(config, Totals(int(batch.mask.sum()), 2))
-    result = objective(batch, HeadOutputs(train, torch.zeros_like(train), covered, margins))
+    result = objective(batch, HeadOutputs(train, torch.zeros_like(train), lost, margins))
     updates = [Update(result.metrics, [result.tokens])]
     return figures(mismatch_metrics(config, [[batch]], updates, {"answer": 2.0, "length": -0.5}))
 
@@ -110,8 +110,31 @@ def test_a_veto_alone_leaves_the_ratios_of_what_stays():
     assert found["corrected/weight_mean"] == pytest.approx(2 / 5)
 
 
+def test_a_bias_bound_does_not_end_where_one_minus_its_mass_rounds_to_one():
+    """Masses of 4e-8, below half an ulp of 1 in fp32, and of 1e-9: 16,384 tokens make a bound of them that is no 0."""
+    rollout = {"max_new_tokens": 16384}
+    found = measured(pruned=[4e-8, 1e-9, 0.0, 2e-9, 0.0], pruning={"enabled": True}, rollout=rollout)
+    assert found["pruning/pruned_mass_max"] == pytest.approx(4e-8, rel=1e-6)
+    assert found["pruning/pruned_mass"] == pytest.approx(4.3e-8 / 5, rel=1e-6)
+    # Through 1 - mass in fp64, whose half ulp is 1.1e-16 of 8.6e-9.
+    assert found["pruning/bias_bound"] == pytest.approx(2.5 * 16384 * 4e-8, rel=1e-6)
+    assert found["pruning/bias_mean"] == pytest.approx(2.5 * 16384 * 4.3e-8 / 5, rel=1e-6)
+
+
+def test_the_largest_gap_of_a_sequences_log_perplexity():
+    """|mean of log r| of the worst response, whichever sign it has; a pruned token is left out, and NaN is of no sequence."""
+    of_first, of_second = (sum(math.log(r) for r in row) / len(row) for row in RATIOS)
+    found = measured()["mismatch/log_ppl_gap_max"]
+    assert found == pytest.approx(max(abs(of_first), abs(of_second)), rel=1e-5)
+    assert measured([[1 / r for r in row] for row in RATIOS])["mismatch/log_ppl_gap_max"] == pytest.approx(
+        found, rel=1e-5
+    )
+    found = measured([[0.5, 0.0], [1.0, 1.1, 1.0]], pruning={"enabled": True})
+    assert found["mismatch/log_ppl_gap_max"] == pytest.approx(math.log(2), rel=1e-5)
+
+
 def test_what_pruning_takes_away():
-    found = measured([[0.5, 0.0], [1.0, 1.0, 0.25]], [0.9, 1.0, 0.8, 1.0, 1.0], pruning={"enabled": True})
+    found = measured([[0.5, 0.0], [1.0, 1.0, 0.25]], [0.1, 0.0, 0.2, 0.0, 0.0], pruning={"enabled": True})
     assert found["pruning/out_of_set"] == found["mismatch/not_finite"] == 1.0
     assert found["mismatch/kl"] == pytest.approx(k3([0.5, 1.0, 1.0, 0.25]), rel=1e-5)
     assert found["mismatch/sequence_ess"] == pytest.approx(ess([0.0, 0.25]), rel=1e-5)

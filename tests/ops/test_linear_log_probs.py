@@ -75,7 +75,7 @@ def test_values_and_gradients(dtype, log_rho, chunk_tokens, on_the_way):
     rounding = 2 * logit_rounding(hidden, weight, 0.7) if dtype != torch.bfloat16 else torch.zeros(len(targets))
     softmax = 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     within = (2 + expected.entropy.detach().double()) * rounding + softmax * (1 + expected.log_probs.detach().abs())
-    for name in ("log_probs", "entropy", "coverage", "margin"):
+    for name in ("log_probs", "entropy", "coverage", "margin", "pruned"):
         ours, theirs = (getattr(x, name).detach().double() for x in (out, expected))
         assert ((ours - theirs).abs() <= within)[expected.in_support].all(), name
     assert not out.log_probs[~rows].any() and not out.in_support[~rows].any()
@@ -234,7 +234,7 @@ def test_backward_twice_through_the_same_graph():
 def test_nothing_to_do():
     hidden, weight, targets = head(5)
     out = linear_log_probs(hidden, weight, torch.full_like(targets, -100), log_rho=None, with_entropy=True)
-    assert not out.log_probs.any() and out.coverage.eq(1).all()
+    assert not out.log_probs.any() and out.coverage.eq(1).all() and not out.pruned.any()
     out.log_probs.sum().backward()
     assert not hidden.grad.any() and not weight.grad.any()
 
@@ -382,5 +382,5 @@ def test_agrees_with_the_operator_on_whole_logits():
     hidden, weight, targets = head(7)
     whole = masked_log_softmax(hidden @ weight.t(), targets, log_rho=-15.0, with_entropy=True)
     out = linear_log_probs(hidden, weight, targets, log_rho=-15.0, with_entropy=True, chunk_tokens=64)
-    for name in ("log_probs", "entropy", "coverage"):
+    for name in ("log_probs", "entropy", "coverage", "pruned"):
         torch.testing.assert_close(getattr(out, name), getattr(whole, name), atol=3e-6, rtol=2e-6)

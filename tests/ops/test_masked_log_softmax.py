@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import random
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +71,7 @@ def test_values_match_the_definition(seed, rows, columns, dtype, log_rho, temper
     assert torch.equal(out.in_support, in_support)
     torch.testing.assert_close(out.log_probs, log_probs, atol=3e-6, rtol=2e-6, check_dtype=False)
     torch.testing.assert_close(out.coverage, coverage, atol=0, rtol=1e-5, check_dtype=False)
+    torch.testing.assert_close(out.pruned, 1 - coverage.double(), atol=2e-6, rtol=0, check_dtype=False)
     torch.testing.assert_close(out.entropy, entropy, atol=5e-6, rtol=2e-6, check_dtype=False)
     scaled, counts = (logits.float() / temperature).double(), targets != -100
     margin = scaled.gather(1, targets.clamp(min=0)[:, None])[:, 0] - scaled.max(1).values
@@ -176,7 +179,7 @@ def every_output(logits, targets, **options):
     out = masked_log_softmax(logits, targets, with_entropy=True, **options)
     total = torch.where(out.in_support, out.log_probs, 0.0).sum() + 0.3 * out.entropy.sum()
     gradient = torch.autograd.grad(total, logits)[0]
-    return [out.log_probs, out.in_support, out.coverage, out.entropy, gradient, out.margin]
+    return [out.log_probs, out.in_support, out.coverage, out.entropy, gradient, out.margin, out.pruned]
 
 
 @settings(max_examples=40, deadline=None)
@@ -365,6 +368,9 @@ def on_two_ranks() -> list:
         (torch.where(out.in_support, out.log_probs, 0.0).sum() + 0.3 * out.entropy.sum()).backward()
         fields = (out.log_probs, out.in_support, out.coverage, out.entropy, share.grad, out.margin)
         results.append([x.detach().float().numpy() for x in fields])
+    logits, targets, _ = of_small_tails(2)
+    share = logits.float().chunk(2, dim=1)[rank].contiguous()
+    tails = masked_log_softmax(share, targets, log_rho=-13.0, tp_group=dist.group.WORLD).pruned.numpy()
     broken, targets = batch(9, 8, 50, torch.float32, ignored=False)
     broken[5, 40] = torch.nan  # in the second rank's share: both must raise, neither may hang
     try:
@@ -373,7 +379,46 @@ def on_two_ranks() -> list:
     except ValueError as error:
         results.append(str(error))
     dist.destroy_process_group()
-    return results
+    return [*results, tails]
+
+
+def of_small_tails(seed: int):
+    """Logits [8, 400] fp64 of numbers of fp32, targets, and the mass of what e^-13 prunes: 1e-9 to 1e-6.
+
+    Between 100 and 300 tokens of a row are the tail, the others are within e^-12 of the likeliest. The mass is added up in
+    fp64, the tail by itself.
+    """
+    rng = np.random.default_rng(seed)
+    logits, masses = np.empty((8, 400)), []
+    for row, size in enumerate(10.0 ** rng.uniform(-9, -6, 8)):
+        tail = rng.permutation(400) < rng.integers(100, 300)
+        top = np.where(tail, -np.inf, rng.uniform(-12, 0, 400))
+        top[np.argmax(top)] = 0.0
+        raw = np.where(tail, rng.uniform(-1.5, 1.5, 400), -np.inf)
+        shift = np.log(size * np.exp(top).sum() / np.exp(raw).sum())
+        logits[row] = np.where(tail, raw + shift, top).astype(np.float32)
+        assert (logits[row][tail] < -13.1).all()
+        pruned = np.exp(logits[row][tail]).sum()
+        masses.append(pruned / (pruned + np.exp(logits[row][~tail]).sum()))
+    return torch.tensor(logits), torch.zeros(8, dtype=torch.int64), torch.tensor(masses, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("path", ["compiled", "plain", "fp64", "definition", "reference in fp32"])
+def test_a_pruned_mass_far_below_the_rounding_of_one_is_right(path, monkeypatch):
+    """1 - coverage in fp32 knows multiples of 6e-8 alone."""
+    logits, targets, masses = of_small_tails(int(np.random.SeedSequence().entropy % 2**32))
+    assert masses.min() > 9e-10 and masses.max() < 1.1e-6
+    given = logits if path in ("fp64", "definition") else logits.float()
+    if path == "plain":
+        module = sys.modules[masked_log_softmax.__module__]
+        monkeypatch.setattr(module, "_kernels", lambda _: masked_log_softmax_torch)
+    by = masked_log_softmax_reference if path in ("definition", "reference in fp32") else masked_log_softmax
+    found = by(given, targets, log_rho=-13.0)
+    # |d| < 32 is rounded to fp32: a relative error of 1e-6 in e^d, so in a sum of positive terms; the kernel scales d before.
+    torch.testing.assert_close(found.pruned.double(), masses, rtol=1e-5, atol=0)
+    assert not by(given, targets, log_rho=None).pruned.any(), "the whole vocabulary prunes nothing"
+    ignored = by(given, torch.full_like(targets, -100), log_rho=-13.0)
+    assert not ignored.pruned.any() and ignored.coverage.eq(1).all()
 
 
 def test_two_ranks_equal_one():
@@ -395,6 +440,8 @@ def test_two_ranks_equal_one():
             torch.testing.assert_close(grad, expected, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 5e-3)
     for rank in range(2):
         assert "row 5" in results[rank][3]
+        tails = torch.tensor(results[rank][4]).double()
+        torch.testing.assert_close(tails, of_small_tails(2)[2], rtol=1e-5, atol=0)
 
 
 def test_gradient_flows_through_a_head_in_any_precision():

@@ -15,6 +15,7 @@ from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.advantages import Advantages
 from megatron_rl.trainer.critic import everywhere
+from megatron_rl.trainer.hooks import Place
 from megatron_rl.trainer.objective import SFT, Policy
 from megatron_rl.trainer.trainer import TEACHER, Trainer, build_trainer
 
@@ -59,8 +60,12 @@ def update_once(config: Config, samples: list[Sequence], *, policy: bool = False
             found["teacher"] = everywhere(trainer, Labels(mine), batches, "teacher_log_probs")
             found["old"] = everywhere(trainer, Labels(mine), batches, "old_log_probs")
     trainer._step = lambda: (caught.update(grads=whole_gradients(trainer)), step())[1]
-    done = trainer.update(batches, objective)
+    done = trainer.update(batches, objective, Place(again=True))
     found |= {"metrics": figures(done.metrics), "grads": caught["grads"]}
+    if policy:  # a second epoch, by what the teacher said before the first
+        trainer._step = step
+        found["later"] = figures(trainer.update(batches, objective).metrics)
+        assert not any(batch.teacher_layers or batch.teacher_hidden is not None for batch in batches)
     end_layout()
     return found if ranks.rank == 0 else {}
 

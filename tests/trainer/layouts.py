@@ -142,10 +142,12 @@ def run_layout(config: Config, samples: list[Sequence], updates: int = 2, *, who
     mine = samples[ranks.data_rank :: ranks.data_size]
     mine_index = list(range(len(samples)))[ranks.data_rank :: ranks.data_size]
     result: dict = {"micro_batches": 0}
+    batches: list[Batch] = []
     for update in range(updates):
-        batches = trainer.pack(mine)
-        score(trainer, batches)
         objective = Policy(config)
+        if update % config.batch.epochs == 0:
+            batches = trainer.pack(mine)
+            score(trainer, batches)
         if update == 0:
             result["log_probs"] = gather_log_probs(trainer, batches, mine_index)
             result["tokens"] = trainer.totals(batches).tokens

@@ -18,7 +18,7 @@ from megatron_rl.data.labels import Labels
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import critic_config, share_of
-from megatron_rl.metrics.reduce import figures, merge
+from megatron_rl.metrics.reduce import figures, merge, over_ranks
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer.advantages import Advantages
 from megatron_rl.trainer.critic import Critic, StateValues, everywhere
@@ -34,11 +34,13 @@ WHOLE = {
     "rloo, whitened": AlgorithmConfig(advantage="rloo", whiten=True, entropy_reward=0.02),
     "tilt": AlgorithmConfig(advantage="tilt", tilt_temperature=0.7, kl=IN_REWARD),
     "plain": AlgorithmConfig(advantage="dr_grpo"),
+    "grpo, clipped": AlgorithmConfig(advantage_clip=0.8),
 }
 """Advantages of whole responses, whose sequences are one each."""
 OF_TOKENS = {
     "gae": AlgorithmConfig(advantage="gae", gamma=0.97, lam=0.9, whiten=False),
     "gae, scored where it was cut off": AlgorithmConfig(advantage="gae", lam=0.7, bootstrap_truncated=False),
+    "gae, clipped": AlgorithmConfig(advantage="gae", lam=0.8, advantage_clip=0.6),
     "gae, whitened": AlgorithmConfig(advantage="gae", lam=0.5, kl=IN_REWARD, entropy_reward=0.05),
     "reinforce_plus_plus": AlgorithmConfig(advantage="reinforce_plus_plus", gamma=0.9, kl=IN_REWARD),
     "baseline": AlgorithmConfig(advantage="reinforce_plus_plus_baseline", entropy_reward=0.03),
@@ -68,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {
         "algorithm": {"advantage": "reinforce_plus_plus_baseline", "entropy_reward": 0.05},
     },
-    "grpo": {"algorithm": {"kl": {"coefficient": 0.1, "placement": "reward"}}, **PROCESS},
+    "grpo": {"algorithm": {"advantage_clip": 1.1, "kl": {"coefficient": 0.1, "placement": "reward"}}, **PROCESS},
     # What changes routers and log-probs, all at once.
     "together": {
         "algorithm": {"advantage": "gae", "kl": {"coefficient": 0.1, "placement": "reward"}, "entropy_reward": 0.01},
@@ -225,7 +227,8 @@ def step(
     for index, batches in enumerate(rollout_batch):
         advantages.update_critic(index)
         updates.append(trainer.update(batches, objective, Place(index, rollout_batch)))
-    metrics = merge([advantages.metrics(), *(update.metrics for update in updates)])
+    of_all = over_ranks(trainer.ranks, [advantages.metrics()])
+    metrics = merge([of_all, *(update.metrics for update in updates)])
     metrics |= kl.update(updates, PROMPTS * SAMPLES)
     return made, figures(metrics), len(rollout_batch[0])
 

@@ -112,6 +112,9 @@ def test_layouts_distill_as_one_process(placement, tiny_model, teacher):
             assert other["metrics"][figure] == pytest.approx(one["metrics"][figure], rel=2e-5, abs=1e-6), (name, figure)
         worst = max(np.abs(other["grads"][tensor] - grad).max() for tensor, grad in one["grads"].items())
         assert worst < 1e-5 * max(1.0, float(largest)), name
+    for result in (one, *others):  # a later epoch still has what the teacher said, and the student has moved
+        if placement == "loss":
+            assert result["later"][metric] != result["metrics"][metric] and result["later"][metric] > 0.01
     if placement == "advantage":  # half of what the rewards said, and the teacher's whole say
         old, taught = one["old"], one["teacher"]
         given = torch.cat([torch.as_tensor(sample["advantages"]) for sample in samples])

@@ -53,7 +53,7 @@ def apply(config, batch, log_probs, old=None, *, reference=None, entropy=None) -
             batch.fields[name] = values
     objective = Policy(config, Totals(int(batch.mask.sum()), batch.segments.count))
     entropy = torch.zeros_like(log_probs) if entropy is None else entropy
-    return objective(batch, HeadOutputs(log_probs, entropy, torch.ones_like(log_probs)))
+    return objective(batch, HeadOutputs(log_probs, entropy, torch.zeros_like(log_probs)))
 
 
 def gradient(config, batch, log_probs, old=None) -> torch.Tensor:
@@ -144,7 +144,7 @@ def weights_by_hand(d: list[float], gone: list[bool], correction: dict) -> tuple
     return found, rejected, dropped
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
 @pytest.mark.parametrize("denominator", [None, *DENOMINATORS])
 def test_the_gradient_is_the_mean_over_the_stated_tokens(denominator, aggregation):
     """Of one update in two micro-batches, in fp64: policy, KL and entropy. Log-ratios are multiples of 1/256, exact in fp32."""
@@ -155,7 +155,8 @@ def test_the_gradient_is_the_mean_over_the_stated_tokens(denominator, aggregatio
         algorithm = {"loss": "reinforce", "aggregation": aggregation, "entropy_coefficient": ENTROPY}
         algorithm["kl"] = {"coefficient": KL, "estimator": "k2"}
         sections = {"algorithm": algorithm, "batch": {"updates_per_step": updates}, "pruning": {"enabled": True}}
-        policy = Policy(build_config({**sections, "correction": correction | choice}))
+        longest = {"rollout": {"max_new_tokens": 11}}
+        policy = Policy(build_config({**sections, **longest, "correction": correction | choice}))
         rng, parts = np.random.default_rng([seed, number]), []
         for _ in range(2):
             batch, current, old = draw(int(rng.integers(2**32)), [(1, int(n)) for n in rng.integers(2, 8, 3)])
@@ -171,8 +172,8 @@ def test_the_gradient_is_the_mean_over_the_stated_tokens(denominator, aggregatio
             sum(int(batch.mask.sum()) for batch, *_ in parts), sum(batch.segments.count for batch, *_ in parts)
         )
         policy = policy.for_update(totals)
-        one = torch.ones(())
-        results = [policy(batch, HeadOutputs(log_probs, entropy, one)) for batch, log_probs, entropy in parts]
+        none = torch.zeros(())
+        results = [policy(batch, HeadOutputs(log_probs, entropy, none)) for batch, log_probs, entropy in parts]
         divisor = sum(result.counted for result in results)
         found = [torch.autograd.grad(r.loss, part[1:]) for r, part in zip(results, parts, strict=True)]
 
@@ -197,9 +198,11 @@ def test_the_gradient_is_the_mean_over_the_stated_tokens(denominator, aggregatio
                 # weights: their sum, each token weighing as much as its sequence's aggregation gives it.
                 length = sum(counts) if denominator != "weights" else len(own)
                 share = 1 / length if aggregation == "sequence_mean" and length else 1.0
+                if aggregation == "sequence_sum" and own:  # a constant for each sequence that was not dropped whole
+                    expected_divisor += 11 * (denominator == "sampled" or not dropped)
                 for t, weight, count, out in zip(own, weights, counts, rejected, strict=True):
                     stays = count * (not out and not dropped) * share
-                    expected_divisor += count * share
+                    expected_divisor += count * share * (aggregation != "sequence_sum")
                     if weight:
                         value -= weight * share * advantages[t] * now[t]
                     of_log_probs[t] -= weight * share * advantages[t]
@@ -221,7 +224,7 @@ def test_the_gradient_is_the_mean_over_the_stated_tokens(denominator, aggregatio
             for (batch, log_probs, entropy), (whole, _) in zip(parts, found, strict=True):
                 for rows in torch.arange(len(log_probs)).split(8):
                     part = log_probs.detach()[rows].requires_grad_()
-                    loss = policy(batch.take(rows), HeadOutputs(part, entropy.detach()[rows], one)).loss
+                    loss = policy(batch.take(rows), HeadOutputs(part, entropy.detach()[rows], none)).loss
                     torch.testing.assert_close(torch.autograd.grad(loss, part)[0], whole[rows])
 
 
@@ -315,7 +318,7 @@ def test_what_is_computed_before_the_updates(updates, bypass, denominator, kl):
     batch.fields |= {name: computed[name] for name in expected}
     totals = Totals(int(batch.mask.sum()), batch.segments.count)
     objective = Policy(config).for_update(totals)
-    result = objective(batch, HeadOutputs(current, torch.zeros_like(current), torch.ones_like(current)))
+    result = objective(batch, HeadOutputs(current, torch.zeros_like(current), torch.zeros_like(current)))
     assert torch.isfinite(result.loss) and ("kl/reference" in result.metrics) == (kl > 0)
     assert torch.equal(result.tokens["old_log_probs"], old if from_old else current.detach())
 
@@ -328,7 +331,7 @@ def test_a_batch_without_a_field_that_the_loss_needs(lacks):
     del fields[lacks]
     batch.fields |= fields
     with pytest.raises(ValueError, match=f"no {lacks}, .*algorithm.loss = ppo.*compute_fields"):
-        Policy(config)(batch, HeadOutputs(current, torch.zeros_like(current), torch.ones_like(current)))
+        Policy(config)(batch, HeadOutputs(current, torch.zeros_like(current), torch.zeros_like(current)))
 
 
 EVERYTHING = {

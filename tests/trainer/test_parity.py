@@ -92,6 +92,12 @@ ALGORITHMS = {
     "weighted": {"correction": {"mode": "truncate", "high": 2.0}, "batch": {"updates_per_step": 1}},
     # Nothing of it needs whole sequences, so that the head computes gradients on the way.
     "pruned": {"pruning": {"enabled": True, "rho": 0.43}, "correction": {"mode": "clip", "low": 0.5, "high": 2.0}},
+    # The second update is of the same batch, whose old log-probs, and what replays routes, are from before the first.
+    "epochs": {
+        "algorithm": {"loss": "sapo", "aggregation": "sequence_sum", "tau_neg": 1.4},
+        "routing": {"source": "r2"},
+        "batch": {"updates_per_step": 1, "epochs": 2},
+    },
     # As it is trained: one update, whose ratios are 1.
     "on_policy": {"batch": {"updates_per_step": 1}},
     # All parts of it; the first two must weigh about the same, and the last refuse nothing, but be measured.
@@ -218,7 +224,9 @@ def drawn(model, sinks_model):
     both = {name: ONE_RANK[name] for name in ("reference", "head_in_chunks")}
     small = {name: ONE_RANK[name] for name in ("reference", "full_recompute", "one_sequence_per_micro_batch")}
     first = under("grpo", ONE_RANK) | under("gspo", both) | under("vp2o", small)
-    first |= under("frozen", {name: ONE_RANK[name] for name in ("reference", "full_recompute")})
+    first |= under("frozen", {name: ONE_RANK[name] for name in ("reference", "full_recompute")}) | under(
+        "epochs", small
+    )
     first |= with_sinks(sinks_model, "grpo", small) | with_sinks(sinks_model, "on_policy", {"reference": {}})
 
     def attempt(seed: int):
@@ -259,6 +267,7 @@ def two_ranks(model, sinks_model, samples, truncated):
     experts |= SHARDED
     frozen = {name: experts[name] for name in ("tp2_sp", "pp2", "ep2", "dp2_sharded")}
     first = under("grpo", TWO_RANKS) | under("gspo", split) | under("vp2o", experts) | under("frozen", frozen)
+    first |= under("epochs", split | {name: experts[name] for name in ("ep2", "dp2_distributed_optimizer")})
     first |= with_sinks(sinks_model, "grpo", SINKS_TWO_RANKS)
     return run(model, samples, 2, first) | run(
         model, truncated, 2, under("corrected", with_data) | under("normalized", with_data) | under("kept", with_data)
@@ -395,6 +404,21 @@ def test_what_is_dropped_leaves_the_mean(model, one_rank, two_ranks):
     nothing, before = one_rank["rejected reference"], load_file(Path(model) / "model.safetensors")
     assert (nothing["metrics"]["update/skipped"], nothing["metrics"]["loss/counted"]) == (1, 0)
     assert all(np.array_equal(weight, before[tensor]) for tensor, weight in nothing["weights"].items())
+
+
+def test_a_second_epoch_and_a_constant_divisor(one_rank, two_ranks, samples):
+    """SAPO's gate of ratios to old log-probs that stay; the divisor is the sequences x rollout.max_new_tokens."""
+    reference = one_rank["epochs reference"]
+    assert reference["metrics"]["loss/ratio"] != 1.0
+    sequences = sum(sample["loss_mask"].any() for sample in samples)
+    expected = sequences * 1024 / reference["tokens"]
+    assert reference["metrics"]["loss/counted"] == pytest.approx(expected, rel=1e-6)
+    for results in (one_rank, two_ranks):
+        compare_all("epochs", one_rank, results)
+        for name, result in results.items():
+            if name.startswith("epochs "):
+                counted = reference["metrics"]["loss/counted"]
+                assert result["metrics"]["loss/counted"] == pytest.approx(counted, rel=1e-6), name
 
 
 def test_frozen_weights(model, one_rank, two_ranks):

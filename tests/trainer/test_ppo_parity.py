@@ -260,6 +260,8 @@ def expected(
         mean = sum(everything) / len(everything)
         deviation = math.sqrt(sum((value - mean) ** 2 for value in everything) / len(everything))
         advantages = {key: [(value - mean) / deviation for value in each] for key, each in advantages.items()}
+    if (limit := algorithm.advantage_clip) is not None:
+        advantages = {key: [min(max(value, -limit), limit) for value in each] for key, each in advantages.items()}
     return advantages, returns
 
 
@@ -297,6 +299,23 @@ def test_advantages_are_those_of_their_definition(found, seed, run):
             if algorithm.advantage == "gae":
                 near(made["returns"][number][mask], returns[number], f"{name}: returns of {number}")
                 assert not made["returns"][number][~mask].any()
+
+
+@pytest.mark.parametrize("run", [run for runs in RUNS.values() for run in runs], ids=" ".join)
+def test_metrics_of_advantages_are_those_of_all_tokens_that_count(found, seed, run):
+    """Of all ranks and both updates, in fp64; after the limit, of which it is known how many it has changed."""
+    trajectories, algorithm = make_trajectories(seed, parts=run[0] != "grpo"), algorithm_of(run[0])
+    made, metrics = found[run]["advantages"]["case"], found[run]["metrics"]
+    values = np.concatenate([made["advantages"][int(t.prompt_id)][t["loss_mask"]] for t in trajectories]).astype(float)
+    expected = {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max()}
+    for name, value in expected.items():
+        assert metrics[f"advantage/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+    limit = algorithm.advantage_clip
+    if limit is None:
+        assert "advantage/clipped" not in metrics
+    else:
+        at_limit = np.isclose(np.abs(values), limit, rtol=1e-6).mean()
+        assert 0 < metrics["advantage/clipped"] == pytest.approx(at_limit, rel=1e-9)
 
 
 def test_parts_of_a_sample_have_no_single_reward_to_add_to(found):

@@ -236,7 +236,7 @@ class AgentCollection(Collection):
             total=self._total,
             prefixes=shared,
             routes=self.routes,
-            routes_start=talk.known_routes if self.routes else 0,
+            routes_start=talk.known_routes(client.pushed()) if self.routes else 0,
             features=self._features_of(request),
             top_log_probs=self.top_log_probs,
             options=self.support.options(),

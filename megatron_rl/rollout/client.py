@@ -78,7 +78,9 @@ class Reply:
     kept: list[np.ndarray] | None = None
     """Per token the ids that top-p and top-k kept, int32, where the request asks for them."""
     routes: np.ndarray | None = None
-    """[p + m - 1 - start, moe_layers, topk]: start rows were known already."""
+    """[p + m - 1 - routes_start, moe_layers, topk]."""
+    routes_start: int = 0
+    """Rows that were known already, and did not come."""
     gates: np.ndarray | None = None
     """The same of the experts' weights, float32, where the engine sends them."""
     features: RouterFeatures | None = None
@@ -174,6 +176,7 @@ def parse_reply(
         if meta.get("routed_experts") is None:
             raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
         encoded, rows = meta["routed_experts"], prompt_length + count - 1 - routes_start
+        parsed.routes_start = routes_start
         if routes.gates:
             parsed.routes, parsed.gates = routes.decode_with_gates(encoded, rows)
         else:
@@ -301,6 +304,8 @@ class SGLangClient:
         self.versions: Set[str] | None = None
         """Weight versions of this run; a server that answers with others was started anew, and its answers are not taken.
         None: all do."""
+        self.pushed: Callable[[], str | None] = lambda: None
+        """Version of the weights that the servers have been sent last, or are being sent; None: it is not known."""
         self.slots, self.timeout_s, self.retries, self.lost = Slots(concurrency), timeout_s, retries, lost
         self.step = 0
         self._run, self._headers = run, bearer(key)

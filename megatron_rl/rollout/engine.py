@@ -171,6 +171,7 @@ class Engine:
         # A run that claims to be on-policy stops at a server with other weights; others push again.
         if rollout.external and self.trains and not self.config.algorithm.on_policy:
             self.client.versions = self._pusher.digests.keys()
+        self.client.pushed = lambda: self._pusher.latest
         self.run.before_saving = self.sleep  # all of the trainer has to be there
         self.run.pushed = lambda: self._pusher.digests
         self._stack.push(self._leave)

@@ -502,8 +502,8 @@ def _check_staleness(config: Config) -> None:
         (bool(config.rollout.load), "rollout.load: no server is asked"),
         (config.algorithm.on_policy, "algorithm.on_policy: older weights have sampled what is learned"),
         (
-            config.routing.source == "pr3" and config.routing.features == "engine",
-            "routing.source: pr3: predictors learn how far routers have moved since the last push, and older ones have routed",
+            config.routing.source == "pr3",
+            "routing.source: pr3: its engine looks ahead from the last push, and older weights and predictors have routed",
         ),
     ):
         if refused:

@@ -71,7 +71,8 @@ class OpenAIAgents(Agents):
 
     @override
     def collect(self, **settings: Any) -> Collection:
-        return OpenAICollection(**settings, agents=self)
+        # A session may be several sequences: which of them are of the first update is known when all have ended.
+        return OpenAICollection(**settings | {"features_from": 0}, agents=self)
 
     @override
     def close(self) -> None:

@@ -124,6 +124,7 @@ class SingleTurn:
         """The collection of a step, or of an evaluation. settings: fields of `Collection`."""
         if self.collection.trajectories is not Collection.trajectories:  # what becomes of a request is not known here
             settings = {name: value for name, value in settings.items() if name not in ("known", "on_finished")}
+            settings["features_from"] = 0
         return self.collection(**settings)
 
     def check(self, collection: Collection) -> None:

@@ -302,6 +302,18 @@ REFUSED |= {
     ),
 }
 GAE = {"algorithm": {"advantage": "gae"}}
+AHEAD = {"correction": {"mode": "truncate", "high": 2.0}, "rollout": {"max_staleness": 1}}
+REFUSED |= {
+    f"routes of older predictors, features of the {side}": (
+        {
+            **AHEAD,
+            "routing": {"source": "pr3", "features": side},
+            "batch": {"prompts_per_step": 4, "updates_per_step": 2},
+        },
+        r"rollout\.max_staleness with routing\.source: pr3: .*; set max_staleness: 0",
+    )
+    for side in ("trainer", "engine")
+}
 SAMPLES_AGAIN = {"rollout": {"dynamic_sampling": {"max_rounds": 10}}}
 REFUSED |= {
     "more prompts, of which none is left out": (

@@ -55,6 +55,20 @@ def job_name(name: str) -> str:
 RunName = Annotated[str, AfterValidator(_run_name)]
 
 
+def _set_name(name: str) -> str:
+    """It stands between eval/ and the names of metrics."""
+    if not re.fullmatch(r"\w[\w.+-]*", name) or name in ("agent", "reward"):
+        raise PydanticCustomError(
+            "set_name",
+            "a set's name has letters, digits and any of _.-+, begins with one of the former, and is not agent or reward, whose"
+            " metrics are other things'",
+        )
+    return name
+
+
+SetName = Annotated[str, AfterValidator(_set_name)]
+
+
 @section
 class ModelConfig:
     """The policy model, its kernels and its memory."""
@@ -886,6 +900,32 @@ class CheckpointConfig:
 
 
 @section
+class EvalSetConfig:
+    """One of eval.sets. What is not given is as in the section data; of another task, as that section is by default."""
+
+    path: str | None = None
+    """Like data.eval_path: all of its rows are held out. null: the held-out prompts of the section data, or of the task."""
+    task: str | None = None
+    """By default data.task."""
+    verifier: str | None = None
+    prompt_key: str | None = None
+    answer_key: str | None = None
+    response_key: str | None = None
+    template: str | None = None
+    chat: bool | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the task; of data.task beside those of data.options, which they come before."""
+    rewards: dict[str, float] | None = None
+    """Like data.rewards."""
+    prompts: Positive | None = None
+    """Most prompts of the set; by default eval.prompts."""
+    samples: Positive | None = None
+    """By default eval.samples. Of eval.pass_at those count that are not above it."""
+    greedy: bool | None = None
+    """By default eval.greedy."""
+
+
+@section
 class EvalConfig:
     """Evaluation on held-out prompts; in SFT, the likelihood of their demonstrations, or of held-out texts."""
 
@@ -901,6 +941,10 @@ class EvalConfig:
     """Also pass@k for these k, each below samples."""
     greedy: bool = True
     """Also one greedy response to each prompt."""
+    sets: dict[SetName, EvalSetConfig] = dataclasses.field(default_factory=dict)
+    """Several sets of held-out prompts by name, such as {aime24: {path: aime24, samples: 32}}: each has metrics of its own,
+    eval/NAME/score and so on, and none of its prompts is trained on. The held-out prompts of the section data are evaluated
+    beside them where data.eval_path is set; else eval/score (in SFT eval/loss) is the mean over the sets."""
     unpruned: bool = False
     """With pruning.enabled: also the scores of the whole, unpruned policy (eval/score_unpruned), so that runs with and without
     pruning compare by one sampler. It samples everything a second time."""

@@ -55,6 +55,8 @@ def rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list[
             "dataclasses.field(default_factory=list)": "[]",
         }.get(default, default)
         found.append((key, kind, default, meaning))
+        if of_each := re.fullmatch(r"dict\[\w+, (\w+Config)\]", kind):
+            nested += rows(classes, of_each[1], f"{key}.NAME.")
     return found + nested
 
 

@@ -104,16 +104,24 @@ def preflight(config: Config, kind: Kind) -> tuple[PreTrainedConfig, Plan, Sampl
         check_teacher(config, hf_config, kind, world_size)
     if kind == "prune":
         check_prune(config, hf_config, world_size)
-    if kind == "train" and config.rollout.load and config.eval.prompts:
+    if kind == "train" and config.rollout.load and (config.eval.prompts or config.eval.sets):
+        also = ", and eval.sets: {}" if config.eval.sets else ""
         raise UserError(
             "config: rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
+            f"{also}"
+        )
+    if config.eval.sets and kind in ("reward", "dpo"):
+        raise UserError(
+            f"config: eval.sets is of train, sft and eval, and {kind} compares the held-out rows of data.eval_path alone; set"
+            " eval.sets: {}"
         )
     if kind == "train":
         _check_pruning(config.pruning)
-    if too_many := [k for k in config.eval.pass_at if k > config.eval.samples]:
+    most = max(config.eval.samples, *(one.samples or 0 for one in config.eval.sets.values()), 0)
+    if too_many := [k for k in config.eval.pass_at if k > most]:
         raise UserError(
-            f"config: eval.pass_at: pass@{too_many[0]} needs as many responses to a prompt, and eval.samples is"
-            f" {config.eval.samples}; raise eval.samples, or leave {too_many[0]} out"
+            f"config: eval.pass_at: pass@{too_many[0]} needs as many responses to a prompt, and eval.samples is {most}; raise"
+            f" eval.samples, or leave {too_many[0]} out"
         )
     if config.eval.likelihood and kind in ("train", "reward", "dpo"):
         raise UserError(

@@ -20,9 +20,10 @@ from transformers import GenerationConfig
 from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.config_file import to_yaml
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import PromptStream, build_task, fitting
+from megatron_rl.environments import PromptStream, build_task
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.changes import changed_keys
+from megatron_rl.launch.eval_sets import eval_sets, held_out_questions, question
 from megatron_rl.launch.hooks import data_hooks, update_hooks
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, reference_of
 from megatron_rl.launch.preflight import preflight
@@ -89,8 +90,8 @@ class Run:
     Making it looks at all that the user may have got wrong; `build` makes the trainer, which takes long. Between the two an
     engine starts its servers.
 
-    Public fields: config, plan, ranks, hf_config, tokenizer, task, program, stream, held_out, eval_prompts, trainer, logger,
-    step, current_clock.
+    Public fields: config, plan, ranks, hf_config, tokenizer, task, program, stream, eval_sets, trainer, logger, step,
+    current_clock.
     """
 
     trainer: Trainer
@@ -120,8 +121,9 @@ class Run:
             self.stream.check_room()
         if kind == "sft":
             self.stream.check_demonstrations(taught=config.distillation.recorded)
-        self.held_out = self.task.prompts("eval")[: config.eval.prompts]
-        self.eval_prompts = [] if kind in FROM_DATA else fitting(self.held_out, self.program, *lengths)
+        self.eval_sets = eval_sets(config, kind, self.program)
+        if kind != "score" and (unseen := held_out_questions(self.eval_sets)):
+            self.stream.leaves_out = lambda prompt: question(prompt.text, config.data.template) in unseen
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"
         self._lock: TextIO | None = None
@@ -284,7 +286,8 @@ class Run:
                 gc.unfreeze()
             self.logger.close()
             self.program.close()
-            self.task.close()
+            for task in {self.task, *(one.program.task for one in self.eval_sets)}:
+                task.close()
             if self._lock:
                 self._lock.close()
             if kind is None:
@@ -317,6 +320,11 @@ class Run:
             checkpoint.set_random_states(random)
             self.rewards.load_state_dict(rewards)
         self.interrupt.disarm()
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are prompts that an evaluation asks."""
+        return any(one.prompts for one in self.eval_sets)
 
     def asked_to_stop(self) -> bool:
         """Whether this process was asked to stop (SIGTERM, SIGUSR1)."""

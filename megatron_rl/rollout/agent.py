@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, override
+from typing import TYPE_CHECKING, Any, Self, override
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -60,6 +60,15 @@ class Agents(SingleTurn):
         toolbox = Toolbox(self.settings, self.task.tools())
         toolbox.open()
         return toolbox
+
+    @override
+    def with_task(self, task: Task) -> Self:
+        known = {schema["function"]["name"] for schema in self.schemas}
+        if missing := [tool.name for tool in task.tools() if tool.name not in known]:
+            raise UserError(
+                f"data.task: {task.name} brings the tool '{missing[0]}', which the run's conversations do not have"
+            )
+        return super().with_task(task)
 
     @override
     def encode(self, prompt: Prompt) -> Prompt:

@@ -30,6 +30,7 @@ from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.finished import Finished, key_of
 from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
 from megatron_rl.rollout.recover import CANCEL_S, Recovery, begin, generate
@@ -56,6 +57,8 @@ class Asked:
     answered: Future[None]
     step: int
     """That waits for it, 0-based."""
+    program: SingleTurn
+    """What has asked, with the task that judges."""
     round: int = 0
     """Of the step (rollout.dynamic_sampling)."""
 
@@ -253,7 +256,7 @@ class Engine:
         """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
-            return Asked(prompts, nothing, Future(), step, round)
+            return Asked(prompts, nothing, Future(), step, self.run.program, round)
         if self.trains:
             self._pusher.now = self.run.step
         asked = self._begin(
@@ -331,15 +334,14 @@ class Engine:
         *,
         samples: int,
         seed: str,
-        with_routes: bool = False,
-        top_log_probs: int = 0,
+        program: SingleTurn | None = None,
     ) -> list[Trajectory]:
         """`samples` responses to each of `prompts`, which are the same everywhere, with rewards; every process calls it.
 
         Each data-parallel leader gets its share of them, others none. A group is a prompt's place in `prompts`; several
         leaders may share it. seed: says which draws these are, beside config.seed: the same one draws the same again.
-        with_routes: also the engine's routes and router features, where the config asks for them. When the child servers
-        die, they are restarted with the current weights, and what was not answered is asked again.
+        program: in the place of the run's. When the child servers die, they are restarted with the current weights, and what
+        was not answered is asked again.
         """
         return self._rewarded(
             self._begin(
@@ -347,9 +349,8 @@ class Engine:
                 support,
                 samples=samples,
                 seed=seed,
-                with_routes=with_routes,
-                top_log_probs=top_log_probs,
                 step=self.run.step - 1,  # it goes before what has been asked for ahead
+                program=program,
             )
         )
 
@@ -364,6 +365,7 @@ class Engine:
         top_log_probs: int = 0,
         step: int,
         durable: bool = False,
+        program: SingleTurn | None = None,
     ) -> Asked:
         """step: that waits for it. durable: samples are kept on disk as they finish."""
         self.wake()
@@ -383,7 +385,8 @@ class Engine:
         kept: dict[str, Any] = {}
         if durable:
             kept = ranks.leaders_do(lambda: self._kept(prompts, settings, share, step, features_from)) or {}
-        collection = self.run.program.collect(
+        program = program or self.run.program
+        collection = program.collect(
             prompts=prompts,
             share=share,
             features_from=features_from,
@@ -391,7 +394,7 @@ class Engine:
             **settings,
             **kept,
         )
-        return Asked(prompts, collection, begin(collection, self.client, step), step)
+        return Asked(prompts, collection, begin(collection, self.client, step), step, program)
 
     def _kept(
         self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int, features_from: int
@@ -442,9 +445,9 @@ class Engine:
         except BaseException:
             asked.collection.cancel()
             raise
-        self.run.program.check(asked.collection)
+        asked.program.check(asked.collection)
         self._retries += asked.collection.retries
-        arguments = (self.run.task, self.run.tokenizer, asked.prompts)
+        arguments = (asked.program.task, self.run.tokenizer, asked.prompts)
         return give_rewards(*arguments, asked.collection.trajectories())
 
     def _cancel(self) -> None:

@@ -8,7 +8,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, override
+from typing import TYPE_CHECKING, Any, Self, override
 
 from transformers import PreTrainedTokenizerBase
 
@@ -70,9 +70,16 @@ class OpenAIAgents(Agents):
             raise UserError(f"data.task: {self.task.name}: {error}") from None
 
     @override
+    def with_task(self, task: Task) -> Self:
+        if not self.config.agent.function:
+            raise UserError(f"the agent of data.task: {self.task.name} plays its own prompts alone; set agent.function")
+        return super().with_task(task)
+
+    @override
     def collect(self, **settings: Any) -> Collection:
         # A session may be several sequences: which of them are of the first update is known when all have ended.
-        return OpenAICollection(**settings | {"features_from": 0}, agents=self)
+        settings["features_from"] = 0
+        return OpenAICollection(**settings, agents=self)
 
     @override
     def close(self) -> None:

@@ -17,6 +17,7 @@ from megatron_rl.config import Config, DataConfig
 from megatron_rl.config_file import load_config
 from megatron_rl.environments import build_task, fitting
 from megatron_rl.errors import UserError
+from megatron_rl.launch.eval_sets import eval_sets
 from megatron_rl.launch.memory import GB, estimate
 from megatron_rl.launch.preflight import check_memory_savers
 from megatron_rl.models.precision import Machine
@@ -195,6 +196,23 @@ def test_what_a_recipe_asks_can_be_asked(file, tmp_path):
             assert fitting([prompt], form, config.rollout.context_length, config.rollout.max_new_tokens)
     finally:
         form.close()
+
+
+@pytest.mark.parametrize("file", [file for file in ALL if load_config(file).eval.sets], ids=lambda file: file.stem)
+def test_the_evaluation_sets_of_a_recipe_can_be_asked(file, tmp_path):
+    """Each set that it names, with rows in the form of the public ones."""
+    config, rows = load_config(file), tmp_path / "set.jsonl"
+    asked = [{"problem": f"{i} and {i}?", "answer": str(2 * i)} for i in range(3)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (*asked, {"question": "3 and 4?", "answer": "#### 7"})))
+    assert all("/" in one.path and one.task and "eval_split" in one.options for one in config.eval.sets.values())
+    sets = {name: replace(one, path=str(rows)) for name, one in config.eval.sets.items()}
+    config = replace(config, eval=replace(config.eval, sets=sets))
+    form, _ = made(config, tmp_path, file.stem, "train")
+    for one in eval_sets(config, "train", form):
+        assert len(one.prompts) == 4 and one.samples == config.eval.samples
+        right = one.program.task.score(one.prompts[3:], ["So it is \\boxed{7}\n#### 7"])
+        assert right[0]["correct"] == 1.0
+    assert not load_config(file, ["--eval.sets", "{}"]).eval.sets
 
 
 def test_a_recipe_of_another_family_is_seen(tmp_path):

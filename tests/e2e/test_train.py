@@ -24,6 +24,7 @@ from tests.program import Program, forked
 
 STEPS = 4
 TIMEOUT = 420
+ZIGZAG = {"task": "number_zigzag", "prompts": 5, "samples": 3, "greedy": False}
 NAMES = {
     *("step", "reward/mean", "eval/score", "loss/policy", "entropy", "routing/agreement"),
     *("mismatch/kl", "mismatch/ess", "mismatch/ratio_max"),
@@ -76,7 +77,7 @@ def finished(tmp_path_factory, tiny_model):
         "parallel": {"expert": 2},
         "precision": {"train": "fp32", "rollout": "fp32"},
         "rollout": {"max_new_tokens": 24, "context_length": 64, "routes": True, "record": True},
-        "eval": {"prompts": 6, "samples": 2},
+        "eval": {"prompts": 6, "samples": 2, "pass_at": [1], "sets": {"own": {}, "zigzag": ZIGZAG}},
         "checkpoint": {"every": 2},
         "logging": {"tensorboard": False, "profile_steps": [2]},
     }
@@ -154,6 +155,26 @@ def test_numbers_of_gpus_are_null_without_one_and_the_step_is_traced(finished):
     with gzip.open(run_dir / "profile" / "step_2.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"rollout", "train", "sync"} <= names
+
+
+def test_each_evaluation_set_has_scores_and_responses(finished):
+    """The run's own held-out prompts by name, and another task's, which judges its answers itself."""
+    run_dir, _ = finished
+    sizes = {"own": (6, 2, True), "zigzag": (5, 3, False)}
+    for row in read_json_lines(run_dir / "metrics.jsonl"):
+        if row["step"] not in (0, STEPS):
+            continue
+        rows = [json.loads(line) for line in (run_dir / "evals" / f"step_{row['step']:06d}.jsonl").open()]
+        for name, (prompts, samples, greedy) in sizes.items():
+            mine = [one for one in rows if one["set"] == name]
+            sampled = [one["reward"] for one in mine if not one["greedy"]]
+            assert len(sampled) == prompts * samples and len(mine) - len(sampled) == prompts * greedy
+            assert {one["prompt_id"].partition(":")[0] for one in mine} == {f"number_{'sorting' if greedy else name}"}
+            assert row[f"eval/{name}/score"] == pytest.approx(sum(sampled) / len(sampled))
+            assert {f"eval/{name}/pass@1", f"eval/{name}/pass@{samples}", f"eval/{name}/response_length"} <= row.keys()
+            assert (f"eval/{name}/greedy" in row) == greedy and row[f"eval/{name}/prompts"] == prompts
+        assert row["eval/score"] == pytest.approx((row["eval/own/score"] + row["eval/zigzag/score"]) / 2)
+        assert not any(name.startswith("eval/") and name.count("/") == 1 for name in row.keys() - {"eval/score"})
 
 
 def test_no_process_is_left(finished):

@@ -763,6 +763,10 @@ class RolloutConfig:
     server: ServerConfig = ServerConfig()
     sampling: SamplingConfig = SamplingConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    over_sample_rate: NonNegativeFloat = 0.0
+    """A step asks for 1 + so much times its prompts, takes the first groups whose responses have all come, and aborts the rest
+    (verl's over_sample_rate; Pr2's recipe: 0.1), so that it does not wait for stragglers. What is learned from is shorter by
+    that than what the policy says: rollout/aborted, dropped and aborted_length say by how much."""
     max_new_tokens: Positive = 1024
     context_length: Annotated[int, Field(ge=2)] = 4096
     """Longest prompt + response; a prompt that leaves no room for max_new_tokens is skipped, counted and logged. Of a text

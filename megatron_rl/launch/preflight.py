@@ -41,6 +41,7 @@ from megatron_rl.ops.sink_attention import flash_takes
 from megatron_rl.registry import resolve
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import check_extra_args, choices, speculates
+from megatron_rl.rollout.dynamic_sampling import prompts_to_ask
 from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
@@ -480,6 +481,7 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
             key_of(scorer.api_key, f"rewards.models.{name}.api_key")
         _check_staleness(config)
         _check_dynamic_sampling(config)
+        _check_over_sampling(config)
     if kind == "train" and not rollout.load:
         _check_waits(config, world_size)
     if kind in FROM_DATA or rollout.load or rollout.external:
@@ -548,6 +550,26 @@ def _check_dynamic_sampling(config: Config) -> None:
     ):
         if refused:
             raise UserError(f"config: {key} with {problem}, or set {key}.max_rounds: 0")
+
+
+def _check_over_sampling(config: Config) -> None:
+    """Refuse to abort what cannot be, or a rate that asks for no more prompts. Errors: UserError."""
+    rate, prompts = config.rollout.over_sample_rate, config.batch.prompts_per_step
+    if not rate:
+        return
+    for refused, problem in (
+        (bool(config.rollout.load), "with rollout.load: no server is asked; set over_sample_rate: 0"),
+        (
+            config.rollout.program == "openai_agent",
+            "with rollout.program: openai_agent: an agent of your own cannot be ended from outside; set over_sample_rate: 0",
+        ),
+        (
+            prompts_to_ask(prompts, 1.0 + rate) == prompts,
+            f"adds no prompt to batch.prompts_per_step = {prompts}; set over_sample_rate: {1 / prompts:.2g}, or 0",
+        ),
+    ):
+        if refused:
+            raise UserError(f"config: rollout.over_sample_rate = {rate:g} {problem}")
 
 
 def _check_waits(config: Config, world_size: int) -> None:

@@ -21,7 +21,7 @@ from megatron_rl.environments.preferences import Response
 from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolLost
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.client import Reply, SGLangClient
+from megatron_rl.rollout.client import Aborted, Reply, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.conversation import Conversation
 from megatron_rl.rollout.dialects import DIALECTS, Dialect, Harmony, dialect, without_end
@@ -145,6 +145,11 @@ class AgentCollection(Collection):
     def _arrived(self) -> int:
         return sum(bool(talk.finish_reason) for talk in self._talks.values())
 
+    @property
+    @override
+    def finished(self) -> set[int]:
+        return {*self.known} | {request for request, talk in self._talks.items() if talk.finish_reason}
+
     @override
     def run(self, client: SGLangClient) -> None:
         toolbox = self.agents.toolbox
@@ -182,6 +187,15 @@ class AgentCollection(Collection):
         except ToolLost as error:
             self._note(request, str(error))
             talk.finish_reason = "failure"
+        except Aborted as ended:
+            self.aborted[request] = len(talk.tokens) + sum(ended.lengths)
+            await world.close()
+            return
+        except asyncio.CancelledError:
+            if client.aborted:  # it was in a tool, and the run goes on without it
+                self.aborted[request] = len(talk.tokens)
+                await world.close()
+            raise
         finally:
             talk.seconds = settings.time_limit_s - limit.left
         talk.drop_open_observation()

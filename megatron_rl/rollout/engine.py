@@ -30,6 +30,7 @@ from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.finished import Finished, key_of
 from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
@@ -61,6 +62,8 @@ class Asked:
     """What has asked, with the task that judges."""
     round: int = 0
     """Of the step (rollout.dynamic_sampling)."""
+    first: FirstGroups | None = None
+    """Which groups are taken, where not all are."""
 
 
 class Engine:
@@ -88,6 +91,8 @@ class Engine:
         """Of each response of the last step, whether it is not of the weights pushed last."""
         self._staleness: list[int] = []
         """Of each of them, in steps."""
+        self._left_out = LeftOut()
+        """Of the last step, where groups are."""
         self._reused = 0
         """Samples that an earlier process had finished."""
         self._asked: list[Asked] = []
@@ -249,10 +254,19 @@ class Engine:
         self.record(trajectories, step)
         return trajectories
 
-    def begin(self, prompts: Sequence[Prompt], step: int, *, round: int = 0, top_log_probs: int = 0) -> Asked:
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        *,
+        round: int = 0,
+        top_log_probs: int = 0,
+        wanted: int | None = None,
+    ) -> Asked:
         """Ask for what `collect` returns; `finish` waits for it. What an earlier process of the run has is not asked again.
 
-        round: each of a step has draws of its own.
+        round: each of a step has draws of its own. wanted: the first so many groups that are complete are taken, and `finish`
+        aborts the others (rollout.over_sample_rate).
         """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
@@ -268,8 +282,11 @@ class Engine:
             top_log_probs=top_log_probs,
             step=step,
             durable=self.trains and self.config.rollout.durable and not top_log_probs,
+            some=wanted is not None and wanted < len(prompts),
         )
         asked.round = round
+        if wanted is not None and wanted < len(prompts):
+            asked.first = FirstGroups(wanted, self.config.batch.samples_per_prompt)
         self._asked.append(asked)
         return asked
 
@@ -366,8 +383,9 @@ class Engine:
         step: int,
         durable: bool = False,
         program: SingleTurn | None = None,
+        some: bool = False,
     ) -> Asked:
-        """step: that waits for it. durable: samples are kept on disk as they finish."""
+        """step: that waits for it. durable: samples are kept on disk as they finish. some: not all groups are taken."""
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
         settings = {
@@ -381,7 +399,7 @@ class Engine:
         }
         share = share_of(total, ranks.data_rank, ranks.data_size) if ranks.is_leader else range(0)
         # Nothing moves before the first update, so that no predictor learns from its trajectories.
-        features_from = share_of(total, 0, self.config.batch.updates_per_step).stop
+        features_from = 0 if some else share_of(total, 0, self.config.batch.updates_per_step).stop
         kept: dict[str, Any] = {}
         if durable:
             kept = ranks.leaders_do(lambda: self._kept(prompts, settings, share, step, features_from)) or {}
@@ -436,7 +454,7 @@ class Engine:
         """Wait until all is answered; when the child servers die, they are restarted with the current weights."""
         stop = self.run.asked_to_stop if self.trains else (lambda: False)
         arguments = (asked.collection, self.client, self.run.ranks, self._revive)
-        generate(*arguments, begun=asked.answered, step=asked.step, stop=stop)
+        generate(*arguments, begun=asked.answered, step=asked.step, stop=stop, first=asked.first)
 
     def _rewarded(self, asked: Asked) -> list[Trajectory]:
         asked.collection.on_progress = self.run.logger.progress  # of the one that is waited for
@@ -447,8 +465,23 @@ class Engine:
             raise
         asked.program.check(asked.collection)
         self._retries += asked.collection.retries
-        arguments = (asked.program.task, self.run.tokenizer, asked.prompts)
-        return give_rewards(*arguments, asked.collection.trajectories())
+        if asked.first is None:
+            return give_rewards(asked.program.task, self.run.tokenizer, asked.prompts, asked.collection.trajectories())
+        return self._first(asked, asked.first)
+
+    def _first(self, asked: Asked, first: FirstGroups) -> list[Trajectory]:
+        """The trajectories of the groups that are taken, which become the prompts of what was asked."""
+        collection, place = asked.collection, {group: number for number, group in enumerate(first.taken)}
+        requests = collection.requests
+        collection.keep(place)
+        found = give_rewards(asked.program.task, self.run.tokenizer, asked.prompts, collection.trajectories())
+        for trajectory in found:
+            trajectory.group_id = place[trajectory.group_id]
+        asked.prompts = [asked.prompts[group] for group in place]
+        if not asked.round:
+            self._left_out = LeftOut()
+        self._left_out.add(requests, found, collection.aborted)
+        return found
 
     def _cancel(self) -> None:
         """Give up what is still being answered."""
@@ -473,6 +506,8 @@ class Engine:
                 "rollout/staleness_max": maximum(max(ages, default=0)),
                 "rollout/servers": maximum(len(self.client.addresses)),
             }
+        if self.config.rollout.over_sample_rate:
+            sampled |= self._left_out.metrics()
         return sampled | {
             "rollout/restarts": maximum(0 if loads else self._recovery.restarts),
             "rollout/retries": total(self._retries),

@@ -58,7 +58,7 @@ CARDS = ["mismatch/p<*/tokens", "mismatch/p<*/abs", "mismatch/p<*/abs_max", "mis
 
 
 def names_in(text: str) -> list[str]:
-    """Metrics in backquotes, * for what is filled in; one without a room has that of the one before it in the row, or the text."""
+    """Metrics in backquotes, * for what is filled in; one without a room has that of the one before it in row or text."""
     found = []
     for line in re.split(r"\n(?=\||\s*\n)", text):
         room = ""

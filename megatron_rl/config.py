@@ -843,6 +843,10 @@ class AgentConfig:
     """Calls under way per data-parallel leader, apart from rollout.concurrency."""
     max_tool_response: Positive = 4096
     """Characters of a result that the policy sees; of a longer one the first and the last."""
+    history: Literal["sampled", "rendered"] = "sampled"
+    """In training, earlier turns of a conversation in which the user goes on after an answer (dialect harmony). sampled: the
+    tokens as they were sampled, thinking and end marks too, in one sequence. rendered: as the format has a history, without
+    them; each such turn begins a sequence of its own, and all have the conversation's reward. Evaluations always are."""
     on_truncation: Literal["score", "zero", "mask"] = "score"
     """Treatment of a conversation that a limit ended (turns, tokens, time). score: by its last reply, where that is an answer;
     zero: its reward is 0; mask: it does not train, and its group's baseline leaves it out."""

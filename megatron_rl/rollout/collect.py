@@ -63,6 +63,8 @@ class Collection:
     """Base of the requests' own seeds (`request_seed`): their draws do not depend on each other."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
+    evaluates: bool = False
+    """Whether nothing is learned from them."""
     known: Mapping[int, list[Trajectory]] = field(default_factory=dict)
     """Samples by request that are there already; none of them is asked for."""
     on_finished: Callable[[dict[int, list[Trajectory]]], None] | None = None

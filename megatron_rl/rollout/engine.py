@@ -368,6 +368,7 @@ class Engine:
                 seed=seed,
                 step=self.run.step - 1,  # it goes before what has been asked for ahead
                 program=program,
+                evaluates=True,
             )
         )
 
@@ -384,8 +385,12 @@ class Engine:
         durable: bool = False,
         program: SingleTurn | None = None,
         some: bool = False,
+        evaluates: bool = False,
     ) -> Asked:
-        """step: that waits for it. durable: samples are kept on disk as they finish. some: not all groups are taken."""
+        """step: that waits for it. durable: samples are kept on disk as they finish. some: not all groups are taken.
+
+        evaluates: nothing is learned from it.
+        """
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
         settings = {
@@ -411,6 +416,7 @@ class Engine:
             top_log_probs=top_log_probs,
             **settings,
             **kept,
+            **({"evaluates": True} if evaluates else {}),
         )
         return Asked(prompts, collection, begin(collection, self.client, step), step, program)
 

@@ -163,7 +163,8 @@ class OpenAICollection(AgentCollection):
 
         most, room = self.max_new_tokens, agents.config.rollout.context_length
         ends, parts = self.stop_token_ids, agents.task.parts
-        session = Session(agents.dialect, ask, most, room, stop_token_ids=ends, parts=parts)
+        renders = agents.renders(self)
+        session = Session(agents.dialect, ask, most, room, stop_token_ids=ends, parts=parts, renders=renders)
         self._sessions[request] = agents.endpoint.sessions[name] = session
         reason = "stop"
         try:

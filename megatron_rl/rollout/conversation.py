@@ -53,7 +53,8 @@ class Conversation:
     def _tables(self) -> list[tuple[Reply, str]]:
         """Replies of whose tables the whole one is made: from the last on that brought all rows; and their weights."""
         first = max((i for i, reply in enumerate(self.replies) if not reply.routes_start), default=0)
-        return [(reply, reply.weight_spans[-1].version) for reply in self.replies[first:]]
+        routed = [reply for reply in self.replies[first:] if reply.routes is not None]
+        return [(reply, reply.weight_spans[-1].version) for reply in routed]
 
     def add_reply(self, reply: Reply, messages: Messages = ()) -> Turn:
         """Append a reply's tokens as they are. messages: what it says."""

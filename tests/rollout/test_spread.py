@@ -323,9 +323,14 @@ def test_features_of_samples_that_may_be_several_sequences_are_all_whole():
 
     several = Program()
     several.collection = Several
-    for collection in (OpenAIAgents.collect(SimpleNamespace(), **settings), several.collect(**settings)):
+
+    def agents(history: str) -> SimpleNamespace:
+        return SimpleNamespace(settings=SimpleNamespace(history=history))
+
+    whole = [OpenAIAgents.collect(agents("sampled"), **settings), Agents.collect(agents("rendered"), **settings)]
+    for collection in (*whole, several.collect(**settings)):
         assert {collection._features_of(r) for r in range(8)} == {features}
-    for collection in (Agents.collect(SimpleNamespace(), **settings), Program().collect(**settings)):
+    for collection in (Agents.collect(agents("sampled"), **settings), Program().collect(**settings)):
         assert [collection._features_of(r).hidden for r in range(8)] == [0] * 4 + [16] * 4
 
 

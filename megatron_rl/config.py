@@ -55,6 +55,20 @@ def job_name(name: str) -> str:
 RunName = Annotated[str, AfterValidator(_run_name)]
 
 
+def _set_name(name: str) -> str:
+    """It stands between eval/ and the names of metrics."""
+    if not re.fullmatch(r"\w[\w.+-]*", name) or name in ("agent", "reward"):
+        raise PydanticCustomError(
+            "set_name",
+            "a set's name has letters, digits and any of _.-+, begins with one of the former, and is not agent or reward, whose"
+            " metrics are other things'",
+        )
+    return name
+
+
+SetName = Annotated[str, AfterValidator(_set_name)]
+
+
 @section
 class ModelConfig:
     """The policy model, its kernels and its memory."""
@@ -787,6 +801,10 @@ class RolloutConfig:
     server: ServerConfig = ServerConfig()
     sampling: SamplingConfig = SamplingConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    over_sample_rate: NonNegativeFloat = 0.0
+    """A step asks for 1 + so much times its prompts, takes the first groups whose responses have all come, and aborts the rest
+    (verl's over_sample_rate; Pr2's recipe: 0.1), so that it does not wait for stragglers. What is learned from is shorter by
+    that than what the policy says: rollout/aborted, dropped and aborted_length say by how much."""
     max_new_tokens: Positive = 1024
     context_length: Annotated[int, Field(ge=2)] = 4096
     """Longest prompt + response; a prompt that leaves no room for max_new_tokens is skipped, counted and logged. Of a text
@@ -863,6 +881,10 @@ class AgentConfig:
     """Calls under way per data-parallel leader, apart from rollout.concurrency."""
     max_tool_response: Positive = 4096
     """Characters of a result that the policy sees; of a longer one the first and the last."""
+    history: Literal["sampled", "rendered"] = "sampled"
+    """In training, earlier turns of a conversation in which the user goes on after an answer (dialect harmony). sampled: the
+    tokens as they were sampled, thinking and end marks too, in one sequence. rendered: as the format has a history, without
+    them; each such turn begins a sequence of its own, and all have the conversation's reward. Evaluations always are."""
     on_truncation: Literal["score", "zero", "mask"] = "score"
     """Treatment of a conversation that a limit ended (turns, tokens, time). score: by its last reply, where that is an answer;
     zero: its reward is 0; mask: it does not train, and its group's baseline leaves it out."""
@@ -924,6 +946,32 @@ class CheckpointConfig:
 
 
 @section
+class EvalSetConfig:
+    """One of eval.sets. What is not given is as in the section data; of another task, as that section is by default."""
+
+    path: str | None = None
+    """Like data.eval_path: all of its rows are held out. null: the held-out prompts of the section data, or of the task."""
+    task: str | None = None
+    """By default data.task."""
+    verifier: str | None = None
+    prompt_key: str | None = None
+    answer_key: str | None = None
+    response_key: str | None = None
+    template: str | None = None
+    chat: bool | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the task; of data.task beside those of data.options, which they come before."""
+    rewards: dict[str, float] | None = None
+    """Like data.rewards."""
+    prompts: Positive | None = None
+    """Most prompts of the set; by default eval.prompts."""
+    samples: Positive | None = None
+    """By default eval.samples. Of eval.pass_at those count that are not above it."""
+    greedy: bool | None = None
+    """By default eval.greedy."""
+
+
+@section
 class EvalConfig:
     """Evaluation on held-out prompts; in SFT, the likelihood of their demonstrations, or of held-out texts."""
 
@@ -939,6 +987,10 @@ class EvalConfig:
     """Also pass@k for these k, each below samples."""
     greedy: bool = True
     """Also one greedy response to each prompt."""
+    sets: dict[SetName, EvalSetConfig] = dataclasses.field(default_factory=dict)
+    """Several sets of held-out prompts by name, such as {aime24: {path: aime24, samples: 32}}: each has metrics of its own,
+    eval/NAME/score and so on, and none of its prompts is trained on. The held-out prompts of the section data are evaluated
+    beside them where data.eval_path is set; else eval/score (in SFT eval/loss) is the mean over the sets."""
     unpruned: bool = False
     """With pruning.enabled: also the scores of the whole, unpruned policy (eval/score_unpruned), so that runs with and without
     pruning compare by one sampler. It samples everything a second time."""

@@ -36,7 +36,7 @@ def dpo(config: Config) -> None:
     with Run(config, kind="dpo") as run:
         check_kind(run, TAKES, "dpo.loss", config.dpo.loss)
         trainer = run.build()
-        held_out = held_out_comparisons(run.held_out, run.program, config.rollout.context_length)
+        held_out = held_out_comparisons(run.eval_sets[0].held_out, run.program, config.rollout.context_length)
         folder = config.dpo.reference or config.model.path
         file = run.folder / "reference_log_probs.npz"
         reference = Reference(folder, file, run.ranks, precision=config.precision.train)

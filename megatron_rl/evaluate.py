@@ -17,6 +17,7 @@ from megatron_rl.environments import Prompt
 from megatron_rl.environments.evaluation import average_at_n, collision, distinct_right, majority_at_n, pass_at_k
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.demonstration_checks import check_demonstrations
+from megatron_rl.launch.eval_sets import EvalSet, overall
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.agents import agent_metrics
 from megatron_rl.metrics.logger import METRICS_FILE, SCORES_FILE
@@ -26,10 +27,13 @@ from megatron_rl.metrics.step import reward_metrics
 from megatron_rl.models.parallel_check import read_hf_config
 from megatron_rl.rollout.demonstrations import FILE, best_of, light, problem_of, row_of, samples_of, summary
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.sampling import SamplingSupport
 
 
 def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
-    """Scores of the current rollout weights on the first eval.prompts held-out prompts. Every process calls it.
+    """Scores of the current rollout weights on the first eval.prompts held-out prompts of each set. Every process calls it.
+
+    A set of eval.sets has its scores as eval/NAME/..., and where there are only such, eval/score is the mean of theirs.
 
     eval/score is the mean reward over all samples at the sampling temperature; eval/pass@k the chance that one of k is right
     (reward of at least 0.5), for n and eval.pass_at; eval/maj@n the mean reward of each prompt's most frequent answer;
@@ -47,23 +51,49 @@ def evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
 
 
 def _evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
-    prompts = run.eval_prompts
-    if not prompts:
+    scores, rows = dict[str, float](), list[dict[str, Any]]()
+    for one in run.eval_sets:
+        if one.prompts:
+            found, responses = _of_set(config, run, engine, one)
+            scores |= one.named(found)
+            rows += responses
+    if not scores:
         return {}
-    n = config.eval.samples
-    sizes = sorted({*config.eval.pass_at, n})
-    sampled = _scored(run, engine, prompts, engine.ask(prompts, run.support, samples=n, seed=f"eval/{run.step}"))
+    scores |= overall(scores, "eval/score")
+    if "eval/score" in scores:
+        run.scores[run.step] = scores["eval/score"]
+    run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
+    return scores
+
+
+def _of_set(config: Config, run: Run, engine: Engine, one: EvalSet) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Scores of a set under names without its own, and its responses, on the first process."""
+    prompts, task, n = one.prompts, one.program.task, one.samples
+    sizes = sorted({k for k in config.eval.pass_at if k <= n} | {n})
+    seed = f"eval/{one.name}/{run.step}" if one.name else f"eval/{run.step}"
+
+    def ask(support: SamplingSupport, samples: int, seed: str) -> list[Trajectory]:
+        found = engine.ask(prompts, support, samples=samples, seed=seed, program=one.program)
+        if run.rewards.models:
+            engine.sleep()  # where they share GPUs
+        run.rewards.score(found, prompts, task=task)
+        return found
+
+    def rows_of(trajectories: list[Trajectory], **said: Any) -> list[dict[str, Any]]:
+        said |= {"set": one.name} if one.name else {}
+        return run.gather_from_leaders([{**said, **_row(run, prompts, t)} for t in trajectories])
+
+    sampled = ask(run.support, n, seed)
     rewards = run.gather_groups(_judged(sampled), lambda t: t.reward)
-    answers = run.gather_groups(_judged(sampled), lambda t: run.task.extract(t.text))
+    answers = run.gather_groups(_judged(sampled), lambda t: task.extract(t.text))
     scores = _mean_and_best(rewards, sizes)
     if rewards:
-        run.scores[run.step] = scores["eval/score"]
         scores[f"eval/maj@{n}"] = majority_at_n(answers, rewards)
         scores[f"eval/distinct@{n}"] = float(np.mean(distinct_right(answers, rewards, threshold=0.5)))
         if (same := collision(answers, rewards, threshold=0.5)) is not None:
             scores["eval/collision"] = same
-        if len(run.task.parts) > 1:
-            for part in run.task.parts:
+        if len(task.parts) > 1:
+            for part in task.parts:
                 scores[f"eval/reward/{part}"] = run.mean([t.reward_parts[part] for t in _judged(sampled)])
     scores["eval/response_length"] = run.mean([float(t.response_length) for t in sampled])
     scores["eval/prompts"] = float(len(rewards))
@@ -71,28 +101,17 @@ def _evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
         scores |= {
             f"eval/{name}": value for name, value in figures(over_ranks(run.ranks, [agent_metrics(sampled)])).items()
         }
-    rows = run.gather_from_leaders([{"greedy": False, **_row(run, prompts, t)} for t in sampled])
+    rows = rows_of(sampled, greedy=False)
     if config.eval.unpruned:
-        whole = engine.ask(prompts, run.support.unpruned, samples=n, seed=f"eval/{run.step}")
-        whole = _scored(run, engine, prompts, whole)
+        whole = ask(run.support.unpruned, n, seed)
         scores |= _mean_and_best(run.gather_groups(_judged(whole), lambda t: t.reward), sizes, "_unpruned")
-        rows += run.gather_from_leaders([{"greedy": False, "unpruned": True, **_row(run, prompts, t)} for t in whole])
-    if config.eval.greedy:
-        greedy = engine.ask(prompts, replace(run.support, temperature=0.0), samples=1, seed="greedy")
-        greedy = _scored(run, engine, prompts, greedy)
+        rows += rows_of(whole, greedy=False, unpruned=True)
+    if one.greedy:
+        greedy = ask(replace(run.support, temperature=0.0), 1, "greedy")
         if found := run.gather_groups(_judged(greedy), lambda t: t.reward):
             scores["eval/greedy"] = average_at_n(found)
-        rows += run.gather_from_leaders([{"greedy": True, **_row(run, prompts, t)} for t in greedy])
-    run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
-    return scores
-
-
-def _scored(run: Run, engine: Engine, prompts: Sequence[Prompt], trajectories: list[Trajectory]) -> list[Trajectory]:
-    """The trajectories with those reward parts too that reward models give."""
-    if run.rewards.models:
-        engine.sleep()  # where they share GPUs
-    run.rewards.score(trajectories, prompts)
-    return trajectories
+        rows += rows_of(greedy, greedy=True)
+    return scores, rows
 
 
 def _row(run: Run, prompts: Sequence[Prompt], trajectory: Trajectory) -> dict[str, Any]:
@@ -119,7 +138,7 @@ def evaluate_command(config: Config) -> None:
     `megatron-rl report` compares several such folders.
     """
     with Run(config, kind="ask") as run:
-        if not run.eval_prompts:
+        if not run.evaluates:
             raise UserError(
                 f"data: task '{config.data.task}' has no held-out prompts to evaluate on (eval.prompts ="
                 f" {config.eval.prompts}): set data.eval_path, or eval.prompts"

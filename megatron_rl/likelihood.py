@@ -15,14 +15,24 @@ from megatron_rl.data.sequence import Sequence
 from megatron_rl.environments.stream import held_out_demonstrations
 from megatron_rl.environments.text import NO_TEXT
 from megatron_rl.errors import UserError
+from megatron_rl.launch.eval_sets import EvalSet, overall
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import Metrics, derived, figures, mean, over_ranks
 from megatron_rl.trainer.trainer import Trainer
 
 
-def held_out(run: Run) -> list[Sequence]:
-    """The run's held-out demonstrations, and pieces of its held-out texts."""
-    return held_out_demonstrations(run.held_out, run.program, run.config.rollout.context_length)
+def held_out(run: Run) -> list[tuple[EvalSet, list[Sequence]]]:
+    """The held-out demonstrations of each of the run's sets, and pieces of their texts."""
+    length = run.config.rollout.context_length
+    return [(one, held_out_demonstrations(one.held_out, one.program, length)) for one in run.eval_sets]
+
+
+def likelihoods(run: Run, trainer: Trainer, sets: list[tuple[EvalSet, list[Sequence]]]) -> dict[str, float]:
+    """Scores of each set (`likelihood`) under its own names; of several by name eval/loss is the mean. Collective."""
+    scores = dict[str, float]()
+    for one, sequences in sets:
+        scores |= one.named(likelihood(run, trainer, sequences))
+    return scores | overall(scores, "eval/loss")
 
 
 def likelihood(run: Run, trainer: Trainer, sequences: list[Sequence]) -> dict[str, float]:
@@ -66,10 +76,10 @@ def _bits_per_byte(nats: float, size: float) -> float | None:
 def likelihood_command(config: Config) -> None:
     """`megatron-rl eval` with eval.likelihood: print how likely held-out data is by the folder model.path as it is."""
     with Run(config, kind="score") as run:
-        sequences = held_out(run)
-        if not sequences:
+        sets = held_out(run)
+        if not any(sequences for _, sequences in sets):
             raise UserError(
                 f"data: task '{config.data.task}' has no held-out demonstrations or texts to evaluate on (eval.prompts ="
                 f" {config.eval.prompts}): set data.eval_path, or eval.prompts"
             )
-        run.logger.say(json.dumps(likelihood(run, run.scorer(config.model.path), sequences), indent=2))
+        run.logger.say(json.dumps(likelihoods(run, run.scorer(config.model.path), sets), indent=2))

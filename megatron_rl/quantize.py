@@ -35,7 +35,7 @@ def quantize(config: Config) -> None:
     ptq.check_source(source, settings.format, settings.keep_layers)
     with Run(config, kind="quantize") as run:
         samples = run.stream.next_demonstrations(settings.calibration_samples, random.Random(f"{config.seed}/quantize"))
-        unseen = held_out(run)
+        [(_, unseen)] = held_out(run)
         model = ptq.load(source)
 
         def passes() -> None:

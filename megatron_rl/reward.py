@@ -42,7 +42,7 @@ def reward(config: Config) -> None:
         separator = config.data.step_separator if kind == "steps" else None
         trainer.model = replace(trainer.model, step_separator=separator)  # its folder says by what responses are parted
         mark = partial(places, pooling=config.reward_model.pooling)
-        held_out = held_out_comparisons(run.held_out, run.program, config.rollout.context_length)
+        held_out = held_out_comparisons(run.eval_sets[0].held_out, run.program, config.rollout.context_length)
 
         def learn() -> Learned:
             rng = random.Random(f"{config.seed}/{run.step}")

@@ -8,7 +8,7 @@ from megatron_rl.config import Config
 from megatron_rl.data.balance import plan_updates
 from megatron_rl.launch.from_data import Learned, learn_from_data
 from megatron_rl.launch.run import Run
-from megatron_rl.likelihood import held_out, likelihood
+from megatron_rl.likelihood import held_out, likelihoods
 from megatron_rl.trainer.objective import SFT
 
 
@@ -28,4 +28,4 @@ def sft(config: Config) -> None:
             trainer.compute_fields(batches, objective.needs)
             return Learned(trainer.update(batches, objective), mine)
 
-        learn_from_data(run, learn, lambda: likelihood(run, trainer, unseen))
+        learn_from_data(run, learn, lambda: likelihoods(run, trainer, unseen))

@@ -59,7 +59,7 @@ def train(config: Config) -> None:
                 drift = measure(trainer, [*chain(*samples)], config.sync.refresh)
                 age = run.step - engine.version
                 confined = any(update.lr_scale < 1 and not update.ends_batch for update in updates)
-                evaluated = bool(run.eval_prompts) and run.due(config.eval.every)  # of the weights as they are
+                evaluated = run.evaluates and run.due(config.eval.every)  # of the weights as they are
                 if refreshed := schedule.due(drift, age=age, confined=confined) or evaluated:
                     engine.push(trainer, version=run.step)
             with clock("eval"):

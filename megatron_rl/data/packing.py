@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_rl.algorithms.segments import AllReduce, Segments
-from megatron_rl.data.sequence import FIELDS, Sequence, TopLogProbs
+from megatron_rl.data.sequence import FIELDS, RouterFeatures, Sequence, TopLogProbs
 from megatron_rl.errors import UserError
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.placement import upload
@@ -299,13 +299,14 @@ def _route_table(
     """What the routers of this process remember: of the tokens that sequence parallelism leaves it."""
     own = np.split(local, layout.tensor)[layout.tensor_rank]
     cached = np.full(len(mask), -1)  # where a token's features lie among all that the engine has sent
-    from_engine = [s.features for s in samples if s.features is not None]
+    of_samples = _features(samples)
+    from_engine = [f for f in of_samples if f is not None]
     hidden_too = all(f.hidden.shape[-1] for f in from_engine)
     sent = 0
-    for sample, start in zip(samples, borders, strict=False):
+    for sample, of_sample, start in zip(samples, of_samples, borders, strict=False):
         first = start + sample.prompt_length - 1
         if from_engine:
-            rows = first + (sample.features.positions.numpy() if sample.features is not None else np.arange(0))
+            rows = first + (np.arange(0) if of_sample is None else of_sample.positions.numpy())
         else:
             rows = first + np.flatnonzero(sample["loss_mask"])
             rows = rows[evenly_spaced(len(rows), layout.cached_tokens)]
@@ -331,6 +332,16 @@ def _route_table(
         gates=None if gates is None else torch.from_numpy(gates[own]),
         features=features,
     )
+
+
+def _features(samples: list[Sequence]) -> list[RouterFeatures | None]:
+    """What the engine has sent of each sequence. Logits alone are left out beside others with hidden states.
+
+    A predictor learns from both: hidden states of the trainer's own pass would be another thing than the engine's logits.
+    """
+    found = [sample.features for sample in samples]
+    whole = any(f is not None and f.hidden.shape[-1] for f in found)
+    return [f if f is not None and (f.hidden.shape[-1] or not whole) else None for f in found]
 
 
 def _zigzag(start: int, end: int, layout: Layout) -> np.ndarray:

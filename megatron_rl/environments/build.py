@@ -71,12 +71,14 @@ def build_task(
     *,
     demonstrations: bool = False,
     preferences: bool = False,
+    held_out: bool = False,
     more_parts: Sequence[str] = (),
     later_parts: Sequence[str] = (),
 ) -> Task:
     """The task that `data` describes, with its weights resolved.
 
-    demonstrations: for SFT; preferences: for what learns from comparisons; more_parts: reward parts that others give, and the
+    demonstrations: for SFT; preferences: for what learns from comparisons; held_out: data.eval_path alone is read, where rows
+    are; more_parts: reward parts that others give, and the
     task does not score; later_parts: those that come when all responses are there (`Task.later_parts`).
 
     Errors: UserError for a misspelled name, missing data, a task without preferences where they are wanted, or a verifier or
@@ -86,6 +88,8 @@ def build_task(
     make = resolve("task", _kind(data), TASKS, "data.task")
     if preferences:
         make = PREFERENCES.get(make, make)
+    if held_out and issubclass(make, RowTask):
+        make = type(make.__name__, (make,), {"held_out_alone": True})
     _check_takes(make, f"{data.task} cannot be made from (data, demonstrations)", data, demonstrations)
     own = {part: weight for part, weight in data.rewards.items() if part not in (*more_parts, *later_parts)}
     task = make(replace(data, rewards=own), demonstrations)

@@ -129,10 +129,12 @@ class RowTask(Task):
     known_options: tuple[str, ...] = ("verifier_timeout_s", "isolated")
     generates = False
     """Whether there are rows without data.path."""
+    held_out_alone = False
+    """Whether only the rows of data.eval_path are read."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)
-        if not data.path and not self.generates:
+        if not data.path and not self.generates and not self.held_out_alone:
             raise UserError(f"config: data.task: {data.task} needs data.path")
         self.path = data.path or ""
         check_options(data, self.known_options)
@@ -163,7 +165,7 @@ class RowTask(Task):
         raise NotImplementedError
 
     def _load(self) -> dict[Split, list[Prompt]]:
-        train = self._parse(self._training_rows(), f"data.path: {self.path}")
+        train = [] if self.held_out_alone else self._parse(self._training_rows(), f"data.path: {self.path}")
         held_out = self._held_out_rows()
         if held_out is None:
             return split_by_hash(train)

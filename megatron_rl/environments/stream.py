@@ -158,6 +158,9 @@ class PromptStream:
     the first few are logged. The pieces of a text come one after the other. Errors: UserError where nothing of an epoch fits.
     """
 
+    leaves_out: Callable[[Prompt], bool] = staticmethod(lambda prompt: False)
+    """Whether a prompt is skipped because an evaluation set (eval.sets) has it."""
+
     def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
         self.task = task
         self.prompts = task.prompts("train")
@@ -253,7 +256,9 @@ class PromptStream:
                     )
                 self._start_epoch(self.epoch + 1)
             prompt, problem = self.prompts[self._order[self.position]], ""
-            if not self._rest:
+            if self.leaves_out(prompt):
+                problem = f"data: prompt {prompt.prompt_id} skipped: an evaluation set (eval.sets) has it"
+            elif not self._rest:
                 found, problem = examine(prompt)
                 self._rest = found[self._given :]
             if not problem:

@@ -37,6 +37,7 @@ from megatron_rl.launch.loss_checks import check_loss, check_schedules
 from megatron_rl.launch.plan import FROM_DATA, LOOKS, Kind, Plan, check_group, make_plan
 from megatron_rl.registry import check_name
 from megatron_rl.rollout.choices import asks_routes, check_extra_args, speculates
+from megatron_rl.rollout.dynamic_sampling import prompts_to_ask
 from megatron_rl.rollout.sampling import SamplingSupport
 
 if TYPE_CHECKING:
@@ -109,16 +110,24 @@ def check_config(config: Config, kind: Kind, world_size: int) -> tuple[Plan, Sam
         check_adapter_keys(config)
     if kind == "prune":
         check_prune_keys(config)
-    if kind == "train" and config.rollout.load and config.eval.prompts:
+    if kind == "train" and config.rollout.load and (config.eval.prompts or config.eval.sets):
+        also = ", and eval.sets: {}" if config.eval.sets else ""
         raise UserError(
             "config: rollout.load starts no engine, which could answer the prompts of an evaluation; set eval.prompts: 0"
+            f"{also}"
+        )
+    if config.eval.sets and kind in ("reward", "dpo"):
+        raise UserError(
+            f"config: eval.sets is of train, sft and eval, and {kind} compares the held-out rows of data.eval_path alone; set"
+            " eval.sets: {}"
         )
     if kind == "train":
         _check_pruning(config.pruning)
-    if too_many := [k for k in config.eval.pass_at if k > config.eval.samples]:
+    most = max(config.eval.samples, *(one.samples or 0 for one in config.eval.sets.values()), 0)
+    if too_many := [k for k in config.eval.pass_at if k > most]:
         raise UserError(
-            f"config: eval.pass_at: pass@{too_many[0]} needs as many responses to a prompt, and eval.samples is"
-            f" {config.eval.samples}; raise eval.samples, or leave {too_many[0]} out"
+            f"config: eval.pass_at: pass@{too_many[0]} needs as many responses to a prompt, and eval.samples is {most}; raise"
+            f" eval.samples, or leave {too_many[0]} out"
         )
     if config.eval.likelihood and kind in ("train", "reward", "dpo"):
         raise UserError(
@@ -418,6 +427,7 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
             key_of(scorer.api_key, f"rewards.models.{name}.api_key")
         _check_staleness(config)
         _check_dynamic_sampling(config)
+        _check_over_sampling(config)
     if kind == "train" and not rollout.load:
         _check_waits(config, world_size)
     if kind in FROM_DATA or rollout.load or rollout.external:
@@ -440,8 +450,8 @@ def _check_staleness(config: Config) -> None:
         (bool(config.rollout.load), "rollout.load: no server is asked"),
         (config.algorithm.on_policy, "algorithm.on_policy: older weights have sampled what is learned"),
         (
-            config.routing.source == "pr3" and config.routing.features == "engine",
-            "routing.source: pr3: predictors learn how far routers have moved since the last push, and older ones have routed",
+            config.routing.source == "pr3",
+            "routing.source: pr3: its engine looks ahead from the last push, and older weights and predictors have routed",
         ),
     ):
         if refused:
@@ -478,6 +488,26 @@ def _check_dynamic_sampling(config: Config) -> None:
     ):
         if refused:
             raise UserError(f"config: {key} with {problem}, or set {key}.max_rounds: 0")
+
+
+def _check_over_sampling(config: Config) -> None:
+    """Refuse to abort what cannot be, or a rate that asks for no more prompts. Errors: UserError."""
+    rate, prompts = config.rollout.over_sample_rate, config.batch.prompts_per_step
+    if not rate:
+        return
+    for refused, problem in (
+        (bool(config.rollout.load), "with rollout.load: no server is asked; set over_sample_rate: 0"),
+        (
+            config.rollout.program == "openai_agent",
+            "with rollout.program: openai_agent: an agent of your own cannot be ended from outside; set over_sample_rate: 0",
+        ),
+        (
+            prompts_to_ask(prompts, 1.0 + rate) == prompts,
+            f"adds no prompt to batch.prompts_per_step = {prompts}; set over_sample_rate: {1 / prompts:.2g}, or 0",
+        ),
+    ):
+        if refused:
+            raise UserError(f"config: rollout.over_sample_rate = {rate:g} {problem}")
 
 
 def _check_waits(config: Config, world_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 import secrets
 import signal
@@ -20,10 +21,11 @@ from transformers import GenerationConfig
 from megatron_rl.config import Config, LoRAConfig
 from megatron_rl.config_file import to_yaml
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import PromptStream, build_task, fitting
+from megatron_rl.environments import Prompt, PromptStream, build_task
 from megatron_rl.environments.stream import check_forms
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.launch.changes import changed_keys
+from megatron_rl.launch.eval_sets import eval_sets, held_out_questions, question
 from megatron_rl.launch.hooks import data_hooks, update_hooks
 from megatron_rl.launch.loss_checks import loss_hints
 from megatron_rl.launch.model_folders import check_alike, with_ids
@@ -36,6 +38,7 @@ from megatron_rl.models.hf_folder import read_tokenizer
 from megatron_rl.models.precision import slow_bf16, this_machine
 from megatron_rl.rollout.finished import forget
 from megatron_rl.rollout.later_rewards import LaterRewards, names_of
+from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.programs import rollout_program
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import checkpoint, parallel
@@ -92,8 +95,8 @@ class Run:
     Making it looks at all that the user may have got wrong; `build` makes the trainer, which takes long. Between the two an
     engine starts its servers.
 
-    Public fields: config, plan, ranks, hf_config, tokenizer, task, program, stream, held_out, eval_prompts, trainer, logger,
-    step, current_clock.
+    Public fields: config, plan, ranks, hf_config, tokenizer, task, program, stream, eval_sets, trainer, logger, step,
+    current_clock.
     """
 
     trainer: Trainer
@@ -119,18 +122,18 @@ class Run:
         )
         self.program = program(config, self.tokenizer, self.task, self.ranks)
         lengths = (config.rollout.context_length, config.rollout.max_new_tokens)
-        of_kind = self.program.comparison if kind in ("reward", "dpo") else self.program.demonstration
-        learned = of_kind if kind in FROM_DATA else None
         if kind != "score":
             self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
-            check_forms(self.stream.prompts, self.program, learned)
+            check_forms(self.stream.prompts, self.program, _learned(self.program, kind))
         if kind not in FROM_DATA:
             self.stream.check_room()
         if kind == "sft":
             self.stream.check_demonstrations(taught=config.distillation.recorded)
-        self.held_out = self.task.prompts("eval")[: config.eval.prompts]
-        check_forms(self.held_out, self.program, learned)
-        self.eval_prompts = [] if kind in FROM_DATA else fitting(self.held_out, self.program, *lengths)
+        self.eval_sets = eval_sets(config, kind, self.program)
+        if kind != "score" and (unseen := held_out_questions(self.eval_sets)):
+            self.stream.leaves_out = lambda prompt: question(prompt, config.data.template) in unseen
+        for one in self.eval_sets:
+            check_forms(one.held_out, one.program, _learned(one.program, kind))
         self.folder = config.run_dir
         self.checkpoints = self.folder / "checkpoints"
         self._lock: TextIO | None = None
@@ -290,7 +293,8 @@ class Run:
                 gc.unfreeze()
             self.logger.close()
             self.program.close()
-            self.task.close()
+            for task in {self.task, *(one.program.task for one in self.eval_sets)}:
+                task.close()
             if self._lock:
                 self._lock.close()
             if kind is None:
@@ -323,6 +327,11 @@ class Run:
             checkpoint.set_random_states(random)
             self.rewards.load_state_dict(rewards)
         self.interrupt.disarm()
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are prompts that an evaluation asks."""
+        return any(one.prompts for one in self.eval_sets)
 
     def asked_to_stop(self) -> bool:
         """Whether this process was asked to stop (SIGTERM, SIGUSR1)."""
@@ -451,3 +460,10 @@ class Run:
         """Mean over all leaders' values; NaN where there is none."""
         everything = self.gather_from_leaders(values)
         return float(np.mean(everything)) if everything else float("nan")
+
+
+def _learned(program: SingleTurn, kind: Kind) -> Callable[[Prompt, random.Random], object] | None:
+    """What a run of this kind makes of a prompt to learn from; None where responses are sampled."""
+    if kind not in FROM_DATA:
+        return None
+    return program.comparison if kind in ("reward", "dpo") else program.demonstration

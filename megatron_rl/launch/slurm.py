@@ -149,6 +149,7 @@ def job_of(config: Config, args: argparse.Namespace, overrides: Sequence[str]) -
     # The job runs in the checkout; what the config says is meant from here.
     paths = {"runs_dir": config.runs_dir, "model.path": config.model.path}
     paths |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    paths |= {f"eval.sets.{name}.path": one.path for name, one in config.eval.sets.items()}
     overrides = [*overrides, *overrides_of(config, found)]
     for key, path in paths.items():
         if path and (key == "runs_dir" or Path(path).exists()):

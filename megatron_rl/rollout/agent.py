@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, override
+from typing import TYPE_CHECKING, Any, Self, override
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,9 +24,9 @@ from megatron_rl.environments.toolbox import Toolbox
 from megatron_rl.environments.tools import ToolLost
 from megatron_rl.errors import UserError
 from megatron_rl.registry import nearest
-from megatron_rl.rollout.client import Reply, SGLangClient
+from megatron_rl.rollout.client import Aborted, Reply, SGLangClient
 from megatron_rl.rollout.collect import Collection
-from megatron_rl.rollout.conversation import Conversation
+from megatron_rl.rollout.conversation import Conversation, Messages
 from megatron_rl.rollout.dialects import DIALECTS, Dialect, Harmony, dialect, without_end
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.sampling import request_seed
@@ -56,6 +57,11 @@ class Agents(SingleTurn):
                 f"config: agent.dialect: {self.settings.dialect} would take the channels of this model (Harmony) for a part of"
                 " its answers; set agent.dialect: harmony"
             )
+        if self.settings.history == "rendered" and type(self.dialect).history is Dialect.history:
+            raise UserError(
+                f"config: agent.history: rendered with agent.dialect: {self.settings.dialect}, which has its history as it was"
+                " sampled; set history: sampled"
+            )
         self.toolbox: Toolbox | None = ranks.leaders_do(self._open)
         # Prompts are the same on every process, so the tools that they tell of are too.
         self.schemas = ranks.from_main(self.toolbox.schemas if self.toolbox else None)
@@ -64,6 +70,15 @@ class Agents(SingleTurn):
         toolbox = Toolbox(self.settings, self.task.tools())
         toolbox.open()
         return toolbox
+
+    @override
+    def with_task(self, task: Task) -> Self:
+        known = {schema["function"]["name"] for schema in self.schemas}
+        if missing := [tool.name for tool in task.tools() if tool.name not in known]:
+            raise UserError(
+                f"data.task: {task.name} brings the tool '{missing[0]}', which the run's conversations do not have"
+            )
+        return super().with_task(task)
 
     @override
     def encode(self, prompt: Prompt) -> Prompt:
@@ -93,8 +108,14 @@ class Agents(SingleTurn):
     def sequence(self, prompt: Prompt, response: Response) -> Sequence:
         return demonstration(self.dialect, prompt, response)
 
+    def renders(self, collection: Collection) -> bool:
+        """Whether the history before a user's further turn is rendered, and begins a sequence of its own."""
+        return collection.evaluates or self.settings.history == "rendered"
+
     @override
     def collect(self, **settings: Any) -> Collection:
+        if self.settings.history == "rendered":  # which sequences are of the first update is known when all have ended
+            settings["features_from"] = 0
         return AgentCollection(**settings, agents=self)
 
     @override
@@ -148,6 +169,11 @@ class AgentCollection(Collection):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._talks = {r: Conversation(self.prompts[self._prompt_of(r)].tokens) for r in self._requests}
+        """The sequence at the end of each."""
+        self._before: dict[int, list[Conversation]] = defaultdict(list)
+        """The sequences before it, where histories are rendered."""
+        self._said: dict[int, list[tuple[list[int], Messages]]] = defaultdict(list)
+        """Replies, and what they were answered."""
         self._worlds: dict[int, Environment] = {}
         self._finals: dict[int, str] = {}
         self.failures: list[str] = []
@@ -162,6 +188,11 @@ class AgentCollection(Collection):
     @override
     def _arrived(self) -> int:
         return sum(bool(talk.finish_reason) for talk in self._talks.values())
+
+    @property
+    @override
+    def finished(self) -> set[int]:
+        return {*self.known} | {request for request, talk in self._talks.items() if talk.finish_reason}
 
     @override
     def run(self, client: SGLangClient) -> None:
@@ -191,18 +222,27 @@ class AgentCollection(Collection):
         world.waiting = limit.paused
         try:
             async with limit:
-                while not talk.finish_reason:
-                    await self._turn(client, request, talk, world, limit)
+                while not self._talks[request].finish_reason:
+                    await self._turn(client, request, self._talks[request], world, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
-            talk.finish_reason = "time"
+            self._talks[request].finish_reason = "time"
         except ToolLost as error:
             self._note(request, str(error))
-            talk.finish_reason = "failure"
+            self._talks[request].finish_reason = "failure"
+        except Aborted as ended:
+            self.aborted[request] = self._length(request) + sum(ended.lengths)
+            await world.close()
+            return
+        except asyncio.CancelledError:
+            if client.aborted:  # it was in a tool, and the run goes on without it
+                self.aborted[request] = self._length(request)
+                await world.close()
+            raise
         finally:
-            talk.seconds = settings.time_limit_s - limit.left
-        talk.drop_open_observation()
+            self._talks[request].seconds = settings.time_limit_s - limit.left
+        self._talks[request].drop_open_observation()
         await world.close()
         await self._finish([request])
 
@@ -211,10 +251,10 @@ class AgentCollection(Collection):
     ) -> None:
         """A reply, and what it is answered."""
         settings, form = self.agents.settings, self.agents.dialect
-        room = self.max_new_tokens - len(talk.tokens)
-        most = min(room, settings.max_turn_tokens or room)
+        room = self.max_new_tokens - self._length(request)
+        most, before = min(room, settings.max_turn_tokens or room), self._said[request]
         with limit.paused():
-            reply = await self._reply(client, request, talk, {"max_new_tokens": most}, number=len(talk.replies))
+            reply = await self._reply(client, request, talk, {"max_new_tokens": most}, number=len(before))
         said = without_end(reply.tokens.tolist(), self.stop_token_ids)
         turn, parsed = talk.add_reply(reply, [form.message(said)]), form.parse(said)
         turn.calls, turn.malformed = [call.name for call in parsed.calls], parsed.malformed or ""
@@ -223,7 +263,7 @@ class AgentCollection(Collection):
         if cut and (parsed.open or not parsed.calls):
             talk.finish_reason = "tokens"
             return
-        replies = len(talk.replies)
+        replies = len(before) + 1
         if replies == settings.max_turns and (parsed.calls or parsed.malformed):
             talk.finish_reason = "turns"
             return
@@ -240,11 +280,36 @@ class AgentCollection(Collection):
         if replies == settings.max_turns:
             talk.finish_reason = "turns"
             return
+        before.append((reply.tokens.tolist(), messages))
+        if parsed.final is not None and self._begin_anew(request, talk, messages):
+            return
         tokens = form.observation(messages, after=reply.tokens.tolist())
-        if len(talk.tokens) + len(tokens) >= self.max_new_tokens:
+        if self._length(request) + len(tokens) >= self.max_new_tokens:
             talk.finish_reason = "tokens"
             return
         talk.add_observation(tokens, str(messages[-1]["role"]), messages).seconds = world.seconds
+
+    def _length(self, request: int) -> int:
+        """Tokens of all sequences of a conversation, after their prompts."""
+        return sum(len(talk.tokens) for talk in (*self._before[request], self._talks[request]))
+
+    def _begin_anew(self, request: int, talk: Conversation, messages: Messages) -> bool:
+        """Go on with a history as the model's format has it, where the user does after an answer; returns whether it is so."""
+        agents, prompt = self.agents, self.prompts[self._prompt_of(request)]
+        if not agents.renders(self) or all(message["role"] != "user" for message in messages):
+            return False
+        asked = prompt.messages or [{"role": "user", "content": prompt.text}]
+        history = agents.dialect.history(asked, agents.schemas, self._said[request])
+        if history is None:
+            return False
+        left = min(self.max_new_tokens - self._length(request), agents.config.rollout.context_length - len(history))
+        if left < 1:
+            talk.finish_reason = "tokens"
+            return True
+        talk.finish_reason = "stop"
+        self._before[request].append(talk)
+        self._talks[request] = Conversation(history)
+        return True
 
     async def _reply(
         self, client: SGLangClient, request: int, talk: Conversation, sampling: dict[str, Any], *, number: int
@@ -263,7 +328,7 @@ class AgentCollection(Collection):
             total=self._total,
             prefixes=shared,
             routes=self.routes,
-            routes_start=talk.known_routes if self.routes else 0,
+            routes_start=talk.known_routes(client.pushed()) if self.routes else 0,
             features=self._features_of(request),
             top_log_probs=self.top_log_probs,
             options=self.support.options(),
@@ -274,7 +339,8 @@ class AgentCollection(Collection):
     def _sample(self, request: int) -> list[Trajectory]:
         parts = self._worlds[request].reward_parts() if request in self._worlds else {}
         talk = self._talks[request]
-        return self._judged([talk], request, self._finals.get(request, ""), parts, talk.finish_reason)
+        talks = [*self._before[request], *([talk] if talk.replies or not self._before[request] else [])]
+        return self._judged(talks, request, self._finals.get(request, ""), parts, talk.finish_reason)
 
     def _judged(
         self, talks: Seq[Conversation], request: int, text: str, parts: dict[str, float], ended: str

@@ -58,13 +58,13 @@ class Rollouts:
             self._batches.append(self._draw(step, self._count))
         for batch in self._batches:
             if batch.asked is None and batch.step <= last:
-                batch.asked = self._engine.begin(batch.prompts, batch.step)
+                batch.asked = self._engine.begin(batch.prompts, batch.step, wanted=self._wanted)
         self._before_rounds = run.step, run.stream.state_dict()
         batch = self._batches[0]
         assert batch.asked is not None
         asked, batch.asked = batch.asked, None  # its answers are the trainer's alone
         trajectories = self._engine.finish(asked)
-        prompts = batch.prompts
+        prompts = asked.prompts
         if self._settings.max_rounds and not config.rollout.load:
             prompts, trajectories = self._with_spread(prompts, trajectories, run.step)
         self._engine.record(trajectories, run.step)
@@ -81,14 +81,24 @@ class Rollouts:
             groups.add(prompts, trajectories, run.gather_from_leaders(judged))
             if not groups.missing or groups.rounds == settings.max_rounds:
                 return groups.chosen()
-            prompts = run.stream.next(prompts_to_ask(groups.missing, settings.over_sampling))
-            trajectories = self._engine.finish(self._engine.begin(prompts, step, round=groups.rounds))
+            wanted = prompts_to_ask(groups.missing, settings.over_sampling)
+            asked = self._engine.begin(run.stream.next(self._asked(wanted)), step, round=groups.rounds, wanted=wanted)
+            trajectories, prompts = self._engine.finish(asked), asked.prompts
+
+    def _asked(self, wanted: int) -> int:
+        """Prompts that are asked for so many groups, the first of which are taken."""
+        return prompts_to_ask(wanted, 1.0 + self._run.config.rollout.over_sample_rate)
+
+    @property
+    def _wanted(self) -> int:
+        """Groups of a step's first round."""
+        wanted, settings = self._run.config.batch.prompts_per_step, self._settings
+        return prompts_to_ask(wanted, settings.over_sampling) if settings.max_rounds else wanted
 
     @property
     def _count(self) -> int:
         """Prompts of a step's first round."""
-        wanted, settings = self._run.config.batch.prompts_per_step, self._settings
-        return prompts_to_ask(wanted, settings.over_sampling) if settings.max_rounds else wanted
+        return self._asked(self._wanted)
 
     def _draw(self, step: int, count: int) -> _Batch:
         return _Batch(step, count, self._run.stream.state_dict(), self._run.stream.next(count))

@@ -64,6 +64,15 @@ class EngineLost(UserError):
     """No server answered, after all retries."""
 
 
+class Aborted(Exception):
+    """A call that `SGLangClient.abort` has ended."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        """lengths: tokens that each of its responses had by then."""
+        super().__init__("aborted")
+        self.lengths = lengths
+
+
 @dataclass
 class Reply:
     """One sampled response, p prompt tokens and m response tokens."""
@@ -78,7 +87,9 @@ class Reply:
     kept: list[np.ndarray] | None = None
     """Per token the ids that top-p and top-k kept, int32, where the request asks for them."""
     routes: np.ndarray | None = None
-    """[p + m - 1 - start, moe_layers, topk]: start rows were known already."""
+    """[p + m - 1 - routes_start, moe_layers, topk]."""
+    routes_start: int = 0
+    """Rows that were known already, and did not come."""
     gates: np.ndarray | None = None
     """The same of the experts' weights, float32, where the engine sends them."""
     features: RouterFeatures | None = None
@@ -174,6 +185,7 @@ def parse_reply(
         if meta.get("routed_experts") is None:
             raise UserError("SGLang returned no routed_experts: start it with --enable-return-routed-experts")
         encoded, rows = meta["routed_experts"], prompt_length + count - 1 - routes_start
+        parsed.routes_start = routes_start
         if routes.gates:
             parsed.routes, parsed.gates = routes.decode_with_gates(encoded, rows)
         else:
@@ -301,8 +313,12 @@ class SGLangClient:
         self.versions: Set[str] | None = None
         """Weight versions of this run; a server that answers with others was started anew, and its answers are not taken.
         None: all do."""
+        self.pushed: Callable[[], str | None] = lambda: None
+        """Version of the weights that the servers have been sent last, or are being sent; None: it is not known."""
         self.slots, self.timeout_s, self.retries, self.lost = Slots(concurrency), timeout_s, retries, lost
         self.step = 0
+        self.aborted = False
+        """Whether `abort` was called."""
         self._run, self._headers = run, bearer(key)
         self.health, self.vocabulary = health, vocabulary
         self._of_all = {} if adapter is None else {"lora_path": adapter}
@@ -316,7 +332,7 @@ class SGLangClient:
         step: that waits for its answers; its requests go before those of later ones.
         """
         another = copy.copy(self)
-        another.step = step
+        another.step, another.aborted = step, False
         return another
 
     async def __aenter__(self) -> SGLangClient:
@@ -330,6 +346,8 @@ class SGLangClient:
         """Servers that are asked last, and why."""
         self._flying: dict[str, set[asyncio.Task]] = {address: set() for address in self.addresses}
         """Calls under way."""
+        self._open: dict[str, set[str]] = {address: set() for address in self.addresses}
+        """Ids of their requests, by which a server aborts them."""
         watched = self.addresses if self.health else []
         self._watches = [asyncio.create_task(self._watch(address, *self.health)) for address in watched if self.health]
         return self
@@ -381,9 +399,7 @@ class SGLangClient:
                 "return_flat_raw_output_top_logprobs": True,
                 "return_flat_raw_top_logprobs_b64": True,
             }
-        if features is not None:
-            asks = ASKS_FEATURES if features.hidden else ASKS_LOGITS
-            body["rid"] = [f"{asks}{uuid.uuid4().hex}" for _ in prompts]
+        asks = "" if features is None else ASKS_FEATURES if features.hidden else ASKS_LOGITS
         known = {"routes_start": routes_start, "features": features, "kept": body.get("return_sampling_mask", False)}
         known |= {"top_log_probs": top_log_probs, "vocabulary": self.vocabulary}
         most = [each.get("max_new_tokens") for each in (sampling if isinstance(sampling, list) else [sampling])]
@@ -395,6 +411,8 @@ class SGLangClient:
                 raise aiohttp.ClientPayloadError(f"an answer that is not JSON ({error})") from None
             if not isinstance(parts, list) or len(parts) != len(prompts):
                 raise UserError(f"SGLang answered {len(prompts)} requests with something else")
+            if self.aborted:
+                raise Aborted([len(part.get("output_ids") or ()) for part in parts])
             return [
                 parse_reply(part, len(prompt), routes, prompt_log_probs, max_new_tokens=asked, **known)
                 for part, prompt, asked in zip(parts, prompts, islice(cycle(most), len(prompts)), strict=True)
@@ -402,7 +420,7 @@ class SGLangClient:
 
         async with self.slots.take(len(prompts), self.step):
             order = server_order(number, total, len(self.addresses))
-            return await self._ask(body, [tuple(int(t) for t in prefix) for prefix in prefixes], order, decode)
+            return await self._ask(body, [tuple(int(t) for t in prefix) for prefix in prefixes], order, decode, asks)
 
     async def _ask(
         self,
@@ -410,13 +428,22 @@ class SGLangClient:
         prefixes: Sequence[tuple[int, ...]],
         order: Sequence[int],
         decode: Callable[[bytes], list[Reply]],
+        asks: str,
     ) -> list[Reply]:
-        """The decoded answer of the first server in `order` that gives one."""
+        """The decoded answer of the first server in `order` that gives one. asks: beginning of the requests' ids."""
         problem, asked = "", set[str]()
 
         async def ask(address: str) -> list[Reply]:
             await self._compute(address, prefixes)
-            answer = await self._post(f"{address}/generate", body)
+            # Of each attempt its own: a server may still be at an earlier one.
+            ids = [f"{asks}{uuid.uuid4().hex}" for _ in body["input_ids"]]
+            self._open[address] |= {*ids}
+            try:
+                if self.aborted:
+                    raise Aborted([0] * len(ids))
+                answer = await self._post(f"{address}/generate", body | {"rid": ids})
+            finally:
+                self._open[address] -= {*ids}
             try:
                 replies = await asyncio.get_running_loop().run_in_executor(self._pool, decode, answer)
             except UserError as error:
@@ -448,12 +475,24 @@ class SGLangClient:
                 problem = self._down[address]
             finally:
                 self._flying[address].discard(task)
+            if self.aborted:
+                raise Aborted([0] * len(body["input_ids"]))
             if self.lost():
                 raise EngineLost(f"SGLang's server died ({problem})")
             if attempt < self.retries:
                 self.retried += 1
                 await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise EngineLost(f"SGLang: {self.retries + 1} attempts failed, the last one: {problem}")
+
+    async def abort(self) -> None:
+        """End all calls under way with `Aborted`, and all that come, once the servers have stopped at them."""
+        self.aborted = True
+        posts = [
+            self._post(f"{address}/abort_request", {"rid": request})
+            for address, requests in self._open.items()
+            for request in requests
+        ]
+        await asyncio.gather(*posts, return_exceptions=True)  # one that does not hear of it is not waited for for ever
 
     def _check_versions(self, address: str, replies: Sequence[Reply]) -> None:
         """Name versions as the run does.

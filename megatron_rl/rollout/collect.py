@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt
-from megatron_rl.rollout.client import EngineLost, Reply, SGLangClient, server_order
+from megatron_rl.rollout.client import Aborted, EngineLost, Reply, SGLangClient, server_order
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport, request_seed
 
@@ -63,6 +63,8 @@ class Collection:
     """Base of the requests' own seeds (`request_seed`): their draws do not depend on each other."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
+    evaluates: bool = False
+    """Whether nothing is learned from them."""
     known: Mapping[int, list[Trajectory]] = field(default_factory=dict)
     """Samples by request that are there already; none of them is asked for."""
     on_finished: Callable[[dict[int, list[Trajectory]]], None] | None = None
@@ -78,8 +80,16 @@ class Collection:
         self._replies: dict[int, Reply] = {}
         self._made: dict[int, list[Trajectory]] = {}
         """Samples that have finished: an environment is asked once for its rewards."""
+        self.aborted: dict[int, int] = {}
+        """Requests that were aborted, and how many tokens they had by then."""
         self._canceled = False
+        self._asked_by: SGLangClient | None = None
         self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None
+
+    @property
+    def requests(self) -> int:
+        """Responses that this process wants."""
+        return len(self._all)
 
     @property
     def responses(self) -> int:
@@ -94,6 +104,16 @@ class Collection:
     def complete(self) -> bool:
         """Whether all arrived."""
         return self.responses == len(self._all)
+
+    @property
+    def finished(self) -> set[int]:
+        """Requests that have been answered to the end."""
+        return {*self.known} | {*self._replies}
+
+    def keep(self, groups: Iterable[int]) -> None:
+        """Leave out all requests but those of these prompts."""
+        kept = {*groups}
+        self._all = [r for r in self._all if self._prompt_of(r) in kept]
 
     def _calls(self, servers: int) -> list[Call]:
         """HTTP calls for what is unanswered: a call goes to one server, and each server gets one in turn."""
@@ -133,10 +153,17 @@ class Collection:
             with suppress(RuntimeError):  # its loop has ended
                 task[0].call_soon_threadsafe(task[1].cancel)
 
+    def abort(self) -> None:
+        """Have the servers stop at what is unanswered: `run`, which another thread is in, comes to its end."""
+        client, task = self._asked_by, self._task
+        if client is not None and task is not None:
+            with suppress(RuntimeError):  # its loop has ended
+                asyncio.run_coroutine_threadsafe(client.abort(), task[0])
+
     async def _until_canceled(self, client: SGLangClient) -> None:
         current = asyncio.current_task()
         assert current is not None
-        self._task = asyncio.get_running_loop(), current
+        self._task, self._asked_by = (asyncio.get_running_loop(), current), client
         try:
             if self._canceled:
                 raise asyncio.CancelledError
@@ -154,7 +181,7 @@ class Collection:
 
     @staticmethod
     def _raise(done: Sequence[BaseException | None]) -> None:
-        problems = [problem for problem in done if isinstance(problem, BaseException)]
+        problems = [p for p in done if isinstance(p, BaseException) and not isinstance(p, Aborted)]
         # A lost engine can be mended, anything else cannot: it goes first.
         for problem in sorted(problems, key=lambda p: isinstance(p, EngineLost)):
             raise problem
@@ -167,7 +194,7 @@ class Collection:
         each = [sampling for _ in call.requests]
         if self.seed is not None:
             each = [sampling | {"sampling_seed": request_seed(self.seed, request)} for request in call.requests]
-        replies = await client.call(
+        asking = client.call(
             [self.prompts[self._prompt_of(r)].tokens for r in call.requests],
             each,
             number=call.requests[0],
@@ -178,6 +205,11 @@ class Collection:
             top_log_probs=self.top_log_probs,
             options=self.support.options(),
         )
+        try:
+            replies = await asking
+        except Aborted as ended:
+            self.aborted.update(zip(call.requests, ended.lengths, strict=True))
+            return
         self._replies.update(zip(call.requests, replies, strict=True))
         await self._finish(call.requests)
 

@@ -38,11 +38,23 @@ class Conversation:
         """What the next reply is asked after."""
         return [*self.prompt, *self.tokens]
 
-    @property
-    def known_routes(self) -> int:
-        """Rows of the routing table that earlier replies brought: the last token of a reply is routed in the next turn."""
+    def known_routes(self, pushed: str | None = None) -> int:
+        """Rows of the routing table that need not come again: the last token of a reply is routed in the next turn.
+
+        pushed: version of the weights that the engine has been sent last, where it is known. A push flushes the engine's cache,
+        so that the next reply is computed behind routes of the new weights: where some rows are of others, all come anew.
+        """
         last = next((turn for turn in reversed(self.turns) if turn.role == "assistant"), None)
-        return len(self.prompt) + last.end - 1 if last else 0
+        versions = {version for _, version in self._tables()}
+        if last is None or len(versions) > 1 or (pushed is not None and versions != {pushed}):
+            return 0
+        return len(self.prompt) + last.end - 1
+
+    def _tables(self) -> list[tuple[Reply, str]]:
+        """Replies of whose tables the whole one is made: from the last on that brought all rows; and their weights."""
+        first = max((i for i, reply in enumerate(self.replies) if not reply.routes_start), default=0)
+        routed = [reply for reply in self.replies[first:] if reply.routes is not None]
+        return [(reply, reply.weight_spans[-1].version) for reply in routed]
 
     def add_reply(self, reply: Reply, messages: Messages = ()) -> Turn:
         """Append a reply's tokens as they are. messages: what it says."""
@@ -116,13 +128,13 @@ class Conversation:
         return whole
 
     def _routes(self, shape: EngineRoutes | None) -> np.ndarray | None:
-        tables = [(reply.routes, reply.weight_spans[-1].version) for reply in self.replies if reply.routes is not None]
+        tables = [(reply.routes, version) for reply, version in self._tables() if reply.routes is not None]
         if shape is None or not tables:
             return None
         return join_routes(tables, tables[-1][1], shape.shape)
 
     def _gates(self) -> np.ndarray | None:
-        gates = [(reply.gates, reply.weight_spans[-1].version) for reply in self.replies if reply.gates is not None]
+        gates = [(reply.gates, version) for reply, version in self._tables() if reply.gates is not None]
         return join_gates(gates, gates[-1][1]) if gates else None
 
 

@@ -31,6 +31,8 @@ from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.finished import Finished, key_of
 from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
+from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.push import Pusher
 from megatron_rl.rollout.recorded import read_recorded
 from megatron_rl.rollout.recover import CANCEL_S, Recovery, begin, generate
@@ -57,8 +59,12 @@ class Asked:
     answered: Future[None]
     step: int
     """That waits for it, 0-based."""
+    program: SingleTurn
+    """What has asked, with the task that judges."""
     round: int = 0
     """Of the step (rollout.dynamic_sampling)."""
+    first: FirstGroups | None = None
+    """Which groups are taken, where not all are."""
 
 
 class Engine:
@@ -86,6 +92,8 @@ class Engine:
         """Of each response of the last step, whether it is not of the weights pushed last."""
         self._staleness: list[int] = []
         """Of each of them, in steps."""
+        self._left_out = LeftOut()
+        """Of the last step, where groups are."""
         self._reused = 0
         """Samples that an earlier process had finished."""
         self._asked: list[Asked] = []
@@ -172,6 +180,7 @@ class Engine:
         # A run that claims to be on-policy stops at a server with other weights; others push again.
         if rollout.external and self.trains and not self.config.algorithm.on_policy:
             self.client.versions = self._pusher.digests.keys()
+        self.client.pushed = lambda: self._pusher.latest
         self.run.before_saving = self.sleep  # all of the trainer has to be there
         self.run.pushed = lambda: self._pusher.digests
         self._stack.push(self._leave)
@@ -246,14 +255,23 @@ class Engine:
         self.record(trajectories, step)
         return trajectories
 
-    def begin(self, prompts: Sequence[Prompt], step: int, *, round: int = 0, top_log_probs: int = 0) -> Asked:
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        *,
+        round: int = 0,
+        top_log_probs: int = 0,
+        wanted: int | None = None,
+    ) -> Asked:
         """Ask for what `collect` returns; `finish` waits for it. What an earlier process of the run has is not asked again.
 
-        round: each of a step has draws of its own.
+        round: each of a step has draws of its own. wanted: the first so many groups that are complete are taken, and `finish`
+        aborts the others (rollout.over_sample_rate).
         """
         if self.config.rollout.load:
             nothing = Collection([], self.run.support, samples_per_prompt=1, max_new_tokens=1)
-            return Asked(prompts, nothing, Future(), step, round)
+            return Asked(prompts, nothing, Future(), step, self.run.program, round)
         if self.trains:
             self._pusher.now = self.run.step
         asked = self._begin(
@@ -265,8 +283,11 @@ class Engine:
             top_log_probs=top_log_probs,
             step=step,
             durable=self.trains and self.config.rollout.durable and not top_log_probs,
+            some=wanted is not None and wanted < len(prompts),
         )
         asked.round = round
+        if wanted is not None and wanted < len(prompts):
+            asked.first = FirstGroups(wanted, self.config.batch.samples_per_prompt)
         self._asked.append(asked)
         return asked
 
@@ -331,15 +352,14 @@ class Engine:
         *,
         samples: int,
         seed: str,
-        with_routes: bool = False,
-        top_log_probs: int = 0,
+        program: SingleTurn | None = None,
     ) -> list[Trajectory]:
         """`samples` responses to each of `prompts`, which are the same everywhere, with rewards; every process calls it.
 
         Each data-parallel leader gets its share of them, others none. A group is a prompt's place in `prompts`; several
         leaders may share it. seed: says which draws these are, beside config.seed: the same one draws the same again.
-        with_routes: also the engine's routes and router features, where the config asks for them. When the child servers
-        die, they are restarted with the current weights, and what was not answered is asked again.
+        program: in the place of the run's. When the child servers die, they are restarted with the current weights, and what
+        was not answered is asked again.
         """
         return self._rewarded(
             self._begin(
@@ -347,9 +367,9 @@ class Engine:
                 support,
                 samples=samples,
                 seed=seed,
-                with_routes=with_routes,
-                top_log_probs=top_log_probs,
                 step=self.run.step - 1,  # it goes before what has been asked for ahead
+                program=program,
+                evaluates=True,
             )
         )
 
@@ -364,8 +384,14 @@ class Engine:
         top_log_probs: int = 0,
         step: int,
         durable: bool = False,
+        program: SingleTurn | None = None,
+        some: bool = False,
+        evaluates: bool = False,
     ) -> Asked:
-        """step: that waits for it. durable: samples are kept on disk as they finish."""
+        """step: that waits for it. durable: samples are kept on disk as they finish. some: not all groups are taken.
+
+        evaluates: nothing is learned from it.
+        """
         self.wake()
         ranks, total = self.run.ranks, len(prompts) * samples
         settings = {
@@ -379,19 +405,21 @@ class Engine:
         }
         share = share_of(total, ranks.data_rank, ranks.data_size) if ranks.is_leader else range(0)
         # Nothing moves before the first update, so that no predictor learns from its trajectories.
-        features_from = share_of(total, 0, self.config.batch.updates_per_step).stop
+        features_from = 0 if some else share_of(total, 0, self.config.batch.updates_per_step).stop
         kept: dict[str, Any] = {}
         if durable:
             kept = ranks.leaders_do(lambda: self._kept(prompts, settings, share, step, features_from)) or {}
-        collection = self.run.program.collect(
+        program = program or self.run.program
+        collection = program.collect(
             prompts=prompts,
             share=share,
             features_from=features_from,
             top_log_probs=top_log_probs,
             **settings,
             **kept,
+            **({"evaluates": True} if evaluates else {}),
         )
-        return Asked(prompts, collection, begin(collection, self.client, step), step)
+        return Asked(prompts, collection, begin(collection, self.client, step), step, program)
 
     def _kept(
         self, prompts: Sequence[Prompt], settings: dict[str, Any], share: range, step: int, features_from: int
@@ -433,7 +461,7 @@ class Engine:
         """Wait until all is answered; when the child servers die, they are restarted with the current weights."""
         stop = self.run.asked_to_stop if self.trains else (lambda: False)
         arguments = (asked.collection, self.client, self.run.ranks, self._revive)
-        generate(*arguments, begun=asked.answered, step=asked.step, stop=stop)
+        generate(*arguments, begun=asked.answered, step=asked.step, stop=stop, first=asked.first)
 
     def _rewarded(self, asked: Asked) -> list[Trajectory]:
         asked.collection.on_progress = self.run.logger.progress  # of the one that is waited for
@@ -442,10 +470,25 @@ class Engine:
         except BaseException:
             asked.collection.cancel()
             raise
-        self.run.program.check(asked.collection)
+        asked.program.check(asked.collection)
         self._retries += asked.collection.retries
-        arguments = (self.run.task, self.run.tokenizer, asked.prompts)
-        return give_rewards(*arguments, asked.collection.trajectories())
+        if asked.first is None:
+            return give_rewards(asked.program.task, self.run.tokenizer, asked.prompts, asked.collection.trajectories())
+        return self._first(asked, asked.first)
+
+    def _first(self, asked: Asked, first: FirstGroups) -> list[Trajectory]:
+        """The trajectories of the groups that are taken, which become the prompts of what was asked."""
+        collection, place = asked.collection, {group: number for number, group in enumerate(first.taken)}
+        requests = collection.requests
+        collection.keep(place)
+        found = give_rewards(asked.program.task, self.run.tokenizer, asked.prompts, collection.trajectories())
+        for trajectory in found:
+            trajectory.group_id = place[trajectory.group_id]
+        asked.prompts = [asked.prompts[group] for group in place]
+        if not asked.round:
+            self._left_out = LeftOut()
+        self._left_out.add(requests, found, collection.aborted)
+        return found
 
     def _cancel(self) -> None:
         """Give up what is still being answered."""
@@ -470,6 +513,8 @@ class Engine:
                 "rollout/staleness_max": maximum(max(ages, default=0)),
                 "rollout/servers": maximum(len(self.client.addresses)),
             }
+        if self.config.rollout.over_sample_rate:
+            sampled |= self._left_out.metrics()
         return sampled | {
             "rollout/restarts": maximum(0 if loads else self._recovery.restarts),
             "rollout/retries": total(self._retries),

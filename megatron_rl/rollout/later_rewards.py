@@ -100,8 +100,17 @@ class LaterRewards:
             name: read_tokenizer(path or "") for name, path in own.items() if self._config.models[name].steps
         }
 
-    def score(self, trajectories: list[Trajectory], prompts: Sequence[Prompt], *, learns: bool = False) -> None:
+    def score(
+        self,
+        trajectories: list[Trajectory],
+        prompts: Sequence[Prompt],
+        *,
+        learns: bool = False,
+        task: Task | None = None,
+    ) -> None:
         """Set the parts, and the rewards anew, of this leader's trajectories. prompts: those that their group ids count.
+
+        task: which weighs them, where it is not the run's.
 
         learns: the scores are normalized, count for the mean and deviation by which they are, and are clipped; those of an
         evaluation are neither, so that all evaluations of a run have one scale. What is masked is not scored.
@@ -131,7 +140,7 @@ class LaterRewards:
                 t.reward_parts = first.reward_parts
             else:
                 first = t
-            t.reward = combine(t.reward_parts, self._task.weights)
+            t.reward = combine(t.reward_parts, (task or self._task).weights)
 
     def _counts(self, t: Trajectory) -> bool:
         return not t.part and not t.masked and not (self._zero_truncated and t.truncated)

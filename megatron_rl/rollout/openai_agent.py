@@ -8,7 +8,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, override
+from typing import TYPE_CHECKING, Any, Self, override
 
 from transformers import PreTrainedTokenizerBase
 
@@ -72,7 +72,15 @@ class OpenAIAgents(Agents):
             raise UserError(f"data.task: {self.task.name}: {error}") from None
 
     @override
+    def with_task(self, task: Task) -> Self:
+        if not self.config.agent.function:
+            raise UserError(f"the agent of data.task: {self.task.name} plays its own prompts alone; set agent.function")
+        return super().with_task(task)
+
+    @override
     def collect(self, **settings: Any) -> Collection:
+        # A session may be several sequences: which of them are of the first update is known when all have ended.
+        settings["features_from"] = 0
         return OpenAICollection(**settings, agents=self)
 
     @override
@@ -157,7 +165,8 @@ class OpenAICollection(AgentCollection):
 
         most, room = self.max_new_tokens, agents.config.rollout.context_length
         ends, parts = self.stop_token_ids, agents.task.parts
-        session = Session(agents.dialect, ask, most, room, stop_token_ids=ends, parts=parts)
+        renders = agents.renders(self)
+        session = Session(agents.dialect, ask, most, room, stop_token_ids=ends, parts=parts, renders=renders)
         self._sessions[request] = agents.endpoint.sessions[name] = session
         reason = "stop"
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -38,8 +39,21 @@ class SingleTurn:
         """Every process makes one. Errors: UserError for what the config has wrong."""
         self.config, self.tokenizer, self.task, self.ranks = config, tokenizer, task, ranks
         self._harmony = speaks_harmony(tokenizer)
-        if task.program not in (None, config.rollout.program):
+        self._check_task(task)
+
+    def _check_task(self, task: Task) -> None:
+        if task.program not in (None, self.config.rollout.program):
             raise UserError(f"config: data.task: {task.name} needs rollout.program: {task.program}")
+
+    def with_task(self, task: Task) -> Self:
+        """The same for prompts of another task, those of an evaluation set; what is open is shared.
+
+        Errors: UserError where they cannot be asked in this way.
+        """
+        self._check_task(task)
+        other = copy.copy(self)
+        other.task = task
+        return other
 
     @cached_property
     def vocabulary(self) -> str:
@@ -151,6 +165,7 @@ class SingleTurn:
         """The collection of a step, or of an evaluation. settings: fields of `Collection`."""
         if self.collection.trajectories is not Collection.trajectories:  # what becomes of a request is not known here
             settings = {name: value for name, value in settings.items() if name not in ("known", "on_finished")}
+            settings["features_from"] = 0
         return self.collection(**settings)
 
     def check(self, collection: Collection) -> None:

@@ -47,6 +47,8 @@ class Pusher:
         """Step of the weights that the servers have."""
         self.digests: dict[str, str] = {}
         """Of all versions that were pushed by this process; empty ones where none are taken, and of one that is on its way."""
+        self.latest: str | None = None
+        """The last of them: the servers have it, or are being sent it."""
         self.bytes = 0
         """Size of the last push."""
 
@@ -68,7 +70,7 @@ class Pusher:
                 self._turns.to_servers("weights")
                 unmerged = isinstance(self._sync, AdapterSync)
                 weights = self._trainer.export_adapters() if unmerged else self._trainer.export_weights()
-                digest = WeightsDigest(self._dtype)
+                digest, self.latest = WeightsDigest(self._dtype), str(self.now)
                 if self._digests:
                     weights = digest.watch(weights)
                 self.digests.setdefault(str(self.now), "")  # answers may come before the push returns

@@ -67,6 +67,8 @@ class Session:
     """Secret of whoever may post them, which the agent's tools do not know."""
     reward: dict[str, float] = field(default_factory=dict)
     """Parts that the agent has given."""
+    renders: bool = False
+    """Whether a history is rendered where the user goes on after an answer, and the model's format has one of its own."""
     closed: bool = False
     full: bool = False
     """A conversation had no room for one more reply."""
@@ -129,6 +131,8 @@ class Session:
         best: tuple[int, Branch, int] | None = None
         for branch in self.branches:
             for number, (known, _) in enumerate(branch.ends):
+                if self._rendered_anew(branch, number, messages[known:]):
+                    continue
                 fits = branch.tools == offered and known < len(keys) and branch.messages[:known] == keys[:known]
                 if (
                     fits
@@ -158,6 +162,13 @@ class Session:
         branch.talk.add_observation(between, str(fresh[-1]["role"]), fresh)
         branch.messages = keys
         return branch
+
+    def _rendered_anew(self, branch: Branch, number: int, fresh: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether messages that follow a reply belong behind a history that is rendered, in a sequence of their own."""
+        if not self.renders or type(self.form).history is Dialect.history:
+            return False
+        answered = self.form.parse(branch.talk.replies[number].tokens.tolist()).final is not None
+        return answered and any(message["role"] == "user" for message in fresh)
 
     async def _rendered(self, render: Callable[[Dialect], list[int]], size: int) -> list[int]:
         """Tokens of messages with so many characters. Long ones are made beside the event loop, so that other agents go on."""

@@ -10,6 +10,7 @@ from megatron_rl.rollout.children import ChildServers
 from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.over_sampling import FirstGroups
 from megatron_rl.trainer.parallel import Ranks, in_background
 
 RESTARTS = 3
@@ -64,19 +65,34 @@ def generate(
     begun: Future[None] | None = None,
     step: int = 0,
     stop: Callable[[], bool] = lambda: False,
+    first: FirstGroups | None = None,
 ) -> None:
-    """Complete every process's collection.
+    """Complete every process's collection, or the groups that are taken of it.
 
     revive: brings servers back with the current weights, on all processes; returns whether there were any. begun: where
-    `begin` was called before. step: that waits for it. stop: whether to end it.
+    `begin` was called before. step: that waits for it. stop: whether to end it. first: which groups are taken, where not all
+    are.
     Errors: UserError, the same on every process, for what a restart does not mend, or where one did not help; StopRequested.
     """
+
+    def enough() -> bool:
+        """Whether what has been answered on all processes will do. Collective."""
+        return first is not None and first.add(
+            r for mine in ranks.gather_from_leaders(collection.finished) for r in mine
+        )
+
     for attempt in range(RESTARTS + 1):
         answered = begun if begun is not None and not attempt else begin(collection, client, step)
-        if ranks.wait_for(answered, stop):
+        if ranks.wait_for(answered, stop, enough):
             collection.cancel()
             wait([answered], CANCEL_S)
             raise StopRequested
+        if first is not None and (first.enough or enough()):
+            collection.abort()
+            if not wait([answered], CANCEL_S).done:
+                collection.cancel()
+                wait([answered], CANCEL_S)
+            return
         problem = answered.exception()
         if isinstance(problem, EngineLost) and collection.complete:  # which was begun, and mended since then
             problem = None

@@ -226,7 +226,11 @@ def join_routes(turns: Sequence[tuple[np.ndarray, str]], version: str, shape: Ro
     turns: (table, version of the last token's weights). Turn t asked with routes_start = rows of the tables before it,
     which is the token count of the conversation so far less one: the last token of a response gets its route only as
     input of the next turn. version: the weights whose routes are wanted; a turn of others, from before a push, becomes
-    sentinels. (Asked with routes_start = 0 instead, the turn after a push brings all rows anew.)
+    sentinels.
+
+    A turn that is known to come after a push asks with routes_start = 0, and its table stands alone (`Conversation`): rows of
+    earlier turns are then those behind which the later turns were sampled. Log-probs of earlier turns stay those of the
+    weights that sampled them, as in a response that a push has met in its middle (top of this file).
     """
     return np.concatenate([table if found == version else shape.empty(len(table)) for table, found in turns])
 

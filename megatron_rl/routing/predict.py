@@ -30,10 +30,11 @@ class PredictRoutes(RouteObserver):
         assert router.predictor is not None
         bias = self.horizon * router.predictor(hidden)
         features = table.features.get(layer)  # those of the engine
+        own = features is None
         if features is None:
             features = table.features[layer] = Features(None, logits[table.cached], None)
         features.bias = bias[table.cached] if features.hidden is None else router.predictor(features.hidden)
-        if features.hidden is None and self.learns:
+        if own and self.learns:  # hidden states of this pass do not belong to logits of the engine
             features.hidden = hidden[table.cached]
         # What the engine would choose here: it predicts where its routes are replayed.
         table.left(Foreseen)[layer] = router.choice(logits + bias if self.chosen_by_engine else logits)
@@ -60,9 +61,9 @@ class PredictorGradients(RouteObserver):
     def see_logits(self, layer: int, hidden: Tensor, logits: Tensor, router: Router) -> Tensor:
         """Add the gradient of this layer's predictor."""
         features = self.table.features.get(layer)
-        if layer in self._losses or features is None or not len(features.logits):
+        if layer in self._losses or features is None or features.hidden is None or not len(features.logits):
             return logits
-        assert router.predictor is not None and features.hidden is not None
+        assert router.predictor is not None
         current = logits.detach()[self.table.cached]
         with torch.enable_grad():
             # Not the parameter itself, which must never have a gradient: it would be the policy's.

@@ -94,17 +94,20 @@ class Ranks:
         self.wait_for(done)
         return done.result
 
-    def wait_for(self, done: Future, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait as `patiently` does, for work that each process has begun.
+    def wait_for(
+        self, done: Future, stop: Callable[[], bool] = lambda: False, enough: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait as `patiently` does, for work that each process has begun, or until there is enough of it.
 
-        Returns whether some process was asked to `stop`, on all of them; then the work may still be under way.
+        enough: collective, and the same on all processes. Returns whether some process was asked to `stop`, on all of them; the
+        work may still be under way then, and where there is enough.
         """
         start = time.monotonic()
         while True:
             # What is short is not made longer by waiting for the next sign of life.
             wait([done], min(BEAT_S, 0.01 + (time.monotonic() - start) / 50))
             working, stopped = self._maxima(int(not done.done()), int(stop()))
-            if stopped or not working:
+            if stopped or not working or enough():
                 return bool(stopped)
 
     def exchange(self, outgoing: list[T]) -> list[T]:

@@ -66,7 +66,9 @@ def test_commands_and_flags_exist(document):
         assert command in known, f"{document.name}: megatron-rl {command}"
         for flag in TOOL_FLAGS.findall(rest):
             ours = (
-                flag in known[command] or flag[2:] in keys or flag[2:].startswith(("data.options.", "rewards.models."))
+                flag in known[command]
+                or flag[2:] in keys
+                or flag[2:].startswith(("data.options.", "eval.sets.", "rewards.models."))
             )
             assert ours or flag == "--help", f"{document.name}: megatron-rl {command} has no {flag}"
 

@@ -347,8 +347,32 @@ REFUSED |= {
         "overlap_param_gather with vp2o.enabled, .*set overlap_param_gather: false",
     ),
 }
+AHEAD = {"correction": {"mode": "truncate", "high": 2.0}, "rollout": {"max_staleness": 1}}
+REFUSED |= {
+    f"routes of older predictors, features of the {side}": (
+        {
+            **AHEAD,
+            "routing": {"source": "pr3", "features": side},
+            "batch": {"prompts_per_step": 4, "updates_per_step": 2},
+        },
+        r"rollout\.max_staleness with routing\.source: pr3: .*; set max_staleness: 0",
+    )
+    for side in ("trainer", "engine")
+}
 SAMPLES_AGAIN = {"rollout": {"dynamic_sampling": {"max_rounds": 10}}}
 REFUSED |= {
+    "stragglers of a record": (
+        {"rollout": {"over_sample_rate": 0.5, "load": "somewhere"}, "eval": {"prompts": 0}},
+        r"rollout\.over_sample_rate = 0\.5 with rollout\.load: no server is asked; set over_sample_rate: 0",
+    ),
+    "stragglers that nobody can end": (
+        {"rollout": {"over_sample_rate": 0.5, "program": "openai_agent"}, "agent": {"function": "a:b"}},
+        r"rollout\.over_sample_rate = 0\.5 with rollout\.program: openai_agent: .*; set over_sample_rate: 0",
+    ),
+    "a rate of no prompt": (
+        {"rollout": {"over_sample_rate": 1e-12}, "batch": {"prompts_per_step": 10}},
+        r"over_sample_rate = 1e-12 adds no prompt to batch\.prompts_per_step = 10; set over_sample_rate: 0\.1, or 0",
+    ),
     "more prompts, of which none is left out": (
         {"rollout": {"dynamic_sampling": {"over_sampling": 1.5}}},
         r"over_sampling with rollout\.dynamic_sampling\.max_rounds = 0 does nothing; set .*max_rounds: 10",

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from models.test_sizes import MODELS
 
+from megatron_rl.config import Config, DataConfig
 from megatron_rl.config_file import load_config
+from megatron_rl.environments import build_task, fitting
+from megatron_rl.errors import UserError
+from megatron_rl.launch.eval_sets import eval_sets
 from megatron_rl.launch.memory import GB, estimate
 from megatron_rl.launch.preflight import check_memory_savers
 from megatron_rl.models.precision import Machine
+from megatron_rl.rollout.later_rewards import names_of
+from megatron_rl.rollout.program import SingleTurn
+from megatron_rl.rollout.programs import rollout_program
+from tools.make_tiny_model import TOKENIZERS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = {
@@ -22,6 +34,14 @@ RECIPES = {
     "gpt-oss-20b-8x80gb": ("gpt-oss-20b", 8, 80),
 }
 """Config -> model, GPUs, GB of one."""
+ALL = sorted(CONFIGS.glob("*.yaml"))
+FAMILIES = {"gpt-oss": "harmony_calls", "gptoss": "harmony_calls", "agentic": "calls"} | dict.fromkeys(
+    ("quickstart", "rlhf", "compress"), "numbers"
+)
+"""Beginning of a recipe's name -> tokenizer of the model that it is for (tools/make_tiny_model.py); of others: text."""
+LEARNS = {"sft": "sft", "pretrain": "sft", "prune": "prune", "dpo": "dpo", "reward": "reward"}
+"""End of a recipe's name -> the command that it is for; others are trained."""
+ONE_PROCESS = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -69,6 +89,14 @@ TASKS = ("gsm8k", "retool", "verifyif")
 H200 = 141
 
 
+def test_every_recipe_of_gpt_oss_speaks_harmony_and_is_on_policy():
+    files = [file for file in ALL if file.stem.startswith("gpt-oss")]
+    assert len(files) == 7
+    for config in map(load_config, files):
+        assert config.rollout.program == "agent" and config.agent.dialect == "harmony"
+        assert config.algorithm.on_policy and config.data.task != "file"
+
+
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("model", "nodes"), [("gpt-oss-20b", 2), ("gpt-oss-120b", 8)])
 def test_the_gpt_oss_recipes_fit_the_trainers_nodes(model, nodes, task):
@@ -108,3 +136,88 @@ def test_the_recipes_of_preferences_fit_one_node(kind):
         companions if kind == "ppo" else set()
     )
     assert config.rollout.context_length <= config.batch.tokens_per_micro_batch
+
+
+@cache
+def tokenizer_of(recipe: str):
+    kind = next((kind for name, kind in FAMILIES.items() if recipe.startswith(name)), "text")
+    return TOKENIZERS[kind](4096)
+
+
+def kind_of(recipe: str) -> str:
+    return LEARNS.get(re.split("[-_]", recipe)[-1], "train")
+
+
+def rows_for(data: DataConfig, folder: Path, recipe: str) -> str:
+    """A file with as many columns as the recipe may want of a row."""
+    numbers = "3 1 2 <" if recipe.startswith("rlhf") else "How many are three and four?"
+    row = {data.prompt_key: numbers, "reward_model": {"ground_truth": "7"}, "answer": "#### 7", "response": "7"}
+    row |= {"chosen": "1", "rejected": "2"} if kind_of(recipe) in ("dpo", "reward") else {}
+    if recipe == "pretrain":
+        row = {data.text_key: "Three and four are seven."}
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({**row, data.prompt_key: f"{numbers} {i}"}) + "\n" for i in range(30)))
+    return str(file)
+
+
+def made(config: Config, folder: Path, recipe: str, kind: str) -> tuple[SingleTurn, list]:
+    """The program that a recipe names, as a run makes it, and the prompts of its task, from a file of ours."""
+    path = rows_for(config.data, folder, recipe) if config.data.task == "file" else None
+    data, program = replace(config.data, path=path, eval_path=None), rollout_program(config.rollout.program)
+    task = build_task(
+        data,
+        demonstrations=kind in ("sft", "prune"),
+        preferences=kind in ("reward", "dpo"),
+        more_parts=program.parts,
+        later_parts=names_of(config.rewards) if kind == "train" else [],
+    )
+    return program(config, tokenizer_of(recipe), task, ONE_PROCESS), task.prompts("train")
+
+
+@pytest.mark.parametrize("file", ALL, ids=lambda file: file.stem)
+def test_what_a_recipe_asks_can_be_asked(file, tmp_path):
+    """A prompt becomes tokens that leave room for a response, by the program and the dialect that it names."""
+    config, kind, rng = load_config(file), kind_of(file.stem), random.Random(file.stem)
+    form, prompts = made(config, tmp_path, file.stem, kind)
+    try:
+        prompt = prompts[rng.randrange(len(prompts))]
+        if prompt.document:
+            assert len(form.document(prompt.text).tokens) > 1
+            return
+        encoded = form.encode(prompt)
+        assert len(encoded.tokens) > 1
+        if form.tokenizer is tokenizer_of(""):
+            assert prompt.text in form.tokenizer.decode(encoded.tokens)
+        if kind in ("sft", "prune"):
+            assert form.demonstration(encoded, rng)["loss_mask"].any()
+        elif kind in ("dpo", "reward"):
+            assert not form.comparison(encoded, rng).problem(config.rollout.context_length)
+        else:
+            assert fitting([prompt], form, config.rollout.context_length, config.rollout.max_new_tokens)
+    finally:
+        form.close()
+
+
+@pytest.mark.parametrize("file", [file for file in ALL if load_config(file).eval.sets], ids=lambda file: file.stem)
+def test_the_evaluation_sets_of_a_recipe_can_be_asked(file, tmp_path):
+    """Each set that it names, with rows in the form of the public ones."""
+    config, rows = load_config(file), tmp_path / "set.jsonl"
+    asked = [{"problem": f"{i} and {i}?", "answer": str(2 * i)} for i in range(3)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (*asked, {"question": "3 and 4?", "answer": "#### 7"})))
+    assert all("/" in one.path and one.task and "eval_split" in one.options for one in config.eval.sets.values())
+    sets = {name: replace(one, path=str(rows)) for name, one in config.eval.sets.items()}
+    config = replace(config, eval=replace(config.eval, sets=sets))
+    form, _ = made(config, tmp_path, file.stem, "train")
+    for one in eval_sets(config, "train", form):
+        assert len(one.prompts) == 4 and one.samples == config.eval.samples
+        right = one.program.task.score(one.prompts[3:], ["So it is \\boxed{7}\n#### 7"])
+        assert right[0]["correct"] == 1.0
+    assert not load_config(file, ["--eval.sets", "{}"]).eval.sets
+
+
+def test_a_recipe_of_another_family_is_seen(tmp_path):
+    """A model with channels, asked as one without them, is what the test above refuses."""
+    config = load_config(CONFIGS / "olmoe-1b-7b.yaml")
+    form, prompts = made(config, tmp_path, "gpt-oss-as-olmoe", "train")
+    with pytest.raises(UserError, match=r"^config: rollout.program: .*agent.dialect: harmony"):
+        form.encode(prompts[0])

@@ -24,6 +24,8 @@ from tests.program import Program, forked
 
 STEPS = 4
 TIMEOUT = 420
+LOADED = ("--rollout.load", "RUN/rollouts", "--rollout.over_sample_rate", "0")
+ZIGZAG = {"task": "number_zigzag", "prompts": 5, "samples": 3, "greedy": False}
 NAMES = {
     *("step", "reward/mean", "eval/score", "loss/policy", "entropy", "routing/agreement"),
     *("mismatch/kl", "mismatch/ess", "mismatch/ratio_max"),
@@ -75,8 +77,14 @@ def finished(tmp_path_factory, tiny_model):
         "optimizer": {"lr": 1e-3, "warmup_steps": 2},
         "parallel": {"expert": 2},
         "precision": {"train": "fp32", "rollout": "fp32"},
-        "rollout": {"max_new_tokens": 24, "context_length": 64, "routes": True, "record": True},
-        "eval": {"prompts": 6, "samples": 2},
+        "rollout": {
+            "max_new_tokens": 24,
+            "context_length": 64,
+            "routes": True,
+            "record": True,
+            "over_sample_rate": 0.5,
+        },
+        "eval": {"prompts": 6, "samples": 2, "pass_at": [1], "sets": {"own": {}, "zigzag": ZIGZAG}},
         "checkpoint": {"every": 2},
         "logging": {"tensorboard": False, "profile_steps": [2]},
     }
@@ -107,6 +115,7 @@ def test_the_run_goes_on_when_the_server_is_killed(finished):
     assert rows[-1]["rollout/restarts"] >= 1
     for row in rows:
         assert set(row) >= NAMES
+        assert row["rollout/aborted"] + row["rollout/dropped"] == pytest.approx(1 / 3), "of 12 groups 8 are taken"
         assert row["update/skipped"] == 0
 
 
@@ -134,12 +143,11 @@ def test_nothing_was_lost_and_weights_are_the_newest(finished):
     from megatron_rl.data.record import file_of, load_trajectories
 
     for step in range(STEPS):
-        for rank in range(2):
-            trajectories = load_trajectories(file_of(finished[0] / "rollouts", step, rank))
-            assert len(trajectories) == 32
-            groups = [t.group_id for t in trajectories]
-            assert groups == sorted(groups) and len(set(groups)) == 4
-            for t in trajectories:
+        parts = [load_trajectories(file_of(finished[0] / "rollouts", step, rank)) for rank in range(2)]
+        groups = [t.group_id for part in parts for t in part]
+        assert groups == [group for group in range(8) for _ in range(8)], "8 of the 12 groups that were asked for"
+        for part in parts:
+            for t in part:
                 assert {span.version for span in t.weight_spans} == {str(step)}
                 assert t.routes.shape == (len(t.tokens) - 1, 2, 2)
                 assert 1 <= t.response_length <= 24
@@ -154,6 +162,26 @@ def test_numbers_of_gpus_are_null_without_one_and_the_step_is_traced(finished):
     with gzip.open(run_dir / "profile" / "step_2.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"rollout", "train", "sync"} <= names
+
+
+def test_each_evaluation_set_has_scores_and_responses(finished):
+    """The run's own held-out prompts by name, and another task's, which judges its answers itself."""
+    run_dir, _ = finished
+    sizes = {"own": (6, 2, True), "zigzag": (5, 3, False)}
+    for row in read_json_lines(run_dir / "metrics.jsonl"):
+        if row["step"] not in (0, STEPS):
+            continue
+        rows = [json.loads(line) for line in (run_dir / "evals" / f"step_{row['step']:06d}.jsonl").open()]
+        for name, (prompts, samples, greedy) in sizes.items():
+            mine = [one for one in rows if one["set"] == name]
+            sampled = [one["reward"] for one in mine if not one["greedy"]]
+            assert len(sampled) == prompts * samples and len(mine) - len(sampled) == prompts * greedy
+            assert {one["prompt_id"].partition(":")[0] for one in mine} == {f"number_{'sorting' if greedy else name}"}
+            assert row[f"eval/{name}/score"] == pytest.approx(sum(sampled) / len(sampled))
+            assert {f"eval/{name}/pass@1", f"eval/{name}/pass@{samples}", f"eval/{name}/response_length"} <= row.keys()
+            assert (f"eval/{name}/greedy" in row) == greedy and row[f"eval/{name}/prompts"] == prompts
+        assert row["eval/score"] == pytest.approx((row["eval/own/score"] + row["eval/zigzag/score"]) / 2)
+        assert not any(name.startswith("eval/") and name.count("/") == 1 for name in row.keys() - {"eval/score"})
 
 
 def test_no_process_is_left(finished):
@@ -205,9 +233,10 @@ def test_the_mismatch_is_attributed(finished, capsys):
         (["--batch.samples_per_prompt", "1"], ["batch.samples_per_prompt"]),
         (["--rollout.sampling.top_p", "0.9"], ["rollout.sampling", "top_p"]),
         (["--rollout.addresses", "[http://127.0.0.1:9]", "--rollout.retries", "0"], ["127.0.0.1:9"]),
-        (["--rollout.load", "RUN/rollouts"], ["eval.prompts: 0"]),
+        (["--rollout.load", "RUN/rollouts"], ["over_sample_rate: 0"]),
+        ([*LOADED, "--eval.prompts", "0"], ["eval.prompts: 0, and eval.sets: {}"]),
         (
-            ["--rollout.sampling.temperature", "0.5", "--rollout.load", "RUN/rollouts", "--eval.prompts", "0"],
+            ["--rollout.sampling.temperature", "0.5", *LOADED, "--eval.prompts", "0", "--eval.sets", "{}"],
             ["temperature 1 and not 0.5"],
         ),
     ],

@@ -15,7 +15,9 @@ from megatron_rl.config import Config
 from megatron_rl.config_file import to_yaml
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import vega
-from megatron_rl.metrics.logger import RunLogger
+from megatron_rl.metrics.charts import SECTIONS
+from megatron_rl.metrics.logger import STANDARD, RunLogger
+from megatron_rl.metrics.mismatch import BELOW
 from megatron_rl.metrics.report import write_report
 from megatron_rl.metrics.summary import before_after, compared
 from megatron_rl.metrics.vega import MOST_ROWS
@@ -47,6 +49,29 @@ def make_run(folder: Path, steps: int, total: int = 20, **changes) -> Path:
             )
             logger.log_samples(step, [{"prompt": NASTY, "response": f"answer {step} {NASTY}", "reward": 1.0} | PARTS])
     return folder
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CHARTED = {metric: chart for section in SECTIONS.values() for chart in section for metric in chart.series}
+CARDS = ["mismatch/p<*/tokens", "mismatch/p<*/abs", "mismatch/p<*/abs_max", "mismatch/p<*/bias", "routing/deviation_*"]
+"""What cards of another form than lines draw."""
+
+
+def names_in(text: str) -> list[str]:
+    """Metrics in backquotes, * for what is filled in; one without a room has that of the one before it in row or text."""
+    found = []
+    for line in re.split(r"\n(?=\||\s*\n)", text):
+        room = ""
+        for name in re.findall(r"`([a-z]\w*(?:/[\w<>@*.]+)*)`", line):
+            room = f"{name.rpartition('/')[0]}/" if "/" in name else room
+            found.append(re.sub(r"[A-Z]+", "*", name if "/" in name else room + name))
+    return found
+
+
+def is_named(metric: str, pattern: str) -> bool:
+    """Whether a pattern of the documents, or of a chart, stands for a metric or for another pattern."""
+    expression = re.escape(pattern).replace(r"\*", "[^/]+")
+    return re.fullmatch(expression, metric) is not None
 
 
 def write_lines(folder: Path, lines: list[dict]) -> Path:
@@ -310,3 +335,53 @@ def test_a_browser_draws_it(tmp_path):
     assert dom.count("<path") >= len(charts)
     assert "owned" not in re.search(r"<title>(.*?)</title>", dom).group(1)
     assert dom.count('<li class="trains">') >= 2 and "a call &lt;b&gt;" in dom and "it is 7" in dom
+
+
+def promised() -> list[str]:
+    """Metrics in tables of the sections that say that the report draws them."""
+    found = []
+    for document in sorted(DOCS.glob("*.md")):
+        for section in re.split(r"^#+ ", document.read_text(), flags=re.MULTILINE):
+            tables = re.findall(r"^\| (?:metric|name) \|.*\n\|[-|]+\n((?:\|.*\n)+)", section, re.MULTILINE)
+            if tables and re.search(r"megatron-rl report[^`]*`\s+draws|drawn\s+by\s+`megatron-rl report", section):
+                found += names_in(
+                    "".join(re.sub(r"^\|([^|]*)\|.*$", r"\1", row) + "\n" for row in tables[0].split("\n"))
+                )
+    return found
+
+
+def test_what_the_documents_say_is_drawn_is_drawn():
+    names = promised()
+    rooms = {name.partition("/")[0] for name in names}
+    assert len(names) > 60 and {"mismatch", "pruning", "corrected", "routing", "vp2o"} <= rooms
+    for name in names:
+        later = name.replace("routing/", "routing/later/")
+        drawn = [m for m in (*CHARTED, *CARDS) if is_named(m, name) or is_named(name, m) or is_named(m, later)]
+        assert drawn, f"no chart has {name}"
+
+
+def test_what_is_drawn_is_in_the_documents():
+    """But for what a metric has by layer and by update, whose names the documents tell once."""
+    documented = [name for document in DOCS.glob("*.md") for name in names_in(document.read_text())]
+    for metric in (*CHARTED, *STANDARD):
+        plain = re.sub(
+            r"routing/(later|update_\*)/|/layer_\*/", lambda m: "/" if m[0][0] == "/" else "routing/", metric
+        )
+        assert any(is_named(plain, name) or is_named(name, plain) for name in documented), f"no document has {metric}"
+
+
+def test_each_metric_of_a_chart_can_be_drawn(tmp_path):
+    """Each by itself, with a number that changes: it is on the page under its label, and nothing else is."""
+    lines: list[dict] = [{"step": step} for step in (1, 2, 3)]
+    for number, metric in enumerate(CHARTED, 1):
+        for line in lines:
+            line[metric.replace("*", "7")] = number * line["step"] / 1000
+    for step, line in enumerate(lines, 1):
+        for below in BELOW:
+            line |= {f"mismatch/p<{below:g}/{name}": 0.1 * step for name in ("tokens", "abs", "bias", "abs_max")}
+        line |= {"routing/deviation_0": 0.5, "routing/deviation_1": 0.5}
+    page = Page(write_report(write_lines(tmp_path / "run", lines)))
+    for metric, chart in CHARTED.items():
+        label = chart.series[metric].replace("*", "7")
+        assert page.series(chart.title)[label], metric
+    assert {"Mismatch by probability", "Deviation tails"} <= page.charts.keys()

@@ -18,10 +18,13 @@ from megatron_rl.config import ServerConfig
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.over_sampling import FirstGroups
+from megatron_rl.rollout.recover import generate
 from megatron_rl.rollout.routes import EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.sync.weight_sync import SERVER_PYTHONPATH
+from megatron_rl.trainer.parallel import Ranks
 from tests.ranks import nearly_ties
 from tools.make_tiny_model import make_tiny_model
 
@@ -50,6 +53,29 @@ def collect(client: SGLangClient, prompts, support: SamplingSupport, **settings)
     collection = Collection(prompts, support, **settings)
     collection.run(client)
     return collection.trajectories(), collection
+
+
+class OneProcess(Ranks):
+    """Alone, without torch.distributed."""
+
+    def __init__(self) -> None:
+        pass
+
+    def _maxima(self, *values: int) -> list[int]:
+        return [*values]
+
+    def gather[T](self, value: T) -> list[T]:
+        return [value]
+
+    gather_from_leaders = gather
+
+
+def first_groups(collection: Collection, client: SGLangClient, wanted: int) -> FirstGroups:
+    """Wait for the first groups that are complete; the others are aborted, and left out."""
+    first = FirstGroups(wanted, collection.samples_per_prompt)
+    generate(collection, client, OneProcess(), lambda: False, first=first)
+    collection.keep(first.taken)
+    return first
 
 
 def prefill_log_probs(client: SGLangClient, sequences) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ from megatron_rl.rollout.routes import sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.table import has_route
 from tests.ranks import run_ranks
-from tests.rollout.conftest import assert_agree, client_of, prefill_log_probs
+from tests.rollout.conftest import assert_agree, client_of, first_groups, prefill_log_probs
 from tests.rollout.test_agreement import ask_trainer
 from tests.rollout.test_engine import process_of
 from tests.rollout.test_routes import agreement, generate
@@ -375,6 +375,33 @@ def test_one_of_many_tools_that_hangs_masks_its_conversation_alone(server, world
         t["loss_mask"].any() and t.reward_parts["correct"] == float(bool(t.text)) for t in trajectories if not t.masked
     )
     assert len(trajectories) == 64 and [t.group_id for t in trajectories] == [i // 2 for i in range(64)]
+
+
+def test_a_straggler_in_a_tool_is_given_up_and_its_world_is_closed(server, world, monkeypatch):
+    monkeypatch.setattr("megatron_rl.rollout.recover.CANCEL_S", 1.0)
+    closed = []
+
+    class OneHangs(Echo):
+        async def do(self, session):
+            if session is self.sessions[0]:
+                await asyncio.sleep(600)
+
+    class Closing(Environment):
+        async def close(self):
+            await super().close()
+            closed.append(self)
+
+    agents = world(OneHangs(), tool_timeout_s=500.0)
+    monkeypatch.setattr(agents.task, "environment", lambda prompt, toolbox: Closing(toolbox))
+    prompts = questions(agents, 12)
+    asked = collection(agents, prompts)
+    first = first_groups(asked, client_of(server), 11)
+    trajectories = asked.trajectories()
+    assert [t.group_id for t in trajectories] == first.taken and not any(t.masked for t in trajectories)
+    [(request, length)] = asked.aborted.items()
+    assert request not in first.taken and length == len(asked._talks[request].tokens) > 0
+    assert len(closed) == 12, "of the straggler too"
+    assert len(pieces(trajectories[0])) >= 1
 
 
 def test_an_environment_of_ones_own(server, world):

@@ -22,7 +22,7 @@ def random_conversation(rng: np.random.Generator, versions: list[str]) -> tuple[
     talk, pieces = Conversation(prompt.tolist()), [prompt]
     for number, version in enumerate(versions):
         m = int(rng.integers(1, 9))
-        start = talk.known_routes
+        start = talk.known_routes()
         rows = len(talk.context) + m - 1 - start
         reply = Reply(
             rng.integers(0, 1000, m).astype(np.int32),
@@ -31,6 +31,7 @@ def random_conversation(rng: np.random.Generator, versions: list[str]) -> tuple[
             [WeightSpan(version, 0, m)],
             kept=[rng.integers(0, 1000, rng.integers(1, 4)).astype(np.int32) for _ in range(m)],
             routes=np.argsort(rng.random((rows, 2, 8)), -1)[..., :2].astype(np.uint8),
+            routes_start=start,
             features=RouterFeatures(
                 torch.arange(m, dtype=torch.int32)[::2], torch.rand(-(-m // 2), 2, 4), torch.rand(-(-m // 2), 2, 8)
             ),
@@ -70,13 +71,56 @@ def test_a_trajectory_is_its_pieces_and_only_replies_train():
 
 def test_routes_are_joined_and_those_of_older_weights_forgotten():
     rng = np.random.default_rng()
-    talk, _ = random_conversation(rng, ["5", "5", "6", "6"])
+    talk, _ = random_conversation(
+        rng, ["5", "5", "5", "6"]
+    )  # the push has met the last reply: nobody knew of it before
     t = trajectory(talk)
     assert t.routes.shape == (len(t.tokens) - 1, 2, 2)
-    old = sum(len(reply.routes) for reply in talk.replies[:2])
-    new = np.concatenate([reply.routes for reply in talk.replies[2:]])
+    old, new = sum(len(reply.routes) for reply in talk.replies[:3]), talk.replies[3].routes
     assert (t.routes[:old] == SHAPE.shape.empty(1)[0]).all() and (t.routes[old:] == new).all()
-    assert [s.version for s in t.weight_spans] == ["5", "6"] and t.weight_spans[1].start == talk.turns[4].start
+    assert [s.version for s in t.weight_spans] == ["5", "6"] and t.weight_spans[1].start == talk.turns[6].start
+
+
+def test_after_a_push_the_next_reply_brings_the_routes_of_all_turns():
+    """Against an engine that keeps a row for each token, by the weights that it has: a push flushes them all.
+
+    Only a push that meets the last reply leaves rows unknown, those of the turns before it; and no row ever is of others.
+    """
+    rng, lost = np.random.default_rng(), 0
+    for _ in range(200):
+        turns = int(rng.integers(1, 7))
+        talk, version, known, met = Conversation([1] * int(rng.integers(1, 9))), 0, 0, False
+        tables = np.argsort(rng.random((2 * turns + 1, 120, 2, 8)), -1)[..., :2].astype(np.uint8)  # by version
+        for turn in range(turns):
+            before, within = rng.random(2) < 0.3  # a push before the request, or while it is answered
+            version += int(before)
+            known, met = talk.known_routes(str(version)), bool(within)
+            version += int(within)
+            m = int(rng.integers(1, 9))
+            rows = slice(known, len(talk.context) + m - 1)
+            fields = {"loss_mask": np.ones(m, bool), "rollout_log_probs": np.zeros(m, np.float32)}
+            spans, routes = [WeightSpan(str(version), 0, m)], tables[version, rows]
+            talk.add_reply(Reply(np.zeros(m, np.int32), fields, "stop", spans, routes=routes, routes_start=known))
+            if turn < turns - 1:
+                talk.add_observation([2] * int(rng.integers(1, 9)))
+        t, first = trajectory(talk), known if met else 0  # met by a push that nobody knew of when it was asked for
+        lost += first > 0
+        assert len(t.routes) == len(t.tokens) - 1
+        assert (t.routes[:first] == SHAPE.shape.empty(1)[0]).all()
+        assert (t.routes[first:] == tables[version, first : len(t.routes)]).all()
+    assert 0 < lost < 150
+
+
+def test_rows_travel_once_while_the_weights_stay():
+    """What the engine has sent is not sent again; after a push that nobody knew of all of it is, once."""
+    rng = np.random.default_rng()
+    talk, _ = random_conversation(rng, ["5"] * 4)
+    assert sum(len(reply.routes) for reply in talk.replies) == len(talk.context) - 1 == talk.known_routes("5")
+    assert talk.known_routes("6") == 0 and talk.known_routes() == len(talk.context) - 1
+    talk, _ = random_conversation(rng, ["5", "6", "6", "6"])
+    starts = [reply.routes_start for reply in talk.replies]
+    assert starts[1] == len(talk.prompt) + talk.turns[0].end - 1 and starts[0] == starts[2] == 0 < starts[3]
+    assert Conversation([1, 2]).known_routes() == Conversation([1, 2]).known_routes("5") == 0
 
 
 def test_features_are_counted_over_the_whole_response():

@@ -15,7 +15,7 @@ from megatron_rl.rollout.client import EngineLost, SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer, reserve_port
-from tests.rollout.conftest import Question, assert_agree, client_of, collect, prefill_log_probs
+from tests.rollout.conftest import Question, assert_agree, client_of, collect, first_groups, prefill_log_probs
 
 
 def questions(count: int, vocab: int = 512, shortest: int = 3, longest: int = 40) -> list[Question]:
@@ -161,6 +161,32 @@ def test_a_server_that_is_paused_does_not_hang(server, monkeypatch):
     finally:
         server._control(("/continue_generation", {}))
     assert server.ready()
+
+
+def test_stragglers_are_aborted_once_enough_groups_are_complete(server):
+    """The server stops at them and says how far they were; what is taken is whole, and later requests are answered as ever."""
+    prompts, settings = questions(8), {"samples_per_prompt": 2, "max_new_tokens": 3000}
+    ends = list(range(50, 54))  # responses of very different lengths, 128 tokens on average
+    collection = Collection(prompts, SamplingSupport(), stop_token_ids=ends, **settings)
+    first = first_groups(collection, client_of(server), 4)
+    trajectories = collection.trajectories()
+    assert len(first.taken) == 4 and [t.group_id for t in trajectories] == [g for g in first.taken for _ in range(2)]
+    assert all(t.response_length > 0 and t.finish_reason in ("stop", "length") for t in trajectories)
+    left = {r for r in range(16) if r // 2 not in first.taken}
+    assert collection.aborted.keys() <= left and collection.aborted, "most have a straggler among their four"
+    assert not collection._canceled, "the server gave back what it was told to stop at"
+    assert 0 < max(collection.aborted.values()) < 3000
+    again, _ = collect(client_of(server), prompts[:1], SamplingSupport(), stop_token_ids=ends, **settings)
+    assert len(again) == 2 and all(t.response_length > 0 for t in again)
+
+
+def test_what_has_not_been_sent_is_never_asked(server):
+    """Behind the concurrency, where groups that wait for their turn are the stragglers."""
+    collection = Collection(questions(9), SamplingSupport(), samples_per_prompt=1, max_new_tokens=2100)
+    collection.stop_token_ids = list(range(50, 90))
+    first = first_groups(collection, client_of(server, concurrency=2), 2)
+    assert len(first.taken) == 2 and len(collection.trajectories()) == 2
+    assert sum(length == 0 for length in collection.aborted.values()) >= 4 and len(collection.aborted) <= 7
 
 
 def test_kill_9_in_mid_step_loses_nothing(server):

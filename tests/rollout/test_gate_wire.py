@@ -94,8 +94,8 @@ def test_bytes_without_gates_are_as_they_were():
 def test_a_conversation_joins_cuts_and_keeps_gates(tmp_path):
     rng = np.random.default_rng()
     talk, given = Conversation([1, 2, 3]), []
-    for turn, version in enumerate(("old", "new", "new")):
-        rows = len(talk.context) + 4 - 1 - talk.known_routes
+    for turn, version in enumerate(("old", "old", "new")):
+        rows = len(talk.context) + 4 - 1 - talk.known_routes()
         ids, gates = draw(rng, rows)
         meta = {
             "output_token_logprobs": [(-1.0, 5, None)] * 4,
@@ -104,7 +104,11 @@ def test_a_conversation_joins_cuts_and_keeps_gates(tmp_path):
             "routed_experts": encode(ids, gates),
         }
         reply = parse_reply(
-            {"meta_info": meta, "output_ids": [5] * 4}, len(talk.context), SHAPE, False, routes_start=talk.known_routes
+            {"meta_info": meta, "output_ids": [5] * 4},
+            len(talk.context),
+            SHAPE,
+            False,
+            routes_start=talk.known_routes(),
         )
         assert reply.gates is not None and reply.gates.shape == reply.routes.shape
         cut = reply.first(3)
@@ -115,7 +119,7 @@ def test_a_conversation_joins_cuts_and_keeps_gates(tmp_path):
             talk.add_observation([7, 8])
     t = talk.trajectory(SHAPE, prompt_id="", group_id=0)
     assert t.gates.shape == t.routes.shape == (len(t.tokens) - 1, 2, 2)
-    assert np.array_equal(t.gates, np.concatenate([np.zeros_like(given[0]), *given[1:]]))
+    assert np.array_equal(t.gates, np.concatenate([*map(np.zeros_like, given[:2]), given[2]]))
     assert np.array_equal(t.gates.any(-1).all(-1), has_route(torch.from_numpy(t.routes)).all(-1).numpy())
     save_trajectories(tmp_path / "step.npz", [t])
     [back] = load_trajectories(tmp_path / "step.npz")

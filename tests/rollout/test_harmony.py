@@ -9,6 +9,7 @@ import json
 import os
 import random
 from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,20 +28,22 @@ from openai_harmony import (
 )
 
 from megatron_rl.config import Config
+from megatron_rl.config_file import build_config
 from megatron_rl.data.trajectory import WeightSpan
-from megatron_rl.environments import Prompt
+from megatron_rl.environments import Prompt, build_task
 from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.interpreter import PythonTool
 from megatron_rl.environments.messages import parse_messages
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.agent import demonstration
+from megatron_rl.rollout.agent import Agents, demonstration
 from megatron_rl.rollout.client import Reply
 from megatron_rl.rollout.dialects import Call, dialect
 from megatron_rl.rollout.dialects.harmony_ids import MARKS, HarmonyIds
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.recorder import Session
-from tools.make_tiny_model import harmony_calls_tokenizer, harmony_tokenizer
+from megatron_rl.rollout.sampling import SamplingSupport
+from tools.make_tiny_model import harmony_calls_tokenizer, harmony_tokenizer, text_tokenizer
 
 KEEP = RenderConversationConfig(auto_drop_analysis=False)
 RETURN, CALL, END = 200002, 200012, 200007
@@ -846,3 +849,220 @@ def test_the_endpoint_gives_the_final_channel_and_calls():
     result = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|><|start|>assistant"
     assert harmony().text(branch.talk.tokens) == f"{said[0]}{result}{said[1]}"
     assert "type f = () => any;" in harmony().text(branch.talk.prompt)
+
+
+# -- a user who goes on after an answer ----------------------------------------------------------------------------------
+
+
+def further(talk: Talk, rng: random.Random) -> tuple[list[Message], tuple[list[int], list[dict]]]:
+    """A reply and what it is answered, by tools or by a user: the library's messages, and what the dialect is given."""
+    said, calls, _ = talk.reply()
+    if calls:
+        texts, told = talk.results(said)
+        return [*said, *told], (written(said, rng), [{"role": "tool", "content": text} for text in texts])
+    user = talk.user()
+    return [*said, talk.messages[-1]], (written(said, rng), [user])
+
+
+def test_a_history_is_what_the_library_renders():
+    """Token for token: its own rendering up to the first answer; later without the thinking of all answers before.
+
+    The library itself drops thinking before the first answer of a conversation alone, since who uses it has dropped the rest by
+    then, and an API of messages never had it.
+    """
+    rng, answered = random.Random(), 0
+    for _ in range(300):
+        talk = Talk(rng, "medium")
+        prompt, whole, turns, answers = list(talk.asked), list(talk.messages), [], 0
+        for _ in range(rng.randint(1, 6)):
+            more, turn = further(talk, rng)
+            whole += more
+            turns.append(turn)
+            if turn[1][0]["role"] != "user":
+                continue
+            answers += 1
+            found = harmony().history(prompt, talk.tools, turns)
+            visible = [message for message in whole if message.channel != "analysis"]
+            assert found == rendered(visible)
+            if answers == 1:
+                own = Conversation(messages=whole)
+                assert found == harmony()._encoding.render_conversation_for_completion(own, Role.ASSISTANT)
+            assert RETURN not in found and found[-len(rendered([])) :] == rendered([])
+        answered += answers > 1
+    assert answered > 20
+
+
+def test_a_history_with_a_reply_that_nobody_can_read_stays():
+    turns = [
+        (
+            special("I must refuse<|end|><|start|>assistant<|channel|>final<|message|>No<|return|>"),
+            [{"role": "user", "content": "again"}],
+        )
+    ]
+    assert harmony().history([{"role": "user", "content": "a"}], (), turns) is None
+
+
+class Scripted:
+    """In the place of the engine: what is asked is kept, and each conversation says its lines."""
+
+    aborted = False
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines, self.asked, self.room, self.retried = lines, [], [], 0
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    def pushed(self):
+        return None
+
+    async def call(self, prompts, sampling, **_):
+        self.asked.append(list(prompts[0]))
+        self.room.append(sampling["max_new_tokens"])
+        tokens = np.asarray(special(self.lines[len(self.asked) - 1]), np.int32)
+        fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": np.full(len(tokens), -0.5, np.float32)}
+        return [Reply(tokens, fields, "stop", [WeightSpan("0", 0, len(tokens))])]
+
+
+class Going(Environment):
+    """A user who asks three times, and a calculator's result between."""
+
+    async def respond(self, turn):
+        if turn.calls:
+            return [{"role": "tool", "content": "4"}]
+        self.answers = getattr(self, "answers", 0) + 1
+        return [{"role": "user", "content": f"and {self.answers}?"}] if self.answers < 3 else None
+
+    def reward_parts(self):
+        return {"correct": 0.5}
+
+
+MULTI_IF = {"task": "verify_if", "options": {"turns": 3, "size": 20}}
+SAID = [
+    "<|channel|>analysis<|message|><|end|><|start|>assistant to=functions.calculator<|channel|>commentary<|message|>{}<|call|>",
+    "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>four<|return|>",
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>five<|return|>",
+    "<|channel|>final<|message|>six<|return|>",
+]
+
+
+@pytest.mark.parametrize(("history", "evaluates"), [("sampled", False), ("sampled", True), ("rendered", False)])
+def test_a_conversation_with_several_questions(history, evaluates):
+    """Sampled, it is one sequence, exact to the token; rendered, each question begins one behind the history as it is used."""
+    settings = {"dialect": "harmony", "max_turns": 8, "history": history}
+    tree = {"rollout": {"program": "agent", "max_new_tokens": 400, "context_length": 2000}, "agent": settings}
+    ranks = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
+    task = SimpleNamespace(
+        name="asking", program=None, parts=("correct",), tools=lambda: [Calculator()], environment=lambda p, t: Going(t)
+    )
+    agents = Agents(build_config(tree), gpt_oss_tokenizer(), task, ranks)
+    try:
+        prompt = agents.encode(Prompt("a", "2+2?"))
+        asked = agents.collect(
+            prompts=[prompt],
+            support=SamplingSupport(),
+            samples_per_prompt=1,
+            max_new_tokens=400,
+            stop_token_ids=[RETURN, CALL],
+            evaluates=evaluates,
+        )
+        client = Scripted(SAID)
+        asked.run(client)
+        found = asked.trajectories()
+    finally:
+        agents.close()
+    result = "<|start|>functions.calculator to=assistant<|channel|>commentary<|message|>4<|end|><|start|>assistant"
+    users = [f"<|start|>user<|message|>and {n}?<|end|><|start|>assistant" for n in (1, 2)]
+    whole = SAID[0] + result + SAID[1]
+    text = harmony().text
+    opening = text(prompt.tokens)
+    if history == "sampled" and not evaluates:
+        [t] = found
+        assert t.tokens[: t.prompt_length].tolist() == prompt.tokens
+        assert text(t.tokens[t.prompt_length :].tolist()) == whole + users[0] + SAID[2] + users[1] + SAID[3]
+        assert text(np.asarray(t.tokens[t.prompt_length :])[t["loss_mask"]].tolist()) == "".join(SAID)
+        return
+    call = SAID[0].partition("<|end|>")[2]
+    answers = [f"<|start|>assistant<|channel|>final<|message|>{answer}<|end|>" for answer in ("four", "five")]
+    begin = "<|start|>assistant"
+    first = opening + call.removeprefix(begin) + result.removesuffix(begin) + answers[0] + users[0]
+    histories = [first, first.removesuffix(begin) + answers[1] + users[1]]
+    assert [t.part for t in found] == [0, 1, 2] and {t.reward_parts["correct"] for t in found} == {0.5}
+    assert [text(t.tokens[: t.prompt_length].tolist()) for t in found] == [opening, *histories]
+    assert [text(t.tokens[t.prompt_length :].tolist()) for t in found] == [whole, SAID[2], SAID[3]]
+    said = [text(t.tokens[t.prompt_length :][t["loss_mask"]].tolist()) for t in found]
+    assert said == [SAID[0] + SAID[1], SAID[2], SAID[3]], "each token that was sampled trains once, as it was sampled"
+    lengths = np.cumsum([0, *(t.response_length for t in found)]).tolist()
+    assert client.room[-2:] == [400 - lengths[1], 400 - lengths[2]], "all sequences share the room of a conversation"
+    assert asked._features_of(0) is None and {t.finish_reason for t in found} == {"stop"}
+
+
+def test_instructions_that_add_up_are_evaluated_as_the_model_is_used():
+    """Multi-IF's turns, as the recipes evaluate them: each question stands behind the library's history of those before."""
+    tree = {"rollout": {"program": "agent", "max_new_tokens": 400, "context_length": 2000}}
+    config = build_config(tree | {"agent": {"dialect": "harmony", "max_turns": 3}, "data": MULTI_IF})
+    ranks = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
+    task = build_task(config.data, more_parts=Agents.parts)
+    agents = Agents(config, gpt_oss_tokenizer(), task, ranks)
+    try:
+        prompt = agents.encode(random.choice(task.prompts("train")))
+        settings = {"samples_per_prompt": 1, "max_new_tokens": 400, "stop_token_ids": [RETURN], "evaluates": True}
+        asked = agents.collect(prompts=[prompt], support=SamplingSupport(), **settings)
+        client = Scripted(SAID[1:])
+        asked.run(client)
+        found = asked.trajectories()
+    finally:
+        agents.close()
+        task.close()
+    questions = [prompt.text, *(text for text, _ in prompt.metadata["further_turns"])]
+    system = of_role(Role.SYSTEM, SystemContent(reasoning_effort=ReasoningEffort.MEDIUM))
+    talk, expected = [system], []
+    for question, answer in zip(questions, ("four", "five", "six"), strict=True):
+        talk.append(of_role(Role.USER, question))
+        expected.append(rendered(talk))
+        talk.append(of_role(Role.ASSISTANT, answer).with_channel("final"))
+    assert client.asked == expected and [t.tokens[: t.prompt_length].tolist() for t in found] == expected
+    assert {"correct", "followed", "content"} <= found[0].reward_parts.keys() and len(found) == 3
+
+
+def test_what_has_no_history_of_its_own_is_told():
+    tree = {"rollout": {"program": "agent"}, "agent": {"history": "rendered"}}
+    task = SimpleNamespace(name="asking", program=None, parts=("correct",), tools=list)
+    ranks = SimpleNamespace(leaders_do=lambda work: work(), from_main=lambda value: value)
+    with pytest.raises(
+        UserError, match=r"^config: agent\.history: rendered with agent\.dialect: qwen.*set history: sampled"
+    ):
+        Agents(build_config(tree), text_tokenizer(512), task, ranks)
+
+
+@pytest.mark.parametrize("renders", [False, True])
+def test_the_endpoint_begins_a_sequence_where_the_user_goes_on(renders):
+    lines = [SAID[1], SAID[2], SAID[3]]
+    asked: list[list[int]] = []
+
+    async def ask(talk, sampling):
+        asked.append(talk.context)
+        tokens = np.asarray(special(lines[len(asked) - 1]), np.int32)
+        fields = {"loss_mask": np.ones(len(tokens), bool), "rollout_log_probs": np.zeros(len(tokens), np.float32)}
+        return Reply(tokens, fields, "stop", [WeightSpan("0", 0, len(tokens))])
+
+    session = Session(harmony(), ask, 1000, 2000, stop_token_ids=[RETURN, CALL], renders=renders)
+
+    async def work():
+        messages = [{"role": "user", "content": "2+2?"}]
+        for question in ("and 1?", "and 2?", ""):
+            messages.append((await session.complete({"messages": messages}))["choices"][0]["message"])
+            messages.append({"role": "user", "content": question})
+
+    asyncio.run(work())
+    assert len(session.branches) == (3 if renders else 1)
+    opening = harmony().prompt([{"role": "user", "content": "2+2?"}])
+    turns = [(special(line), [{"role": "user", "content": f"and {n}?"}]) for n, line in enumerate(lines[:2], 1)]
+    if renders:
+        history = [harmony().history([{"role": "user", "content": "2+2?"}], (), turns[:n]) for n in (1, 2)]
+        assert asked == [opening, *history]
+    else:
+        assert all(a[: len(b)] == b for b, a in pairwise(asked)) and asked[2].count(RETURN) == 2

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from megatron_rl.config import SyncConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.routes import EngineFeatures, drop_stale_routes, join_routes, sampled_by
+from megatron_rl.rollout.conversation import Conversation
+from megatron_rl.rollout.routes import EngineFeatures, drop_stale_routes, sampled_by
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.rollout.server import RolloutServer
 from megatron_rl.routing.table import has_route
@@ -161,34 +162,46 @@ def test_features_are_those_of_the_token_before(predicted, reference, push, plan
     assert torch.cat(to_others).median() > 0.1
 
 
-def converse(server: RolloutServer, reference, before) -> tuple[list[int], list[tuple[np.ndarray, str]]]:
-    """Tokens of a conversation of three turns; the new rows of each, with the version that sampled them."""
-    conversation, turns = [], []
+def converse(server: RolloutServer, reference, before=lambda turn: None) -> Conversation:
+    """A conversation of three turns. before: called before each; returns the version of the last push, where it is known."""
+    talk = Conversation(tokens(5, 12))
     for turn in range(3):
-        before(turn)
-        conversation += tokens(5, 12)
-        start = sum(len(table) for table, _ in turns)
-        [reply] = generate(server, [conversation], routes=reference.layout, routes_start=start)
-        conversation += reply.tokens.tolist()
-        assert len(reply.routes) == len(conversation) - 1 - start
-        turns.append((reply.routes, reply.weight_spans[-1].version))
-    return conversation, turns
+        start = talk.known_routes(before(turn))
+        [reply] = generate(server, [talk.context], routes=reference.layout, routes_start=start)
+        talk.add_reply(reply)
+        assert len(reply.routes) == len(talk.context) - 1 - start and reply.routes_start == start
+        if turn < 2:
+            talk.add_observation(tokens(5, 12))
+    return talk
 
 
 def test_only_new_rows_travel_in_a_conversation(server, predicted, reference, push, zero, planted):
-    """Three turns, joined, against one prefill of all their tokens; and with a push after the first turn."""
+    """Three turns, joined, against one prefill of all their tokens; and with a push after the first or the second turn.
+
+    The first turn's rows are then those of the new weights, by which the engine has computed what the later turns stand
+    behind; only where the push comes before the last turn, and nobody says so, they are unknown.
+    """
     push(zero, "zero")
-    conversation, turns = converse(server, reference, lambda turn: None)
-    joined = join_routes(turns, turns[0][1], reference.layout.shape)
-    [whole] = generate(predicted, [conversation[:-1]], GREEDY | {"max_new_tokens": 1}, routes=reference.layout)
+    talk = converse(server, reference)
+    joined = talk.trajectory(reference.layout, prompt_id="", group_id=0).routes
+    [whole] = generate(predicted, [talk.context[:-1]], GREEDY | {"max_new_tokens": 1}, routes=reference.layout)
     assert joined.shape == whole.routes.shape and joined.dtype == whole.routes.dtype
     assert agreement(joined, whole.routes) >= 0.99
-    conversation, turns = converse(predicted, reference, lambda turn: push(planted, "late") if turn == 1 else None)
-    assert [version for _, version in turns] == ["zero", "late", "late"]
-    joined, first = join_routes(turns, "late", reference.layout.shape), len(turns[0][0])
-    assert not has_route(torch.from_numpy(joined[:first])).any(), "rows of the old weights are no routes of the new"
-    view = PredictedReference(reference.folder, planted)(conversation[:-1])
-    assert agreement(joined[first:], view.routes[first:]) >= 0.99
+    for late, said in ((1, True), (1, False), (2, False)):
+        push(zero, "zero")
+
+        def before(turn: int, late: int = late, said: bool = said) -> str | None:
+            if turn == late:
+                push(planted, "late")
+            return "late" if said and turn >= late else None
+
+        talk = converse(predicted, reference, before)
+        assert [reply.weight_spans[-1].version for reply in talk.replies] == ["zero"] * late + ["late"] * (3 - late)
+        joined = talk.trajectory(reference.layout, prompt_id="", group_id=0).routes
+        first = talk.replies[2].routes_start if late == 2 else 0
+        assert not has_route(torch.from_numpy(joined[:first])).any(), "rows of the old weights are no routes of the new"
+        view = PredictedReference(reference.folder, planted)(talk.context[:-1])
+        assert agreement(joined[first:], view.routes[first:]) >= 0.99
     with pytest.raises(UserError, match="higher than the number of input tokens"):
         generate(server, [tokens(4)], routes=reference.layout, routes_start=5)
 

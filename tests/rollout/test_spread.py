@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ from aiohttp import web
 from megatron_rl.errors import UserError
 from megatron_rl.launch.plan import share_of
 from megatron_rl.rollout import client as client_module
+from megatron_rl.rollout.agent import Agents
 from megatron_rl.rollout.client import EngineLost, SGLangClient, server_order
 from megatron_rl.rollout.collect import Collection
+from megatron_rl.rollout.openai_agent import OpenAIAgents
+from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.routes import EngineFeatures, EngineRoutes
 from megatron_rl.rollout.sampling import SamplingSupport
 from tests.rollout.conftest import Question
@@ -295,6 +299,39 @@ def test_calls_are_as_large_as_what_they_carry_allows():
         assert (call.features == features) == (call.requests[0] >= 12) == (call.requests[-1] >= 12)
         assert call.features == features or call.features == features.logits_alone
         assert (len(call.requests) == 1) == (call.features == features)
+
+
+def test_features_of_samples_that_may_be_several_sequences_are_all_whole():
+    """Which sequence is of the first update is known by their number alone, which a session does not have before its end."""
+    features = EngineFeatures(moe_layers=2, hidden=16, experts=8, dtype=torch.bfloat16)
+    settings = {
+        "prompts": [Question(str(i), [5]) for i in range(4)],
+        "support": SamplingSupport(),
+        "samples_per_prompt": 2,
+        "max_new_tokens": 8,
+        "features": features,
+        "features_from": 4,
+    }
+
+    class Several(Collection):
+        def trajectories(self):
+            return 2 * super().trajectories()
+
+    class Program(SingleTurn):
+        def __init__(self):
+            pass
+
+    several = Program()
+    several.collection = Several
+
+    def agents(history: str) -> SimpleNamespace:
+        return SimpleNamespace(settings=SimpleNamespace(history=history))
+
+    whole = [OpenAIAgents.collect(agents("sampled"), **settings), Agents.collect(agents("rendered"), **settings)]
+    for collection in (*whole, several.collect(**settings)):
+        assert {collection._features_of(r) for r in range(8)} == {features}
+    for collection in (Agents.collect(agents("sampled"), **settings), Program().collect(**settings)):
+        assert [collection._features_of(r).hidden for r in range(8)] == [0] * 4 + [16] * 4
 
 
 def test_each_server_gets_a_call_in_turn():

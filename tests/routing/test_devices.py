@@ -74,8 +74,9 @@ def packed(cached: int, **options) -> RouteTable:
 
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("source", PREDICTING)
-def test_router_inputs_are_kept_for_an_update_that_learns(source, learns):
-    """And for no other: they are most of what is kept. Of layer 3 the engine has sent the logits alone."""
+def test_router_inputs_are_kept_for_an_update_that_learns(source, learns, monkeypatch):
+    """And for no other: they are most of what is kept. Beside logits of the engine (layer 3) belong none."""
+    monkeypatch.setattr(torch.autograd, "grad", lambda loss, weight: (torch.zeros_like(weight) * loss.detach(),))
     with FakeTensorMode(), torch.no_grad():
         kept = {3: Features(None, torch.zeros(5, EXPERTS), None)} if source == "pr3" else {}
         table = packed(5, features=kept)
@@ -83,9 +84,12 @@ def test_router_inputs_are_kept_for_an_update_that_learns(source, learns):
             router = Router(RoutePredictor(HIDDEN, EXPERTS).requires_grad_(False))
         hooks = hooks_of(source, router)
         forward(hooks, table, router, "log_probs", update=int(learns))
-        for features in table.features.values():
-            assert (features.hidden is not None) == learns and features.bias.shape == (5, EXPERTS)
-        observers = forward(hooks, table, router, "update")
+        for layer, features in table.features.items():
+            assert (features.hidden is not None) == (learns and layer not in kept)
+            assert features.bias.shape == (5, EXPERTS)
+        observers = forward(hooks, table, router, "update", update=int(learns))
+        learned = [{*one.sums} for one in observers if isinstance(one, PredictorGradients)]
+        assert learned == ([{1, 3} - kept.keys()] if learns else [])
         tokens = {name: metric.parts[1] for one in observers for name, metric in one.metrics().items() if "/kl" in name}
         assert tokens["routing/layer_01/kl"] == tokens["routing/layer_03/kl"] == 5, (
             "what they tell of routers is measured all the same"

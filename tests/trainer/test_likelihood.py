@@ -68,6 +68,12 @@ def world(tmp_path_factory, tiny_model):
         "optimizer": {"lr": 1e-2},
         "precision": {"train": "fp32"},
         "rollout": {"context_length": LENGTH},
+        "eval": {
+            "sets": {
+                "again": {"path": str(folder / "eval.jsonl")},
+                "first": {"path": str(folder / "eval.jsonl"), "prompts": 3},
+            }
+        },
         "logging": {"progress": False, "tensorboard": False},
     }
     file = folder / "config.yaml"
@@ -90,6 +96,17 @@ def test_figures_are_those_of_transformers_on_every_layout(world):
         for name in EVAL:  # fp32 against fp64
             assert figures[name] == pytest.approx(expected[name], rel=1e-5), f"{layout}: {name}"
     assert not (folder / "runs" / "asked" / METRICS_FILE).exists()
+
+
+def test_each_set_has_figures_of_its_own(world):
+    """Of `eval` and of SFT's evaluations; beside them those of data.eval_path, which are the whole run's."""
+    folder, held_out, found = world
+    first = in_fp64(folder / "model", held_out[:3])
+    for figures in found.values():
+        for name in EVAL:
+            own = name.replace("eval/", "eval/again/")
+            assert figures[own] == pytest.approx(figures[name], rel=1e-6)
+            assert figures[name.replace("eval/", "eval/first/")] == pytest.approx(first[name], rel=1e-5)
 
 
 def test_a_run_that_resumes_inside_a_text_is_bit_identical(world):

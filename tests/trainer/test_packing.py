@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.packing import IGNORED, Layout, assign, micro_batch_count, pack, pack_all
 from megatron_rl.data.record import load_trajectories, save_trajectories
-from megatron_rl.data.sequence import FIELDS, Field, Sequence
+from megatron_rl.data.sequence import FIELDS, Field, RouterFeatures, Sequence
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.ops.token_places import TokenPlaces
+from megatron_rl.routing.table import RouteShape
 
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 17)), min_size=1, max_size=12)
 
@@ -31,6 +32,33 @@ def make(sizes, seed=0) -> list[Sequence]:
         sample["advantages"] = float(i)
         samples.append(sample)
     return samples
+
+
+@pytest.mark.parametrize("kinds", ["hidden", "logits", "mixed", "mixed with none"])
+def test_logits_of_the_engine_keep_to_their_own_hidden_states(kinds):
+    """A sequence whose hidden states were not asked for leaves what predictors learn from, beside one that has them."""
+    rng, shape = np.random.default_rng(), RouteShape((0, 2), 8, 2)
+    samples = make([(int(rng.integers(1, 6)), int(rng.integers(4, 12))) for _ in range(6)])
+    widths = {"hidden": [3] * 6, "logits": [0] * 6, "mixed": [3, 0] * 3, "mixed with none": [3, 0, None] * 2}[kinds]
+    expected, start = [], 0
+    for sample, width in zip(samples, widths, strict=True):
+        sample.routes = np.argsort(rng.random((sample.inputs, 2, 8)), -1)[..., :2].astype(np.uint8)
+        if width is not None:
+            positions = torch.from_numpy(np.flatnonzero(rng.random(sample.response_length) < 0.6)).int()
+            sizes = ((len(positions), 2, width), (len(positions), 2, 8))
+            sample.features = RouterFeatures(positions, *(torch.from_numpy(rng.random(size)) for size in sizes))
+            if width or kinds == "logits":
+                expected.append((start + sample.prompt_length - 1 + positions, sample.features))
+        start += sample.inputs
+    table = pack(samples, [*range(6)], Layout(routes=shape)).routes
+    assert table.cached.tolist() == torch.cat([rows for rows, _ in expected]).tolist()
+    for column, layer in enumerate(shape.moe_layers):
+        features = table.features[layer]
+        assert torch.equal(features.logits, torch.cat([f.logits for _, f in expected])[:, column])
+        if kinds == "logits":
+            assert features.hidden is None
+        else:
+            assert torch.equal(features.hidden, torch.cat([f.hidden for _, f in expected])[:, column])
 
 
 @settings(max_examples=60, deadline=None)

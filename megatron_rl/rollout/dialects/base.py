@@ -176,6 +176,16 @@ class Dialect:
             last = end  # with which a model may end its turn as well
         return ids[1:] if ids and ids[:1] == last else ids
 
+    def history(
+        self, messages: Sequence[Message], tools: Schemas, turns: Sequence[tuple[Sequence[int], Sequence[Message]]]
+    ) -> list[int] | None:
+        """Tokens up to the next reply, of a conversation in which the user goes on after an answer, as the model is used.
+
+        Without what it thought before, where its format leaves that out of a history. messages, tools: as of `prompt`; turns:
+        tokens of each reply, and what it was answered. None: the format does not say, and tokens stay as they were sampled.
+        """
+        return None
+
     def _with_instruction(self, messages: Sequence[Message], tools: Schemas) -> list[Message]:
         """The messages with the dialect's own instruction, where the template says nothing of the tools."""
         text = self.instruction.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))

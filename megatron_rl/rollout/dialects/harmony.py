@@ -187,6 +187,27 @@ class Harmony(Dialect):
 
     @override
     def prompt(self, messages: Sequence[Message], tools: Schemas = ()) -> list[int]:
+        return self._rendered(self._opening(messages, tools))
+
+    @override
+    def history(
+        self, messages: Sequence[Message], tools: Schemas, turns: Sequence[tuple[Sequence[int], Sequence[Message]]]
+    ) -> list[int] | None:
+        """As in `Dialect`: an answer ends in <|end|>, and the analysis channel is left out, calls and results on it too.
+
+        None where a reply cannot be read.
+        """
+        told = self._opening(messages, tools)
+        try:
+            for reply, answered in turns:
+                told += self.messages(reply)
+                asked = self._asked(reply)
+                told += [one for message in answered for one in self._told(message, asked)]
+        except (HarmonyError, OverflowError):
+            return None
+        return self._rendered([message for message in told if message.channel != "analysis"])
+
+    def _opening(self, messages: Sequence[Message], tools: Schemas) -> list[Spoken]:
         functions = [tool.get("function") or {} for tool in tools]
         if not all(isinstance(function.get("name"), str) for function in functions):
             raise UserError("agent.dialect: harmony can tell of functions with a name alone")
@@ -209,7 +230,7 @@ class Harmony(Dialect):
             if final and place <= final[-1]:  # behind an answer, what was thought for it is no part of the history
                 message = {key: value for key, value in message.items() if key != "reasoning_content"}
             told += self._told(message)
-        return self._rendered(told)
+        return told
 
     @override
     def observation(self, results: Sequence[str | Message], after: Sequence[int] | None = None) -> list[int]:

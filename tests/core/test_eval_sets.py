@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config import Config, DataConfig, EvalSetConfig
 from megatron_rl.config_file import build_config, key_paths, parse_overrides
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import PromptStream, build_task
+from megatron_rl.environments import Prompt, PromptStream, build_task
 from megatron_rl.errors import UserError
 from megatron_rl.launch.eval_sets import data_of, eval_sets, held_out_questions, overall, question
 from megatron_rl.rollout.agent import Agents
@@ -140,9 +140,9 @@ def test_no_prompt_of_a_set_is_trained_on(tokenizer, tmp_path, template):
 def test_a_question_is_what_the_template_stands_around():
     for template in ("{prompt}", "a {prompt}", "{prompt} b", "a\n{prompt}\nb"):
         for text in ("x", "a b", "a", "", "a x b"):
-            assert question(template.replace("{prompt}", text), template) == text.strip()
-    assert question("a message of a conversation", "Q: {prompt}") == "a message of a conversation"
-    assert question("ab", "ab{prompt}b") == "ab", "too short to have the template around it"
+            assert question(Prompt("", template.replace("{prompt}", text)), template) == text.strip()
+    assert question(Prompt("", "a message of a conversation"), "Q: {prompt}") == "a message of a conversation"
+    assert question(Prompt("", "ab"), "ab{prompt}b") == "ab", "too short to have the template around it"
 
 
 def test_the_score_of_several_sets_is_their_mean():

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments import Prompt
+if TYPE_CHECKING:
+    from megatron_rl.data.trajectory import Trajectory
+    from megatron_rl.environments import Prompt
 
 
 def with_spread(rewards: Iterable[tuple[int, float]]) -> set[int]:

@@ -238,7 +238,7 @@ def test_the_examples_of_the_documents(tmp_path):
     ],
 )
 def test_mistakes_are_told_before_anything_heavy_is_imported(folder, arguments, message):
-    (folder / "c.yaml").write_text("data: {path: a.jsonl}\n")
+    (folder / "c.yaml").write_text(f"data: {{path: '{folder / 'a.jsonl'}'}}\n")
     program = (
         "import sys\n"
         "from megatron_rl.cli import main\n"

@@ -435,8 +435,8 @@ class SGLangClient:
 
         async def ask(address: str) -> list[Reply]:
             await self._compute(address, prefixes)
-            # Of each attempt its own: a server may still be at an earlier one.
-            ids = [f"{asks}{uuid.uuid4().hex}" for _ in body["input_ids"]]
+            # Of each attempt its own, unless the caller names them: a server may still be at an earlier one.
+            ids = body.get("rid") or [f"{asks}{uuid.uuid4().hex}" for _ in body["input_ids"]]
             self._open[address] |= {*ids}
             try:
                 if self.aborted:

@@ -177,8 +177,9 @@ class Engine:
             keeps_weights=self.config.sync.refresh.when == "drift",
             run=self.run.id,
         )
-        # A run that claims to be on-policy stops at a server with other weights; others push again.
-        if rollout.external and self.trains and not self.config.algorithm.on_policy:
+        # What is asked again may come to a server that was started anew, before it has this run's weights. A run that claims to
+        # be on-policy stops at an external one with other weights; others push again.
+        if self.trains and not (rollout.external and self.config.algorithm.on_policy):
             self.client.versions = self._pusher.digests.keys()
         self.client.pushed = lambda: self._pusher.latest
         self.run.before_saving = self.sleep  # all of the trainer has to be there

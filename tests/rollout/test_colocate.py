@@ -252,6 +252,7 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
                 trajectories = engine.collect(prompts, step=0)
                 assert seen() == ["RolloutServer sleep", "Trainer wake"]
                 assert {span.version for t in trajectories for span in t.weight_spans} == {"0"}
+                assert engine.client.versions == {"0"}, "a server that is started anew answers with those of its folder"
                 engine.sleep()
                 assert not seen(), "it sleeps already"
 

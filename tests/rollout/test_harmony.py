@@ -198,11 +198,11 @@ def alike(ids: list[int]) -> list[int]:
 
 
 def test_conversations_of_the_librarys_renderer():
-    """1,000 of them: parsed and rendered again the tokens are the same; prompt, replies and observations are the whole."""
+    """300 of them: parsed and rendered again the tokens are the same; prompt, replies and observations are the whole."""
     rng = random.Random()
     effort, date = rng.choice(["low", "high", None]), f"2026-11-{rng.randint(10, 30)}"
     dated = dialect("harmony", gpt_oss_tokenizer(), reasoning_effort=effort, conversation_start_date=date)
-    for number in range(1000):
+    for number in range(300):
         form = (dated, harmony())[number % 2]
         talk = Talk(rng, "medium") if form is harmony() else Talk(rng, effort, date)
         record = form.prompt(talk.asked, talk.tools)

@@ -1,0 +1,81 @@
+"""Seconds until `megatron-rl` has said what is wrong with a config, and of the commands that one calls first.
+
+    python benchmarks/first_minute.py --model FOLDER --before ../before --json docs/results/first-minute.json
+
+Each command runs in a process of its own, the code of both checkouts in turns, with this checkout's packages. Wall and CPU
+seconds (of its children too) are medians. Files are in the system's cache after a first call, which is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+COMMANDS = {
+    "--help": ["--help"],
+    "train, a model folder that is missing": ["train", "configs/quickstart.yaml", "--model.path", "./nowhere"],
+    "train, values that contradict each other": ["train", "configs/quickstart.yaml", "--batch.samples_per_prompt", "1"],
+    "plan": ["plan", "configs/quickstart.yaml", "--gpus", "1", "--model.path", "MODEL"],
+    "doctor": ["doctor"],
+}
+TIMEOUT_S = 300
+
+
+def seconds(checkout: Path, arguments: list[str]) -> tuple[float, float]:
+    """Wall and CPU seconds of a command."""
+    environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", *arguments],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,  # most of these are refused
+    )
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - began, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="to compare with: a checkout that is set up too"
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a model folder to plan for; its config.json is enough"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="calls of each command (5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
+    args = parser.parse_args()
+    checkouts = {"now": REPOSITORY} | ({"before": args.before.resolve()} if args.before else {})
+    found = {}
+    for name, command in COMMANDS.items():
+        command = [str(args.model.resolve()) if word == "MODEL" else word for word in command]
+        timed: dict[str, list[tuple[float, float]]] = {side: [] for side in checkouts}
+        for number in range(args.rounds + 1):
+            for side, checkout in checkouts.items():
+                took = seconds(checkout, command)
+                if number:
+                    timed[side].append(took)
+        found[name] = {
+            side: dict(zip(("wall_s", "cpu_s"), (statistics.median(of) for of in zip(*took, strict=True)), strict=True))
+            for side, took in timed.items()
+        }
+        print(name, {side: {k: round(v, 2) for k, v in of.items()} for side, of in found[name].items()}, flush=True)
+    result = {"rounds": args.rounds, "cores": os.cpu_count(), "machine": platform.machine(), "commands": found}
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 COMMANDS = {
     "--help": ["--help"],
     "train, a model folder that is missing": ["train", "configs/quickstart.yaml", "--model.path", "./nowhere"],
-    "train, values that contradict each other": ["train", "configs/quickstart.yaml", "--batch.samples_per_prompt", "1"],
+    "train, values that contradict each other": [
+        *("train", "configs/quickstart.yaml", "--model.path", "MODEL"),
+        *("--algorithm.on_policy", "true", "--batch.updates_per_step", "2"),
+    ],
     "plan": ["plan", "configs/quickstart.yaml", "--gpus", "1", "--model.path", "MODEL"],
     "doctor": ["doctor"],
 }

@@ -225,7 +225,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, 1 of a certificate that fails, or 2 after a one-line error for the user."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    is_program, arguments = arguments is None, sys.argv[1:] if arguments is None else arguments
     args, rest = make_parser().parse_known_args(arguments)
     # Runs have prompts, responses and weights, and what they start inherits it; a converted folder is as open as a copy.
     umask = None if args.command == "convert" else os.umask(0o077)
@@ -260,6 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         if collects:
             gc.enable()
+        if is_program and args.command in ("plan", "doctor"):
+            gc.freeze()  # or the interpreter looks through all that was imported once more as it ends
         if umask is not None:
             os.umask(umask)
 

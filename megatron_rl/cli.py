@@ -58,7 +58,7 @@ GROUPS = {
         "convert": "Hugging Face safetensors <-> Megatron distributed checkpoint; adapters into a model; FP8 export",
     },
 }
-"""What each command does, by the occasion for it."""
+"""Commands and what each does, by the occasion for it."""
 HELP = {name: text for group in GROUPS.values() for name, text in group.items()}
 KINDS: dict[str, Kind] = {
     "train": "train",

@@ -397,11 +397,11 @@ class JudgeConfig:
     model: str = ""
     """The model's name there."""
     api_key: Secret | None = None
-    """Where the key of that server is: env:NAME or file:PATH."""
+    """Key of that server, as env:NAME or file:PATH."""
     prompt: str = (
         "How good is the response to the prompt? Is it correct, complete and to the point?\n{prompt}{response}"
     )
-    """What is asked: {response} is replaced by the response, {prompt} by the prompt, {answer} by the expected answer, each
+    """The question. {response} is replaced by the response, {prompt} by the prompt, {answer} by the expected answer, each
     fenced off as data. How the judge has to write its verdict is added."""
     scale: tuple[float, float] = (0.0, 10.0)
     """The worst and the best verdict, which become 0 and 1. Another number is none."""
@@ -952,7 +952,7 @@ class EvalSetConfig:
     path: str | None = None
     """Like data.eval_path: all of its rows are held out. null: the held-out prompts of the section data, or of the task."""
     task: str | None = None
-    """By default data.task."""
+    """null: data.task."""
     verifier: str | None = None
     prompt_key: str | None = None
     answer_key: str | None = None
@@ -966,9 +966,9 @@ class EvalSetConfig:
     prompts: Positive | None = None
     """Most prompts of the set; by default eval.prompts."""
     samples: Positive | None = None
-    """By default eval.samples. Of eval.pass_at those count that are not above it."""
+    """null: eval.samples. eval.pass_at counts as far as it is not above it."""
     greedy: bool | None = None
-    """By default eval.greedy."""
+    """null: eval.greedy."""
 
 
 @section

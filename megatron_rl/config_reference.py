@@ -33,7 +33,7 @@ def print_keys(prefix: str = "") -> None:
 
 
 def _rows(classes: dict[str, ast.ClassDef], name: str, prefix: str = "") -> list[Row]:
-    """Those of a section and, below it, of the sections inside it."""
+    """Rows of a section and, below it, of the sections inside it."""
     body, found, nested = classes[name].body, [], []
     for index, node in enumerate(body):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):

@@ -47,7 +47,7 @@ class HubId:
 
     @property
     def pinned(self) -> bool:
-        """Whether the revision is a whole commit hash, which always means the same files."""
+        """True for a whole commit hash, which always means the same files."""
         return bool(self.revision and _COMMIT.fullmatch(self.revision))
 
 
@@ -174,7 +174,7 @@ def _announce(model: HubId, files: Sequence[Any], wanted: Sequence[str], cache: 
 
 
 def _first_here() -> bool:
-    """Whether this is the first process of its machine, which speaks for those that wait for the same files."""
+    """True in the first process of its machine, which speaks for those that wait for the same files."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 

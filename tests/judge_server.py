@@ -18,7 +18,7 @@ def nonce_of(message: str) -> str:
 
 
 def fenced(message: str, name: str = "RESPONSE") -> str:
-    """What stands in the fence, for one who knows the nonce."""
+    """The text in the fence, for one who knows the nonce."""
     nonce = nonce_of(message)
     return message.split(f"<<< {name} {nonce}\n", 1)[1].rsplit(f"\n>>> {name} {nonce}", 1)[0]
 

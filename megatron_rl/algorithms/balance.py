@@ -1,4 +1,4 @@
-"""What keeps a router's experts in use: losses of its scores and logits, and biases that move with the load."""
+"""Terms that keep a router's experts in use: losses of its scores and logits, and biases that move with the load."""
 
 from __future__ import annotations
 

@@ -55,6 +55,6 @@ class Correction:
 
     @property
     def per_token(self) -> bool:
-        """Whether a token's weight depends on its own ratio alone."""
+        """True where a token's weight depends on its own ratio alone."""
         of_tokens = self.level == "token" and (self.reject == "none" or self.reject_level == "token")
         return of_tokens and not self.veto

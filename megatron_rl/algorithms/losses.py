@@ -203,7 +203,7 @@ def loss_weights(
 
 
 def constant_total(count: Tensor, segments: Segments, sequence_lengths: Tensor, length: int) -> Tensor:
-    """What a part of an update adds to the divisor of `sequence_sum`, fp64 scalar: `length` for each sequence that counts.
+    """A part's share of the divisor of `sequence_sum` in an update, fp64 scalar: `length` for each counted sequence.
 
     count: [T], 1 at the masked-in tokens of the sequences that count, 0 elsewhere; sequence_lengths: [sequences], all masked-in
     tokens of each. A token adds its share of the sequence's, so that the parts of a sequence on several ranks add up.

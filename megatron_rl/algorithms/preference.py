@@ -294,7 +294,7 @@ def pair_calibration(chosen: Tensor, rejected: Tensor, bins: int = 10) -> Tensor
 
 @torch.no_grad()
 def label_calibration(scores: Tensor, labels: Tensor, bins: int = 10) -> Tensor:
-    """What `calibration_error` needs to know of N labels from 0 to 1: [3, bins] fp64 that may be added up.
+    """Sums over N labels from 0 to 1 that `calibration_error` is made of: [3, bins] fp64, which may be added up.
 
     A score is the logit of p, the probability of a yes. Rows: labels, sum of p, sum of the labels themselves; bins of equal
     width of p from 0 to 1. Errors: ValueError for shapes that differ and for bins below 1.

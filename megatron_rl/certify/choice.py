@@ -1,4 +1,4 @@
-"""What a certificate is of: the model as it is in its folder, on a server that is started here. No torch."""
+"""The config of a certificate: the model as it is in its folder, on a server that is started here. No torch."""
 
 from __future__ import annotations
 

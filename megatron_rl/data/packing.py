@@ -335,7 +335,7 @@ def _route_table(
 
 
 def _features(samples: list[Sequence]) -> list[RouterFeatures | None]:
-    """What the engine has sent of each sequence. Logits alone are left out beside others with hidden states.
+    """The engine's router inputs and logits of each sequence. Logits alone are left out beside hidden states of others.
 
     A predictor learns from both: hidden states of the trainer's own pass would be another thing than the engine's logits.
     """

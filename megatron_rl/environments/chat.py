@@ -123,7 +123,7 @@ _REPLY = {"role": "assistant", "content": PLACE.format("reply")}
 
 
 def _around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the template puts between a question and its answer, and behind that. Errors: UserError where it shows neither."""
+    """The template's text between a question and its answer, and behind it. Errors: UserError where it shows neither."""
     text = render(tokenizer, [_ASKED, _REPLY], "a reply", add_generation_prompt=False)
     check_shown(text, [_ASKED, _REPLY], "a reply")
     before, _, behind = text.partition(_REPLY["content"])

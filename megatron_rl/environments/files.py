@@ -111,7 +111,7 @@ def read_hub(path: str, key: str, subset: str | None, split: str) -> Iterator[Ro
 
 
 def _has_calls(columns: Any) -> bool:
-    """Whether a table has calls or schemas of tools, all of which have the fields of all others."""
+    """True for a table with calls or schemas of tools, all of which have the fields of all others."""
     return any(field in str(columns) for field in ("arguments", "parameters"))
 
 
@@ -130,7 +130,7 @@ class RowTask(Task):
     generates = False
     """Whether there are rows without data.path."""
     held_out_alone = False
-    """Whether only the rows of data.eval_path are read."""
+    """True: only the rows of data.eval_path are read."""
 
     def __init__(self, data: DataConfig, demonstrations: bool = False):
         super().__init__(data, demonstrations)

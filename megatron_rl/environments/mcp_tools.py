@@ -44,7 +44,7 @@ MOST_PAGES = 100
 """Most pages of a server's list of tools."""
 PLAIN = {"Accept-Encoding": "identity"}
 TRANSPORTS = {"url": ("http", "streamable-http", "streamable_http"), "command": ("stdio",)}
-"""What other clients have as `type` of a server."""
+"""Values that other clients have as `type` of a server."""
 KEYS = {"url": ("url", "headers", "type"), "command": (*StdioServerParameters.model_fields, "type")}
 RELAY = Path(__file__).with_name("mcp_relay.py")
 

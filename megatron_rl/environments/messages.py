@@ -94,7 +94,7 @@ def _nullable(schemas: Sequence[Schema], name: str) -> frozenset[str]:
 
 
 def _takes_null(schema: Any) -> bool:
-    """Whether a JSON schema lets a value be null."""
+    """True where a JSON schema lets a value be null."""
     if not isinstance(schema, dict):
         return False
     kind, alternatives = schema.get("type"), schema.get("anyOf", schema.get("oneOf"))
@@ -143,7 +143,7 @@ def parse_messages(messages: Any, *, strict: bool = True, schemas: Sequence[Sche
 
 
 def _more(message: Message, role: str) -> Message:
-    """What else a message has. Errors: ValueError for what would be lost."""
+    """Thoughts and weight of a message. Errors: ValueError for a field that would be lost."""
     heeded = HEEDED.get(role, HEEDED["system"])
     if lost := [key for key in message if key not in heeded]:
         raise ValueError(f"a message of role {role} has '{lost[0]}', which the model would not be shown; leave it out")
@@ -161,7 +161,7 @@ def _more(message: Message, role: str) -> Message:
 
 
 def _absent(value: Any) -> bool:
-    """Whether a field says nothing: tables and the API's own objects have null in fields that are not used."""
+    """True for a field that says nothing: tables and the API's own objects have null in fields that are not used."""
     if isinstance(value, Mapping):
         return all(map(_absent, value.values()))
     return value is None or (isinstance(value, str | list) and not value)

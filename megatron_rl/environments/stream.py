@@ -71,7 +71,7 @@ def check_forms(
 
 
 def _shape(prompt: Prompt) -> Any:
-    """What a template looks at: which messages follow which, with their fields."""
+    """The form that a template looks at: which messages follow which, with their fields."""
     judged = prompt.preference.judged if prompt.preference else ()
     shapes = []
     for messages in (prompt.messages, prompt.response, *(one.response for one in judged)):
@@ -159,7 +159,7 @@ class PromptStream:
     """
 
     leaves_out: Callable[[Prompt], bool] = staticmethod(lambda prompt: False)
-    """Whether a prompt is skipped because an evaluation set (eval.sets) has it."""
+    """Tells which prompts are skipped because an evaluation set (eval.sets) has them."""
 
     def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
         self.task = task

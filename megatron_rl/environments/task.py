@@ -189,7 +189,7 @@ def combine(parts: Parts, weights: dict[str, float]) -> float:
 
 
 def is_held_out(identity: str, share: float) -> bool:
-    """Whether a prompt belongs to the held-out split: decided by its hash alone, so equal prompts never part."""
+    """True for a prompt of the held-out split: its hash alone decides, so that equal prompts never part."""
     digest = hashlib.blake2b(identity.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 

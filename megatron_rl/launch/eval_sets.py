@@ -67,12 +67,12 @@ def overall(scores: Mapping[str, float], metric: str) -> dict[str, float]:
 
 
 def held_out_questions(sets: Sequence[EvalSet]) -> frozenset[str]:
-    """What the prompts of the named sets ask, without the templates around them."""
+    """Questions of the named sets' prompts, without the templates around them."""
     return frozenset(question(prompt, one.template) for one in sets if one.name for prompt in one.held_out)
 
 
 def question(prompt: Prompt, template: str) -> str:
-    """What a prompt asks, the same for equal prompts alone: its text without data.template around it, or the conversation."""
+    """A prompt's question, the same for equal prompts alone: its text without data.template, or the conversation."""
     text = prompt.identity
     if text != prompt.text:
         return text

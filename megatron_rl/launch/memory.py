@@ -43,7 +43,7 @@ ASLEEP = 2 * GB
 IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets in a layer, over the mean: an assumption."""
 SEQUENCES: dict[Kind, int] = {"sft": 1, "reward": 2, "dpo": 2}
-"""Of one of batch.prompts_per_step where data is learned from, in one update: comparisons are counted as pairs."""
+"""Sequences of a prompt where data is learned from, in one update: comparisons are counted as pairs."""
 GRADIENT_WIDTH = {"fp32": 4, "bf16": 2}
 NODE = 8
 """GPUs of a node."""
@@ -122,7 +122,7 @@ class Estimate:
     host: int
     """Bytes of a process's optimizer in host memory."""
     micro_batches: int
-    """Those of an update on a data-parallel rank, all responses being as long as they may be: the most there are."""
+    """Most micro-batches of an update on a data-parallel rank: all responses are as long as they may be."""
     bubble: float
     """Share of an update's passes in which a pipeline stage waits with so many; with fewer it is more."""
 

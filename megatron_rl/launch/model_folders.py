@@ -24,7 +24,7 @@ from megatron_rl.launch.plan import Kind
 Reader = Kind | Literal["attribution", "server"]
 """Who reads models: a run of some kind, the attribution of a mismatch, a server by itself."""
 Place = tuple[str | int, ...]
-"""Where a value is in the tree: names of fields, keys of a dict, positions of a list."""
+"""Place of a value in the tree: names of fields, keys of a dict, positions of a list."""
 MODEL_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model", "--tokenizer-path")
 """Flags of SGLang behind which a model's folder stands."""
 
@@ -52,7 +52,7 @@ def model_places(config: Config) -> dict[Place, str]:
 
 
 def read_places(config: Config, reader: Reader) -> dict[Place, str]:
-    """Those of `model_places` that it reads."""
+    """The part of `model_places` that a reader reads."""
     reads = {
         "model": True,
         "lora": reader in ("train", "sft", "reward", "dpo", "attribution", "server"),
@@ -119,7 +119,7 @@ def check_alike(config: Config, first: Config) -> None:
 
 
 def overrides_of(before: Config, after: Config) -> list[str]:
-    """What the command line would say to get the models of `after` from a config that has those of `before`."""
+    """Command-line words that put the models of `after` into a config that has those of `before`."""
     said: dict[str, Any] = {}
     for place, text in model_places(after).items():
         if _value(before, place) == text:
@@ -153,7 +153,7 @@ def _pinned(text: str, known: str | None) -> str:
 
 
 def _ids_so_far(config: Config) -> dict[Place, str]:
-    """What the run's config.yaml says of its models; nothing where there is none, or it is damaged."""
+    """Models of the run's config.yaml; nothing where there is none, or it is damaged."""
     try:
         before = yaml.safe_load((config.run_dir / "config.yaml").read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -58,7 +58,7 @@ class Plan:
     trajectories_per_update: int
     """Trajectories of one update, over all ranks."""
     updates_per_step: int
-    """Of one epoch."""
+    """Updates of one epoch."""
     epochs: int = 1
 
     def lines(self, kind: Kind) -> list[str]:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "tilt", *OF_TOKENS)
 LOSSES = ("ppo", "gspo", "reinforce", "cispo", "sapo")
 PROGRAMS = ("single_turn", "agent", "openai_agent")
-"""What is built in, by the names that algorithm.advantage, algorithm.loss and rollout.program have for it."""
+"""Built-in names of algorithm.advantage, algorithm.loss and rollout.program."""
 
 PRECISION_AWARE_TE = Version("2.1")
 """The first release whose Adam keeps only what the bf16 weights lack of the fp32 ones; before, it kept these whole."""

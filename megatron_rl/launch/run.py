@@ -330,7 +330,7 @@ class Run:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are prompts that an evaluation asks."""
+        """True where an evaluation has prompts to ask."""
         return any(one.prompts for one in self.eval_sets)
 
     def asked_to_stop(self) -> bool:
@@ -463,7 +463,7 @@ class Run:
 
 
 def _learned(program: SingleTurn, kind: Kind) -> Callable[[Prompt, random.Random], object] | None:
-    """What a run of this kind makes of a prompt to learn from; None where responses are sampled."""
+    """The function by which a run of this kind learns from a prompt; None where responses are sampled."""
     if kind not in FROM_DATA:
         return None
     return program.comparison if kind in ("reward", "dpo") else program.demonstration

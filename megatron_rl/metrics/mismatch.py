@@ -211,7 +211,7 @@ def kl_figures(measured: Mismatch) -> dict[str, float]:
 
 
 def law_figures(measured: Mismatch) -> dict[str, float]:
-    """Where in the distribution the mismatch sits ("Taming the Tail", section 4.3); absent where there is no token.
+    """Place of the mismatch in the distribution ("Taming the Tail", section 4.3); absent where there is no token.
 
     epsilon_p99, epsilon_p100: the logit error e with which |d| <= 2 e (1 - p) holds for 99 % of the tokens, and
     for all (proposition 4.2), p being the smaller of both sides' probabilities; at most 20. tail_bias: mean of

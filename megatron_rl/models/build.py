@@ -71,7 +71,7 @@ class Model:
     pooling: Literal["last", "mean"] = "last"
     """How such numbers make the score of a response, of a reward model (ours alone: transformers takes the last)."""
     step_separator: str | None = None
-    """What ends the steps of a response that a reward model scores; None: it scores whole responses."""
+    """Separator that ends the steps of a response that a reward model scores; None: it scores whole responses."""
 
     def make_chunks(
         self, load_weights: bool = True, weights: str | Path | None = None, *, adapt: bool = True

@@ -109,7 +109,7 @@ class Agents(SingleTurn):
         return demonstration(self.dialect, prompt, response)
 
     def renders(self, collection: Collection) -> bool:
-        """Whether the history before a user's further turn is rendered, and begins a sequence of its own."""
+        """True: the history before a user's further turn is rendered, and begins a sequence of its own."""
         return collection.evaluates or self.settings.history == "rendered"
 
     @override

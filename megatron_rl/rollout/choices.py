@@ -76,7 +76,7 @@ def choices(
 
 
 def asks_routes(config: Config) -> bool:
-    """Whether replies have the experts of every token."""
+    """True where replies have the experts of every token."""
     return config.rollout.routes or config.routing.source in FROM_ENGINE
 
 

@@ -318,7 +318,7 @@ class SGLangClient:
         self.slots, self.timeout_s, self.retries, self.lost = Slots(concurrency), timeout_s, retries, lost
         self.step = 0
         self.aborted = False
-        """Whether `abort` was called."""
+        """True once `abort` was called."""
         self._run, self._headers = run, bearer(key)
         self.health, self.vocabulary = health, vocabulary
         self._of_all = {} if adapter is None else {"lora_path": adapter}

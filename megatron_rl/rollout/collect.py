@@ -64,7 +64,7 @@ class Collection:
     on_progress: Callable[[int, int], None] | None = None
     """Called with (responses that arrived, responses wanted)."""
     evaluates: bool = False
-    """Whether nothing is learned from them."""
+    """True: nothing is learned from them."""
     known: Mapping[int, list[Trajectory]] = field(default_factory=dict)
     """Samples by request that are there already; none of them is asked for."""
     on_finished: Callable[[dict[int, list[Trajectory]]], None] | None = None

@@ -60,7 +60,7 @@ class Asked:
     step: int
     """That waits for it, 0-based."""
     program: SingleTurn
-    """What has asked, with the task that judges."""
+    """The program that has asked, with the task that judges."""
     round: int = 0
     """Of the step (rollout.dynamic_sampling)."""
     first: FirstGroups | None = None
@@ -93,7 +93,7 @@ class Engine:
         self._staleness: list[int] = []
         """Of each of them, in steps."""
         self._left_out = LeftOut()
-        """Of the last step, where groups are."""
+        """Counts of the last step, where some groups are left out."""
         self._reused = 0
         """Samples that an earlier process had finished."""
         self._asked: list[Asked] = []

@@ -87,7 +87,7 @@ class Judge:
         return [(scores | found).get(key) for key in keys]
 
     def _asked(self, prompt: Prompt) -> dict[str, str]:
-        """What the judge is shown of a prompt. Errors: UserError for one without the answer that the judge is to see."""
+        """Fields of a prompt that the judge is shown. Errors: UserError where the answer is wanted and missing."""
         asked = prompt.text if prompt.messages is None else json.dumps(prompt.messages, ensure_ascii=False, indent=1)
         fields = {"prompt": asked}
         if "answer" in FIELD.findall(self.config.prompt):
@@ -162,7 +162,7 @@ class Judge:
         return await self._retried(once)
 
     async def _retried[T](self, once: Callable[[], Awaitable[T]]) -> T:
-        """What the first attempt gives that gives something. Errors: NoVerdict, of the last one."""
+        """The result of the first attempt that has one. Errors: NoVerdict, of the last attempt."""
         for attempt in range(self.config.retries):
             try:
                 return await once()

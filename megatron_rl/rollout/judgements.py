@@ -21,7 +21,7 @@ class Judgements:
         self._limit, self._scores = limit, OrderedDict[str, float]()
         self._own = folder / f"{name}.rank{data_rank}.jsonl" if folder and limit else None
         self._lines = 0
-        """Of this process's file."""
+        """Lines of this process's file."""
         for file in sorted(folder.glob(f"{name}.rank*.jsonl")) if folder and limit else ():
             found = _read(file)
             self._scores.update(found)

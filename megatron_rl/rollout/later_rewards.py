@@ -74,7 +74,7 @@ class LaterRewards:
             if ranks.is_leader
         }
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
-        """Of process reward models."""
+        """Tokenizers of process reward models."""
         self._measured: Metrics = {}
         self._seen = {name: torch.zeros(3, dtype=torch.float64) for name, m in config.models.items() if m.normalize}
         """Moments of all scores of the run so far."""
@@ -230,7 +230,7 @@ class LaterRewards:
         return values.clamp(-limit, limit).tolist()
 
     def metrics(self) -> Metrics:
-        """What this process measured when the last responses to learn from were scored."""
+        """Metrics of this process from the last scoring of responses to learn from."""
         return self._measured
 
     def state_dict(self) -> dict[str, list[float]]:

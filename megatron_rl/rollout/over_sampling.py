@@ -34,7 +34,7 @@ class FirstGroups:
 
     @property
     def enough(self) -> bool:
-        """Whether as many groups as are wanted are complete."""
+        """True once as many groups as are wanted are complete."""
         return len(self._complete) >= self.wanted
 
     @property
@@ -45,7 +45,7 @@ class FirstGroups:
 
 @dataclass
 class LeftOut:
-    """What became of the responses of a step that were asked for and are not learned from; of this process."""
+    """Responses of a step that were asked for and are not learned from; of this process."""
 
     asked: int = 0
     dropped: int = 0

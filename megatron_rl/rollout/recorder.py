@@ -68,7 +68,7 @@ class Session:
     reward: dict[str, float] = field(default_factory=dict)
     """Parts that the agent has given."""
     renders: bool = False
-    """Whether a history is rendered where the user goes on after an answer, and the model's format has one of its own."""
+    """True: a history is rendered where the user goes on after an answer, and the model's format has one of its own."""
     closed: bool = False
     full: bool = False
     """A conversation had no room for one more reply."""
@@ -164,7 +164,7 @@ class Session:
         return branch
 
     def _rendered_anew(self, branch: Branch, number: int, fresh: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether messages that follow a reply belong behind a history that is rendered, in a sequence of their own."""
+        """True where messages behind a reply belong to a rendered history, in a sequence of their own."""
         if not self.renders or type(self.form).history is Dialect.history:
             return False
         answered = self.form.parse(branch.talk.replies[number].tokens.tolist()).final is not None

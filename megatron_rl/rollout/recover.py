@@ -76,7 +76,7 @@ def generate(
     """
 
     def enough() -> bool:
-        """Whether what has been answered on all processes will do. Collective."""
+        """True once the answers of all processes will do. Collective."""
         return first is not None and first.add(
             r for mine in ranks.gather_from_leaders(collection.finished) for r in mine
         )

@@ -1,4 +1,4 @@
-"""What a judge is asked about a response, and the number that its reply gives.
+"""The question to a judge about a response, and the number that its reply gives.
 
 A response may say anything, also that it deserves the best mark. So what is judged stands between lines with a code that is
 drawn anew for each request, and only a line of the judge's own with the same code is a verdict.

@@ -17,7 +17,7 @@ class RouterLosses:
     real: Tensor
     """[T] bool: the tokens of this process's routers that are no padding."""
     _sums: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """By name and model layer: sum of the terms of these tokens."""
+    """Sum of the terms of these tokens, by name and model layer."""
 
     def see(self, name: str, layer: int, terms: Tensor) -> Tensor:
         """Sum of the terms [T] of tokens that are no padding, of a layer from 0. Recomputation sees them again."""

@@ -181,7 +181,7 @@ class Setting:
     tokens_per_micro_batch: float
     """Of a rank."""
     updates_per_step: int = 1
-    """Of one epoch."""
+    """Updates of one epoch."""
     epochs: int = 1
     scoring_passes: int = 0
     """For the old policy's log-probs and the reference's."""

@@ -52,7 +52,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class TrainerWork:
-    """What the slowest rank does in an epoch of a step, in units of which `Costs` has the seconds; waits for stages count."""
+    """Work of the slowest rank in an epoch, in units of which `Costs` has the seconds; waits for stages count."""
 
     tokens: float
     pairs: float

@@ -181,7 +181,7 @@ class Advantages:
             self._critic.update(index, self._returns[index])
 
     def metrics(self) -> Metrics:
-        """Of the advantages that this step learned from, and of its updates of the critic."""
+        """Metrics of the advantages that this step learned from, and of its updates of the critic."""
         return self._measured | (self._critic.metrics() if self._critic else {})
 
     def _measure(self, found: list[Tensor], labels: list[Labels]) -> Metrics:

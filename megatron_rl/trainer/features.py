@@ -91,7 +91,7 @@ def own_rows(mask: Tensor, *, sequence_parallel: bool) -> Tensor:
 
 
 def own_part(values: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """Those of this process's layers. values: [T] of a micro-batch on this context rank."""
+    """Rows of this process's layers. values: [T] of a micro-batch on this context rank."""
     if not sequence_parallel:
         return values
     size = parallel_state.get_tensor_model_parallel_world_size()

@@ -44,7 +44,7 @@ class HeadRequest:
     """Log-probs are those of an engine with the same operators, bit for bit (precision.identical)."""
     teacher: TeacherHead | RecordedTeacher | None = None
     smooths: bool = False
-    """Whether label smoothing asks how far the label's logit is above their mean; of whole softmaxes at temperature 1."""
+    """True: label smoothing asks how far the label's logit is above their mean; of whole softmaxes at temperature 1."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Place:
     rollout: Sequence[Sequence[Batch]] = ()
     """The micro-batches of all its updates, as far as they are packed; empty: there is but this one."""
     again: bool = False
-    """Whether a later epoch learns from these micro-batches once more."""
+    """True: a later epoch learns from these micro-batches once more."""
 
 
 def updates_of(rollout: Sequence[Sequence[Batch]], epochs: int) -> Iterator[tuple[int, Place]]:

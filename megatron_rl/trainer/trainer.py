@@ -72,7 +72,7 @@ class Update:
     lr_scale: float = 1.0
     """Share of the learning rate at which the step was taken: below 1 where a hook confined it, 0 where it left it out."""
     ends_batch: bool = False
-    """Whether a hook leaves out all later updates of the rollout batch."""
+    """True: a hook leaves out all later updates of the rollout batch."""
 
 
 class Trainer:
@@ -116,7 +116,7 @@ class Trainer:
         self._results: list[Result | None] = []
         self._divisor = torch.ones(())
         self._router_weight = 1.0
-        """By what a sum over tokens of the routers' own losses is multiplied, beside the objective's sum."""
+        """Factor of a sum over tokens of the routers' own losses, beside the objective's sum."""
         self.hooks = list(hooks)
         self.companions: dict[str, Trainer] = {}
         """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
@@ -329,14 +329,14 @@ class Trainer:
             hook.after_reduction()
 
     def _router_losses(self, batch: Batch) -> RouterLosses | None:
-        """Of a micro-batch; None of a dense model."""
+        """Record of the routers' losses in a micro-batch; None of a dense model."""
         if not expert_count(self.model.hf_config):
             return None
         settings = self.chunks[0].config
         return RouterLosses(own_part(batch.segments.ids >= 0, sequence_parallel=settings.sequence_parallel))
 
     def _scale_of_router_losses(self) -> torch.Tensor:
-        """By what Megatron multiplies the gradients of the routers' own losses, which are sums over tokens."""
+        """Factor of the gradients of the routers' own losses, which are sums over tokens, as Megatron asks for it."""
         return self.optimizer.scale_loss(torch.full((1,), self._router_weight, device=self.ranks.device))
 
     def weights_pushed(self) -> None:

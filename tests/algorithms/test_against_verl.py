@@ -37,7 +37,7 @@ REPLACED = {
 
 
 def run(*files: Path, plugins: tuple[str, ...] = ()) -> str:
-    """What pytest says of files in that environment, where all of it has to pass."""
+    """pytest's outcome of files in that environment, where all of it has to pass."""
     python = ENVIRONMENT / "bin" / "python"
     assert python.exists(), "tools/setup.sh --suites makes the environment that this test wants"
     path = f"{HERE}{os.pathsep}{HERE.parents[1]}"

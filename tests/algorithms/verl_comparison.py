@@ -29,7 +29,7 @@ DIFFERENT = {
     "a ratio of 0": "ours gives a pruned token the weight 0, verl e^-20",
     "effective sample size": "ours is of the ratios as they are, verl's of those that it has truncated",
 }
-"""What the two define otherwise, and how."""
+"""Definitions in which the two differ, and how."""
 
 
 @pytest.fixture

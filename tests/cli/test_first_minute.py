@@ -1,4 +1,4 @@
-"""What one meets first: help that says what there is, and errors of a config that are told before torch is imported."""
+"""The first minute: help that says what there is, and errors of a config that are told before torch is imported."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ WRONG = {
         "model.moe_dispatcher = allgather",
     ),
 }
-"""Of any command."""
+"""Wrong words for any command."""
 OF_COMMANDS = {
     "train": {
         "a truncation without a bound": (
@@ -160,7 +160,7 @@ DATA = {
     "no data": (["--data.task", "file"], "data.task: file needs data.path"),
     "a misspelled task": (["--data.task", "gsm8"], "there is no task 'gsm8'; did you mean 'gsm8k'"),
 }
-"""Of commands that read data: all but plan and launch."""
+"""Wrong words for commands that read data: all but plan and launch."""
 ASK = """
 import contextlib, io, json, sys
 from megatron_rl.cli import main
@@ -174,7 +174,7 @@ for arguments in json.load(sys.stdin):
 
 
 def test_wrong_configs_are_told_in_one_line_and_without_torch(tmp_path):
-    """By every command that takes a config, one after the other in a process that has imported nothing before."""
+    """Every command with a config tells them, one after the other in a process that has imported nothing before."""
     for folder in ("empty", "there"):
         (tmp_path / folder).mkdir()
     (tmp_path / "there" / "config.json").write_text("{}")

@@ -325,7 +325,7 @@ def test_the_tree_is_frozen_and_has_few_knobs():
 
 @pytest.mark.parametrize("name", ["ppo_epochs", "num_ppo_epochs", "num_iterations", "max_epochs"])
 def test_epochs_by_their_names_elsewhere(name):
-    """Of verl, TRL's PPO and GRPO, and OpenRLHF; in a file and on the command line, in whatever section."""
+    """Names of verl, TRL's PPO and GRPO, and OpenRLHF; in a file and on the command line, in whatever section."""
     for section in ("batch", "algorithm"):
         with pytest.raises(UserError, match=rf"unknown key '{section}\.{name}'; did you mean 'batch\.epochs'\?"):
             build_config({section: {name: 4}})

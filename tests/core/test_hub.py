@@ -45,7 +45,7 @@ def outside(home: Path, *, url: str = "http://127.0.0.1:9", offline: bool = Fals
 
 
 def folders(home: Path, *texts: str, wanted: str = "MODEL", **where) -> list[str]:
-    """What `as_folder` makes of the texts in a new process: folders, or errors. torch is not imported by it."""
+    """Folders or errors that `as_folder` makes of the texts in a new process. It imports no torch."""
     code = (
         "import json, sys\nfrom megatron_rl import hub\nfrom megatron_rl.errors import UserError\n"
         "def of(text):\n    try: return hub.as_folder(text, 'key', getattr(hub, sys.argv[1]))\n"

@@ -204,7 +204,7 @@ def test_pipeline_stages_have_micro_batches_in_flight():
     ("stages", "virtual", "micro_batches"), [(4, 1, 8), (2, 1, 3), (4, 3, 8), (8, 2, 11), (1, 1, 7)]
 )
 def test_the_pipelines_bubble(stages, virtual, micro_batches):
-    """By a schedule in units of a virtual stage's forward and backward: the last stage begins p - 1 of them late."""
+    """A schedule in units of a virtual stage's forward and backward: the last stage begins p - 1 of them late."""
     rounds = -(-micro_batches // stages) * stages if virtual > 1 else micro_batches
     busy = rounds * virtual
     assert pipeline_bubble(stages, micro_batches, virtual) == pytest.approx(

@@ -21,7 +21,7 @@ def test_sizes():
 
 
 def test_updates_of_a_run():
-    """Those behind the critic's warm-up, of all epochs; what learns from data has one a step."""
+    """Updates behind the critic's warm-up, of all epochs; learning from data has one a step."""
     batch = {"updates_per_step": 2, "epochs": 3}
     values = {"steps": 7, "batch": batch, "critic": {"warmup_steps": 2}}
     assert total_updates(build_config(values), "train") == 42  # no critic: nothing to warm up

@@ -507,7 +507,7 @@ def test_a_demonstration_is_one_sequence_of_one_update(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
 def test_a_warm_up_is_of_the_commands_own_updates(kind, tiny_model, monkeypatch):
-    """What learns from data has one update a step; what learns nothing has no schedule."""
+    """Learning from data has one update a step; a run that learns nothing has no schedule."""
     monkeypatch.setenv("WORLD_SIZE", "1")
 
     def look(as_kind, warmup, **batch):

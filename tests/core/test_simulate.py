@@ -120,7 +120,7 @@ def random_run(rng, **changes):
 
 
 def test_epochs_repeat_the_updates_and_nothing_else(rng):
-    """Of a step that waits for its servers: as many times the train seconds, with the same scoring, rollout and push."""
+    """A step that waits for its servers has so many times the train seconds; scoring, rollout and push stay."""
     setting, lengths = random_run(rng, updates_per_step=2, scoring_passes=1)
     setting = replace(setting, max_staleness=0)
     costs = decoding(rng, log_probs_share=0.4, update_s=0.7, micro_batch_s=0.2, push_s=0.1)

@@ -146,7 +146,7 @@ def test_a_run_stops_at_the_template_s_end_too(tmp_path, eos):
 @pytest.mark.parametrize("name", ["qwen", "react"])
 @pytest.mark.parametrize("eos", [EOS, END])
 def test_a_reply_of_an_agent_is_followed_by_one_end(name, eos):
-    """By whichever of the two it ends; one that was cut off gets the template's."""
+    """It may end by either of the two; one that was cut off gets the template's."""
     form = dialect(name, tokenizer(eos=eos))
     end, of_sequence = (form.tokenizer.convert_tokens_to_ids(token) for token in (END, EOS))
     reply, said = form.reply("hello"), form.tokenizer.encode("hello")

@@ -296,7 +296,7 @@ def test_neighbors_of_what_is_no_text(tmp_path, value):
 
 
 def test_a_row_that_is_nested_too_deeply_is_skipped(tmp_path, caplog):
-    """Where JSON takes it no more, and where only what works on it does not; integers are as long as they are."""
+    """JSON takes it no more, or only what works on it does not; integers are as long as they are."""
     rows = ['{"prompt": "q", "answer": ' + "[" * n + "]" * n + "}" for n in (3, 2_000, 100_000)]
     rows += ['{"a": ' * 50_000 + "1" + "}" * 50_000]
     rows += ['{"prompt": "big", "answer": ' + "9" * 4000 + "}"]
@@ -424,7 +424,7 @@ def test_the_tools_of_a_row_are_told_of(tmp_path, form):
 
 
 def test_tools_that_the_run_has_are_told_of_by_the_row(tmp_path):
-    """Of several only those that the row names."""
+    """Several are told of only as far as the row names them."""
     calculator = {
         "type": "function",
         "function": {"name": "calculator", "description": "of this row", "parameters": {}},

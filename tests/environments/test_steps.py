@@ -52,7 +52,7 @@ def test_blank_parts_belong_to_the_step_before_them():
 @pytest.mark.parametrize("separator", SEPARATORS)
 @pytest.mark.parametrize("canonical", [True, False])
 def test_a_step_ends_with_the_token_that_completes_it(separator, canonical, tokenizer, rng):
-    """By an oracle that decodes every beginning; not canonical: tokens as a policy may sample them, other than encoding has."""
+    """An oracle decodes every beginning; not canonical: tokens as a policy may sample them, other than encoding has."""
     for _ in range(20):
         text = text_of(rng, separator, int(rng.integers(1, 7)))
         tokens = tokenizer.encode(text, add_special_tokens=False)

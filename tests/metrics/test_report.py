@@ -54,7 +54,7 @@ def make_run(folder: Path, steps: int, total: int = 20, **changes) -> Path:
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CHARTED = {metric: chart for section in SECTIONS.values() for chart in section for metric in chart.series}
 CARDS = ["mismatch/p<*/tokens", "mismatch/p<*/abs", "mismatch/p<*/abs_max", "mismatch/p<*/bias", "routing/deviation_*"]
-"""What cards of another form than lines draw."""
+"""Metrics that cards of another form than lines draw."""
 
 
 def names_in(text: str) -> list[str]:
@@ -69,7 +69,7 @@ def names_in(text: str) -> list[str]:
 
 
 def is_named(metric: str, pattern: str) -> bool:
-    """Whether a pattern of the documents, or of a chart, stands for a metric or for another pattern."""
+    """True where a pattern of the documents, or of a chart, stands for a metric or for another pattern."""
     expression = re.escape(pattern).replace(r"\*", "[^/]+")
     return re.fullmatch(expression, metric) is not None
 

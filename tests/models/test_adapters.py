@@ -192,7 +192,7 @@ def test_peft_takes_all_of_a_folder_and_merges_it_as_we_do(family, lora, tiny_mo
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_2", "olora", True, "gaussian", "orthogonal", False])
 def test_adapters_of_any_start_are_read_or_refused(start, tiny_model, tmp_path):
-    """Those that have changed the model are not what B A beside the model is."""
+    """Adapters that have changed the model are not B A beside the model."""
     folder, sequences = tiny_model("qwen3"), random_sequences()
     options = {"r": 2, "lora_alpha": 8, "init_lora_weights": start, "target_modules": ["o_proj", "down_proj"]}
     theirs = get_peft_model(base_in_transformers(folder), LoraConfig(**options))

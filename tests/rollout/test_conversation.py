@@ -112,7 +112,7 @@ def test_after_a_push_the_next_reply_brings_the_routes_of_all_turns():
 
 
 def test_rows_travel_once_while_the_weights_stay():
-    """What the engine has sent is not sent again; after a push that nobody knew of all of it is, once."""
+    """Rows that the engine has sent are not sent again; after a push that nobody knew of all are, once."""
     rng = np.random.default_rng()
     talk, _ = random_conversation(rng, ["5"] * 4)
     assert sum(len(reply.routes) for reply in talk.replies) == len(talk.context) - 1 == talk.known_routes("5")

@@ -296,7 +296,7 @@ def test_a_judge_that_is_right_the_second_time(server):
 
 
 def test_one_that_dies_masks_and_then_stops_the_run(server, tmp_path):
-    """What was judged before counts, and the rest is masked; in the next step nothing is judged, and one line says so."""
+    """Responses judged before count, and the rest is masked; in the next step nothing is judged, and one line says so."""
     judge = make_judge(server, tmp_path, max_failures=0.5, retries=0, concurrency=1)
     server.says = lambda text: honest(text) if len(server.seen) <= 3 else (503, b"dying")
     found = judge.score(responses("q1", "q2", "q3", "q4", "q5"), PROMPTS)

@@ -1,4 +1,4 @@
-"""What each rank does in test_epochs.py: steps of several epochs, and the same updates by hand."""
+"""The ranks of test_epochs.py: steps of several epochs, and the same updates by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in test_router_losses.py: gradients of routers' own losses, and biases that move, under one layout."""
+"""The ranks of test_router_losses.py: gradients of routers' own losses, and biases that move, under one layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def objective_of(trainer: Trainer, name: str, batches: list[Batch]) -> Objective
 
 
 def gradients(trainer: Trainer, samples: list[Sequence], name: str) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Those of one update, that is then left out; and its figures."""
+    """Biases of one update, that is then left out; and its figures."""
     batches = trainer.pack(samples[trainer.ranks.data_rank :: trainer.ranks.data_size])
     found: dict[str, np.ndarray] = {}
     step = trainer._step
@@ -60,7 +60,7 @@ def gradients(trainer: Trainer, samples: list[Sequence], name: str) -> tuple[dic
 
 
 def of_losses(model: str, layouts: list[dict], cases: list[tuple[str, list[Sequence]]]) -> list[list[tuple]]:
-    """By layout and case: what the routers' own losses add to the gradients, and the figures.
+    """Additions of the routers' own losses to the gradients, by layout and case, and the figures.
 
     Of the case "smoothed" the gradients without them: those of label smoothing.
     """
@@ -83,7 +83,7 @@ def of_losses(model: str, layouts: list[dict], cases: list[tuple[str, list[Seque
 
 
 def biases(model: str, layouts: list[dict], given: list[Sequence], updates: int) -> list[dict[str, Any]]:
-    """By layout: the biases that are exported after each update, and how often the last one chose each expert."""
+    """Biases that are exported after each update, by layout, and how often the last one chose each expert."""
     found = []
     for overrides in layouts:
         trainer = make_trainer(model, overrides)

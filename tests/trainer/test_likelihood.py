@@ -99,7 +99,7 @@ def test_figures_are_those_of_transformers_on_every_layout(world):
 
 
 def test_each_set_has_figures_of_its_own(world):
-    """Of `eval` and of SFT's evaluations; beside them those of data.eval_path, which are the whole run's."""
+    """Sets of `eval` and of SFT's evaluations; beside them those of data.eval_path, which are the whole run's."""
     folder, held_out, found = world
     first = in_fp64(folder / "model", held_out[:3])
     for figures in found.values():

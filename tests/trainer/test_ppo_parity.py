@@ -303,7 +303,7 @@ def test_advantages_are_those_of_their_definition(found, seed, run):
 
 @pytest.mark.parametrize("run", [run for runs in RUNS.values() for run in runs], ids=" ".join)
 def test_metrics_of_advantages_are_those_of_all_tokens_that_count(found, seed, run):
-    """Of all ranks and both updates, in fp64; after the limit, of which it is known how many it has changed."""
+    """Figures of all ranks and both updates, in fp64; after the limit, of which it is known how many it has changed."""
     trajectories, algorithm = make_trajectories(seed, parts=run[0] != "grpo"), algorithm_of(run[0])
     made, metrics = found[run]["advantages"]["case"], found[run]["metrics"]
     values = np.concatenate([made["advantages"][int(t.prompt_id)][t["loss_mask"]] for t in trajectories]).astype(float)

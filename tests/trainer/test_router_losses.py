@@ -18,8 +18,8 @@ from megatron_rl.data.sequence import Sequence
 pytestmark = pytest.mark.timeout(600)
 
 WEIGHT = 30.0
-"""Of a loss: what it adds to gradients is then about as large as the task's, and the difference of two of them is right to
-1e-6 of it."""
+"""Coefficient of a loss: it then adds about as much to gradients as the task. The difference of two of them is right to 1e-6
+of it."""
 BOTH = {"model": {"moe_aux_loss": WEIGHT, "moe_z_loss": WEIGHT / 2}}
 EACH_ALONE = {"batch": {"tokens_per_micro_batch": 39}}
 """A micro-batch for each of the sequences below; as in two data-parallel ranks."""
@@ -122,7 +122,7 @@ def test_the_terms_are_those_of_the_definitions():
 
 
 def test_a_loss_weighs_the_same_whatever_the_share_of_prompts(model):
-    """By the same tokens of which 1 to 36 of 40 are the prompt, in all that trains; and with a mask that has holes."""
+    """The same tokens, of which 1 to 36 of 40 are the prompt, in all that trains; and with a mask that has holes."""
     shares = [("sft", n) for n in (1, 10, 20, 30, 36)] + [(name, n) for name in ("policy", "given") for n in (1, 36)]
 
     def attempt(seed: int):
@@ -171,7 +171,7 @@ def test_several_micro_batches_on_every_layout(model):
 
 
 def test_biases_move_toward_even_loads(tiny_model):
-    """By the rate after each update, on every layout alike; they are exported and saved."""
+    """They move by the rate after each update, on every layout alike; they are exported and saved."""
     deepseek = str(tiny_model("deepseek_v3"))
     rate = {"model": {"moe_bias_update_rate": 1e-3}} | EACH_ALONE
 

@@ -99,7 +99,7 @@ def expected_steps(folder: str, seed: int) -> dict[str, tuple[float, list[float]
 
 @pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
 def test_steps_are_scored_where_they_end(found, layout):
-    """By transformers, each after those before it; a token of the text's own ends where its line break does."""
+    """transformers scores each after those before it; a token of the text's own ends where its line break does."""
     wanted, steps = found[0][1], found[1][layout][1]
     assert steps.keys() == wanted.keys() and any(reward > 0 for reward, _ in wanted.values())
     for number, (reward, scores) in wanted.items():

@@ -105,7 +105,7 @@ class Dialect:
         return (self.thought_text(str(thought)) if thought else "") + "\n".join(texts)
 
     def thought_text(self, thought: str) -> str:
-        """What the model thinks before it speaks, as it writes it. Errors: UserError for a dialect without a form for that."""
+        """The model's thought before it speaks, as it writes it. Errors: UserError for a dialect without a form for it."""
         raise UserError(
             f"agent.dialect: {type(self).__name__} has no form for thinking (reasoning_content); leave it out of the messages"
         )

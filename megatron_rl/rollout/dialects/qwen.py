@@ -101,7 +101,7 @@ class Qwen(Dialect):
 
     @cached_property
     def _wraps(self) -> bool:
-        """Whether the template shows a tool's message as these models are used to. Some know no such message, and raise."""
+        """True where the template shows a tool's message in these models' form. Some know no such message, and raise."""
         asked = [{"role": "user", "content": "?"}, {"role": "tool", "content": "."}]
         try:
             return "<tool_response>" in self._template(asked)

@@ -8,21 +8,17 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import signal
 import sys
 import tempfile
 import textwrap
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
-import psutil
-
 from megatron_rl import __version__
-from megatron_rl.credentials import RUN_KEY, hide
+from megatron_rl.credentials import hide
 from megatron_rl.errors import UserError
+from megatron_rl.launch.torchrun import needs_torchrun, torchrun
 from megatron_rl.rollout.supervise import follow_parent
 
 if TYPE_CHECKING:
@@ -322,8 +318,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
         if args.step is not None and not attributes:
             raise UserError("report: --step goes with --attribute")
-        if attributes and _needs_torchrun(args.nproc):
-            return _torchrun(args.nproc, arguments)
+        if attributes and needs_torchrun(args.nproc):
+            return torchrun(args.nproc, arguments)
         if attributes:
             from megatron_rl.metrics.attribute import attribute_command
             from megatron_rl.metrics.attribution import table
@@ -356,9 +352,9 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         parallel = build_config({"parallel": sizes}).parallel
         source = as_folder(args.source, "convert: SOURCE")
         base = as_folder(args.base, "convert: --base") if args.base else None
-        if _needs_torchrun(args.nproc):
+        if needs_torchrun(args.nproc):
             folders = {args.source: source, **({args.base: base} if base else {})}
-            return _torchrun(args.nproc, [folders.get(word, word) for word in arguments])
+            return torchrun(args.nproc, [folders.get(word, word) for word in arguments])
         from megatron_rl.models.convert import convert
 
         of_adapters = Path(base) if base else None
@@ -412,8 +408,8 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
     if own := compiled():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
-    if _needs_torchrun(args.nproc):
-        return _torchrun(args.nproc, arguments, failing=1 if args.command == "certify" else None)
+    if needs_torchrun(args.nproc):
+        return torchrun(args.nproc, arguments, failing=1 if args.command == "certify" else None)
     if args.command == "certify":
         from megatron_rl.certify.command import certify_command
 
@@ -439,69 +435,6 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
     else:
         from megatron_rl.evaluate import rollout_command as command
     return command(config)
-
-
-def _needs_torchrun(nproc: int) -> bool:
-    return nproc > 1 and "RANK" not in os.environ
-
-
-def _pass_on(number: int, _: FrameType | None) -> None:
-    """Tell the processes of --nproc to end: they save, and torchrun, which would kill them 30 seconds later, need not know."""
-    started = psutil.Process().children()
-    if not started:
-        sys.exit(128 + number)
-    for process in started:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-
-
-def _torchrun(nproc: int, arguments: list[str], failing: int | None = None) -> int:
-    """Start this command again on `nproc` processes; each gets its share of the cores. It ends when they have.
-
-    failing: an exit status that is passed on; every other one but 0 is 2.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    at = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--nproc")
-    # Its parser would take our --nproc for an abbreviation of its own option.
-    arguments = arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
-    from megatron_rl.rollout.leftovers import own_folder
-
-    os.environ.setdefault(RUN_KEY, secrets.token_hex())
-    # Rank 0's store listens on this machine alone, torchrun's on all of its addresses.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _pass_on)
-    try:
-        # What torchrun unpickles of those that meet lies in a folder of our own, and not behind a port.
-        with own_folder() as own:
-            torchrun(
-                [
-                    "--nnodes=1",
-                    "--rdzv-backend=c10d",
-                    "--rdzv-conf=store_type=file",
-                    f"--rdzv-endpoint={own['TMPDIR']}/rendezvous",
-                    f"--rdzv-id={secrets.token_hex(8)}",
-                    "--local-addr=127.0.0.1",
-                    "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
-                    f"--nproc-per-node={nproc}",
-                    "--no-python",
-                    sys.executable,
-                    "-m",
-                    "megatron_rl.cli",
-                    *arguments,
-                ]
-            )
-    except BaseException as error:  # torchrun's ChildFailedError prints a report of its own: ours is already out
-        if type(error).__name__ == "SignalException":
-            raise KeyboardInterrupt from None
-        if type(error).__name__ not in ("ChildFailedError", "SystemExit"):
-            raise
-        passed_on = isinstance(error, ChildFailedError) and error.get_first_failure()[1].exitcode == failing
-        return failing if failing is not None and passed_on else 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -181,8 +181,8 @@ class AgentCollection(Collection):
 
     @property
     def asked(self) -> int:
-        """Conversations of this process."""
-        return len(self._all)
+        """Conversations of this process, without those that were aborted."""
+        return len(self._all) - len(self.aborted)
 
     @property
     @override
@@ -299,7 +299,7 @@ class AgentCollection(Collection):
         if not agents.renders(self) or all(message["role"] != "user" for message in messages):
             return False
         asked = prompt.messages or [{"role": "user", "content": prompt.text}]
-        history = agents.dialect.history(asked, agents.schemas, self._said[request])
+        history = agents.dialect.history(asked, prompt.tools or agents.schemas, self._said[request])
         if history is None:
             return False
         left = min(self.max_new_tokens - self._length(request), agents.config.rollout.context_length - len(history))

@@ -434,7 +434,8 @@ class SGLangClient:
         problem, asked = "", set[str]()
 
         async def ask(address: str) -> list[Reply]:
-            await self._compute(address, prefixes)
+            if not self.aborted:
+                await self._compute(address, prefixes)
             # Of each attempt its own, unless the caller names them: a server may still be at an earlier one.
             ids = body.get("rid") or [f"{asks}{uuid.uuid4().hex}" for _ in body["input_ids"]]
             self._open[address] |= {*ids}

@@ -210,6 +210,10 @@ class Collection:
         except Aborted as ended:
             self.aborted.update(zip(call.requests, ended.lengths, strict=True))
             return
+        except asyncio.CancelledError:
+            if client.aborted:  # a server did not stop in time, and the run goes on without these
+                self.aborted.update(dict.fromkeys(call.requests, 0))
+            raise
         self._replies.update(zip(call.requests, replies, strict=True))
         await self._finish(call.requests)
 

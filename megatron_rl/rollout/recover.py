@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, wait
 
 from megatron_rl.errors import StopRequested, UserError
@@ -17,6 +19,8 @@ RESTARTS = 3
 """Times that dead servers are started again for one batch of requests, or for one push."""
 CANCEL_S = 5.0
 """Longest wait for requests that are given up."""
+CANCELLED = (asyncio.CancelledError, futures.CancelledError)
+"""Errors of work that was given up: of a coroutine, and of a thread that waits for one."""
 
 
 class Recovery:
@@ -87,14 +91,15 @@ def generate(
             collection.cancel()
             wait([answered], CANCEL_S)
             raise StopRequested
-        if first is not None and (first.enough or enough()):
+        settled = first is not None and (first.enough or enough())
+        if settled:
             collection.abort()
             if not wait([answered], CANCEL_S).done:
                 collection.cancel()
                 wait([answered], CANCEL_S)
-            return
-        problem = answered.exception()
-        if isinstance(problem, EngineLost) and collection.complete:  # which was begun, and mended since then
+        problem = answered.exception() if answered.done() or not settled else None
+        mended = settled or collection.complete  # what was begun, where a server has been revived since then
+        if (mended and isinstance(problem, EngineLost)) or (settled and isinstance(problem, CANCELLED)):
             problem = None
         if problem is not None and not isinstance(problem, UserError):
             raise problem

@@ -180,13 +180,24 @@ def test_stragglers_are_aborted_once_enough_groups_are_complete(server):
     assert len(again) == 2 and all(t.response_length > 0 for t in again)
 
 
-def test_what_has_not_been_sent_is_never_asked(server):
+def test_what_has_not_been_sent_is_never_asked(server, monkeypatch):
     """Behind the concurrency, where groups that wait for their turn are the stragglers."""
-    collection = Collection(questions(9), SamplingSupport(), samples_per_prompt=1, max_new_tokens=2100)
+    collection = Collection(questions(9), SamplingSupport(), samples_per_prompt=2, max_new_tokens=2100)
     collection.stop_token_ids = list(range(50, 90))
-    first = first_groups(collection, client_of(server, concurrency=2), 2)
-    assert len(first.taken) == 2 and len(collection.trajectories()) == 2
-    assert sum(length == 0 for length in collection.aborted.values()) >= 4 and len(collection.aborted) <= 7
+    client, asked = client_of(server, concurrency=4), list[tuple[str, bool]]()
+    post = SGLangClient._post
+
+    def posting(self, url, *arguments, **named):
+        asked.append((url.rpartition("/")[2], self.aborted))
+        return post(self, url, *arguments, **named)
+
+    monkeypatch.setattr(SGLangClient, "_post", posting)
+    first = first_groups(collection, client, 2)
+    assert len(first.taken) == 2 and len(collection.trajectories()) == 4
+    assert sum(length == 0 for length in collection.aborted.values()) >= 4 and len(collection.aborted) <= 14
+    assert {what for what, aborted in asked if aborted} == {"abort_request"}, (
+        "nor is the beginning of a prompt computed"
+    )
 
 
 def test_kill_9_in_mid_step_loses_nothing(server):

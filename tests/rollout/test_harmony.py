@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import datetime
 import importlib.util
 import json
@@ -907,7 +908,9 @@ def test_a_conversation_with_several_questions(history, evaluates):
     )
     agents = Agents(build_config(tree), gpt_oss_tokenizer(), task, ranks)
     try:
-        prompt = agents.encode(Prompt("a", "2+2?"))
+        own = copy.deepcopy(agents.schemas)
+        own[0]["function"]["description"] = "The row's own words."
+        prompt = agents.encode(Prompt("a", "2+2?", tools=own))
         asked = agents.collect(
             prompts=[prompt],
             support=SamplingSupport(),
@@ -926,6 +929,7 @@ def test_a_conversation_with_several_questions(history, evaluates):
     whole = SAID[0] + result + SAID[1]
     text = harmony().text
     opening = text(prompt.tokens)
+    assert "The row's own words." in opening
     if history == "sampled" and not evaluates:
         [t] = found
         assert t.tokens[: t.prompt_length].tolist() == prompt.tokens

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from asyncio import CancelledError
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import figures, merge
+from megatron_rl.rollout.client import EngineLost
 from megatron_rl.rollout.over_sampling import FirstGroups, LeftOut
+from megatron_rl.rollout.recover import generate
 
 
 def test_the_first_complete_groups_are_taken_in_the_order_in_which_they_are_seen():
@@ -50,3 +55,31 @@ def test_what_is_left_out_is_counted_over_rounds_and_leaders():
             "rollout/aborted_length": sum(lengths) / len(lengths),
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        (UserError("SGLang refused a request (400)"), True),
+        (ZeroDivisionError("of our own"), True),
+        (EngineLost("no server answers"), False),
+        (CancelledError(), False),
+        (None, False),
+    ],
+)
+def test_a_fault_is_told_though_enough_groups_are_there(problem, told):
+    """A server that is lost is not needed for them, and a call that was cancelled was so for them."""
+    answered: Future[None] = Future()
+    answered.set_result(None) if problem is None else answered.set_exception(problem)
+    calls = []
+    collection = SimpleNamespace(finished={0, 1}, complete=False, abort=lambda: calls.append("abort"))
+    ranks = SimpleNamespace(
+        wait_for=lambda *_: False, gather=lambda value: [value], gather_from_leaders=lambda value: [value]
+    )
+    arguments: tuple = (collection, None, ranks, lambda: False)
+    if told:
+        with pytest.raises(type(problem), match=str(problem)[:10]):
+            generate(*arguments, begun=answered, first=FirstGroups(1, 2))
+    else:
+        generate(*arguments, begun=answered, first=FirstGroups(1, 2))
+    assert calls == ["abort"]

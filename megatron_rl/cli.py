@@ -353,8 +353,11 @@ def _dispatch(args: argparse.Namespace, rest: list[str], arguments: list[str]) -
         source = as_folder(args.source, "convert: SOURCE")
         base = as_folder(args.base, "convert: --base") if args.base else None
         if needs_torchrun(args.nproc):
-            folders = {args.source: source, **({args.base: base} if base else {})}
-            return torchrun(args.nproc, [folders.get(word, word) for word in arguments])
+            words = [*arguments]
+            for given, folder in ((args.source, source), (args.base, base)):
+                if folder and given in words[1:]:  # SOURCE stands before an OUT of the same name
+                    words[words.index(given, 1)] = folder
+            return torchrun(args.nproc, words)
         from megatron_rl.models.convert import convert
 
         of_adapters = Path(base) if base else None

@@ -56,12 +56,12 @@ RunName = Annotated[str, AfterValidator(_run_name)]
 
 
 def _set_name(name: str) -> str:
-    """It stands between eval/ and the names of metrics."""
-    if not re.fullmatch(r"\w[\w.+-]*", name) or name in ("agent", "reward"):
+    """It stands between eval/ and the names of metrics, and between dots on the command line."""
+    if not re.fullmatch(r"\w[\w+-]*", name) or name in ("agent", "reward"):
         raise PydanticCustomError(
             "set_name",
-            "a set's name has letters, digits and any of _.-+, begins with one of the former, and is not agent or reward, whose"
-            " metrics are other things'",
+            "a set's name has letters, digits and any of _-+, begins with a letter, a digit or _, and is not agent or reward,"
+            " whose metrics are other things'",
         )
     return name
 

@@ -318,7 +318,17 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     return build_config(parse_overrides(overrides or [], values), str(path))
 
 
+class _Dumper(yaml.SafeDumper):
+    """It quotes a text that either YAML takes for a number: 0809 is none in YAML 1.1, and `_Loader` reads 809."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
+
+
 def to_yaml(config: Config) -> str:
     """The whole tree in YAML, defaults included, as it is stored in a run's config.yaml: without secrets."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")
-    return yaml.safe_dump(hidden(plain), sort_keys=False)
+    return yaml.dump(hidden(plain), Dumper=_Dumper, sort_keys=False)

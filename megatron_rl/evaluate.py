@@ -59,7 +59,7 @@ def _evaluate(config: Config, run: Run, engine: Engine) -> dict[str, float]:
             rows += responses
     if not scores:
         return {}
-    scores |= overall(scores, "eval/score")
+    scores |= overall(scores, "eval/score", run.eval_sets)
     if "eval/score" in scores:
         run.scores[run.step] = scores["eval/score"]
     run.ranks.main_does(lambda: write_responses(_responses_file(run), rows))
@@ -95,7 +95,7 @@ def _of_set(config: Config, run: Run, engine: Engine, one: EvalSet) -> tuple[dic
         if len(task.parts) > 1:
             for part in task.parts:
                 scores[f"eval/reward/{part}"] = run.mean([t.reward_parts[part] for t in _judged(sampled)])
-    scores["eval/response_length"] = run.mean([float(t.response_length) for t in sampled])
+    scores["eval/response_length"] = run.mean(_lengths(sampled))
     scores["eval/prompts"] = float(len(rewards))
     if config.rollout.program != "single_turn":
         scores |= {
@@ -118,6 +118,17 @@ def _row(run: Run, prompts: Sequence[Prompt], trajectory: Trajectory) -> dict[st
     """A trajectory as people read it, and what was asked before the tokenizer and its chat template came."""
     prompt = prompts[trajectory.group_id]
     return {**readable(run.tokenizer, trajectory), "asked": prompt.messages or prompt.text}
+
+
+def _lengths(trajectories: list[Trajectory]) -> list[float]:
+    """Tokens of each response, over all of its sequences, which follow each other."""
+    found: list[float] = []
+    for trajectory in trajectories:
+        if trajectory.part and found:
+            found[-1] += trajectory.response_length
+        else:
+            found.append(float(trajectory.response_length))
+    return found
 
 
 def _judged(trajectories: list[Trajectory]) -> list[Trajectory]:

@@ -32,7 +32,7 @@ def likelihoods(run: Run, trainer: Trainer, sets: list[tuple[EvalSet, list[Seque
     scores = dict[str, float]()
     for one, sequences in sets:
         scores |= one.named(likelihood(run, trainer, sequences))
-    return scores | overall(scores, "eval/loss")
+    return scores | overall(scores, "eval/loss", run.eval_sets)
 
 
 def likelihood(run: Run, trainer: Trainer, sequences: list[Sequence]) -> dict[str, float]:

@@ -158,9 +158,6 @@ class PromptStream:
     the first few are logged. The pieces of a text come one after the other. Errors: UserError where nothing of an epoch fits.
     """
 
-    leaves_out: Callable[[Prompt], bool] = staticmethod(lambda prompt: False)
-    """Tells which prompts are skipped because an evaluation set (eval.sets) has them."""
-
     def __init__(self, task: Task, form: Form, context_length: int, max_new_tokens: int, seed: int) -> None:
         self.task = task
         self.prompts = task.prompts("train")
@@ -176,11 +173,22 @@ class PromptStream:
         """Pieces that have been given of the text at which the stream stands."""
         self._rest: list[Any] = []
         """Its other pieces, where the stream has come to it."""
+        self._unwanted: Callable[[Prompt], bool] = lambda prompt: False
         self._start_epoch(0)
+
+    def leave_out(self, unwanted: Callable[[Prompt], bool]) -> None:
+        """Skip the prompts that an evaluation set (eval.sets) has. Errors: UserError where there are no others."""
+        if isinstance(self.prompts, list) and all(map(unwanted, self.prompts)):
+            raise UserError(
+                f"config: eval.sets has all {len(self.prompts)} training prompts of task '{self.task.name}', and none is left"
+                " to learn from; give other data, or leave the set out"
+            )
+        self._unwanted = unwanted
 
     def check_room(self) -> None:
         """Errors: UserError where no prompt leaves room for max_new_tokens; told before a server is started."""
-        if not any(self._fits(self.form.encode(self.prompts[index])) for index in self._order):
+        prompts = (self.prompts[index] for index in self._order)
+        if not any(self._fits(self.form.encode(prompt)) for prompt in prompts if not self._unwanted(prompt)):
             raise _none_fits(len(self.prompts), "prompts", self.context_length, self.max_new_tokens)
 
     def check_demonstrations(self, *, taught: bool) -> None:
@@ -256,7 +264,7 @@ class PromptStream:
                     )
                 self._start_epoch(self.epoch + 1)
             prompt, problem = self.prompts[self._order[self.position]], ""
-            if self.leaves_out(prompt):
+            if self._unwanted(prompt):
                 problem = f"data: prompt {prompt.prompt_id} skipped: an evaluation set (eval.sets) has it"
             elif not self._rest:
                 found, problem = examine(prompt)

@@ -58,17 +58,23 @@ def eval_sets(config: Config, kind: Kind, program: SingleTurn) -> list[EvalSet]:
     return found
 
 
-def overall(scores: Mapping[str, float], metric: str) -> dict[str, float]:
+def overall(scores: Mapping[str, float], metric: str, sets: Sequence[EvalSet]) -> dict[str, float]:
     """The metric eval/... of all sets together, where the scores lack it: the mean over those that have it by name."""
-    room, name = metric.split("/")
-    of_sets = [value for key, value in scores.items() if key.startswith(f"{room}/") and key.endswith(f"/{name}")]
-    of_sets = [value for value in of_sets if value is not None]
-    return {} if metric in scores or not of_sets else {metric: float(np.mean(of_sets))}
+    names = [next(iter(one.named({metric: 0.0}))) for one in sets if one.name]
+    found = [value for name in names if (value := scores.get(name)) is not None]
+    return {} if metric in scores or not found else {metric: float(np.mean(found))}
 
 
 def held_out_questions(sets: Sequence[EvalSet]) -> frozenset[str]:
-    """Questions of the named sets' prompts, without the templates around them."""
-    return frozenset(question(prompt, one.template) for one in sets if one.name for prompt in one.held_out)
+    """Questions of the named sets' prompts, without the templates around them.
+
+    All rows of a set are held out, those too that are not evaluated; of a task that makes its prompts the ones that are.
+    """
+    wholes = {one.name: one.program.task.prompts("eval") for one in sets if one.name}
+    held_out = {
+        one.name: whole if isinstance(whole := wholes[one.name], list) else one.held_out for one in sets if one.name
+    }
+    return frozenset(question(prompt, one.template) for one in sets if one.name for prompt in held_out[one.name])
 
 
 def question(prompt: Prompt, template: str) -> str:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from megatron_rl.algorithms.stein import neighborhood
 from megatron_rl.config import OF_TOKENS, Config
+from megatron_rl.credentials import key_of
 from megatron_rl.errors import UserError
 from megatron_rl.hub import check_folder
 from megatron_rl.launch.fit import check_fits
@@ -60,6 +61,9 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
     if kind == "prune":
         check_prune(config, hf_config, world_size)
     if kind == "train":
+        key_of(config.distillation.api_key, "distillation.api_key")  # both are asked after the first responses only
+        for name, scorer in config.rewards.models.items():
+            key_of(scorer.api_key, f"rewards.models.{name}.api_key")
         _check_algorithm(config)
         _check_critic(config, world_size, machine)
         for name in config.hooks:

@@ -91,7 +91,7 @@ def with_folders(config: Config, reader: Reader, *, config_alone: bool = False) 
                 f"{error}; {config.run_dir} has learned from that commit so far: to go on from another one, say"
                 f" {_key(place)}: {text}@main"
             ) from None
-        if place[0] not in ("lora", "rollout") and not (Path(folder) / "config.json").is_file():
+        if place[0] not in ("lora", "rollout") and not of_server and not (Path(folder) / "config.json").is_file():
             raise UserError(f"model folder {folder}: has no config.json (config: {_key(place)})")
         config = _replaced(config, place, folder)
     return config

@@ -25,7 +25,6 @@ from megatron_rl.config import (
     RefreshConfig,
     VP2OConfig,
 )
-from megatron_rl.credentials import key_of
 from megatron_rl.errors import UserError
 from megatron_rl.launch.key_checks import (
     check_adapter_keys,
@@ -422,9 +421,6 @@ def _check_servers(config: Config, kind: Kind, world_size: int) -> None:
             f" {key}: {empty}, or colocate: false"
         )
     if kind == "train":
-        key_of(config.distillation.api_key, "distillation.api_key")  # both are asked after the first responses only
-        for name, scorer in config.rewards.models.items():
-            key_of(scorer.api_key, f"rewards.models.{name}.api_key")
         _check_staleness(config)
         _check_dynamic_sampling(config)
         _check_over_sampling(config)

@@ -125,13 +125,13 @@ class Run:
         if kind != "score":
             self.stream = PromptStream(self.task, self.program, *lengths, seed=config.data.seed)
             check_forms(self.stream.prompts, self.program, _learned(self.program, kind))
+        self.eval_sets = eval_sets(config, kind, self.program)
+        if kind != "score" and (unseen := held_out_questions(self.eval_sets)):
+            self.stream.leave_out(lambda prompt: question(prompt, config.data.template) in unseen)
         if kind not in FROM_DATA:
             self.stream.check_room()
         if kind == "sft":
             self.stream.check_demonstrations(taught=config.distillation.recorded)
-        self.eval_sets = eval_sets(config, kind, self.program)
-        if kind != "score" and (unseen := held_out_questions(self.eval_sets)):
-            self.stream.leaves_out = lambda prompt: question(prompt, config.data.template) in unseen
         for one in self.eval_sets:
             check_forms(one.held_out, one.program, _learned(one.program, kind))
         self.folder = config.run_dir
@@ -158,7 +158,7 @@ class Run:
             folder=self.folder / "judgements" if kind == "train" else None,
         )
         if kind in ("train", "ask"):
-            self.rewards.check([self.stream.prompts[0]])
+            self.rewards.check([self.stream.prompts[0], *(one.prompts[0] for one in self.eval_sets if one.prompts)])
         self.critic: Critic | None = None
         """Of PPO; after `build`."""
         self.current_clock = Clock()

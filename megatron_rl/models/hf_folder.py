@@ -157,9 +157,18 @@ class OpenFiles(Mapping[str, torch.Tensor]):
 _OF_WEIGHTS = ["*.safetensors", "*.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.onnx_data", "*.h5"]
 _OF_WEIGHTS += ["*.msgpack", "*.npz", "*.ot", "*.distcp", "*model*.bin", "*weights*.bin", "adapter_config.json"]
 _OF_WEIGHTS += ["hf_quant_config.json", "quant_config.json", "quantize_config.json", "quantization_config.json"]
-_OF_TRAINING = ["training_args.bin", "trainer_state.json", "optimizer.bin", "scheduler.bin", "events.out.tfevents.*"]
+_OF_WEIGHTS += ["*.index.*.json"]
+_OF_TRAINING = [
+    "training_args.bin",
+    "trainer_state.json",
+    "optimizer.bin",
+    "scheduler.bin",
+    "events.out.tfevents.*",
+    "latest",
+]
+_OF_TRAINING += ["*.pkl", "*.pickle"]
 LEFT_OUT = [*_OF_WEIGHTS, *_OF_TRAINING, "*.py", ".*"]
-"""Patterns of files that say something of a model's weights or of their training; and its code, which is never run."""
+"""Patterns of files that say something of a model's weights or of their training; and code, which is never run."""
 LEFT_OUT_FOLDERS = [".*", "__pycache__", "*.partial", "checkpoint-*", "checkpoints", "global_step*", "step_*"]
 LEFT_OUT_FOLDERS += ["runs", "logs", "wandb", "tensorboard"]
 
@@ -172,6 +181,7 @@ def _beside_weights(source: Path, out: Path) -> Iterator[Path]:
     for here, folders, files in os.walk(source):
         folder = Path(here)
         folders[:] = [n for n in folders if not _is_any(n, LEFT_OUT_FOLDERS) and not out.is_relative_to(folder / n)]
+        folders[:] = [n for n in folders if not any((folder / n).glob("*.safetensors"))]  # a model of its own
         for name in files:
             if not _is_any(name, LEFT_OUT) and (folder / name).is_file():
                 yield (folder / name).relative_to(source)

@@ -226,3 +226,29 @@ def test_names_that_are_no_folder_are_refused(name, tmp_path, capsys):
     assert cli.main(["plan", str(file)]) == 2
     assert "'name' = " in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["config.yaml"]
+
+
+def test_a_plan_needs_no_keys_of_servers(tiny_model, tmp_path, capsys):
+    """It is made where the run is not; the run itself asks for a key before anything is started."""
+    file = tmp_path / "config.yaml"
+    scorer = {"address": "http://127.0.0.1:1", "path": str(tiny_model("qwen3")), "api_key": "env:NOT_SET_HERE"}
+    tree = {"model": {"path": str(tiny_model("qwen3"))}, "rewards": {"models": {"liked": scorer}}}
+    tree |= {"data": {"task": "number_sorting"}, "runs_dir": str(tmp_path / "runs")}
+    file.write_text(json.dumps(tree))
+    assert cli.main(["plan", str(file), "--gpus", "1"]) == 0, capsys.readouterr().err
+    assert cli.main(["train", str(file)]) == 2
+    assert "rewards.models.liked.api_key: " in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["convert", "same", "2", "a b"])
+def test_the_processes_of_a_conversion_get_folders_and_keep_their_other_words(name, tmp_path, monkeypatch):
+    """SOURCE may be called as the command, an argument's value or OUT is; a folder for it stands in its place alone."""
+    started = []
+    monkeypatch.setattr(cli, "torchrun", lambda nproc, words: started.append((nproc, words)) or 0)
+    monkeypatch.setattr("megatron_rl.hub.as_folder", lambda text, key, wanted=(): f"/cache/{text}")
+    for base in ([], ["--base", "own/base"]):
+        assert cli.main(["convert", name, name, *base, "--nproc", "2"]) == 0
+        source, out, *rest = started.pop()[1][1:]
+        assert (source, out) == (f"/cache/{name}", name)
+        assert rest == [*(["--base", "/cache/own/base"] if base else []), "--nproc", "2"]

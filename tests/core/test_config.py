@@ -312,6 +312,17 @@ def test_the_stored_config_builds_the_same_tree():
     assert build_config(yaml.safe_load(to_yaml(config))) == config
 
 
+NUMERALS = ["0809", "08", "09_1", "0o17", "1e3", "1E-6", "5e1", "+7", "0x1F", "2:4", "1_000", "null", "~", "yes"]
+
+
+@pytest.mark.parametrize("text", NUMERALS)
+def test_texts_that_look_like_something_else_stay_texts(text):
+    """By the reader of configs, of YAML 1.2, and by that of YAML 1.1, which others have."""
+    config = build_config({"name": text.replace("~", "a"), "data": {"template": f"{text}", "options": {"a": text}}})
+    for read in (parse_yaml, yaml.safe_load):
+        assert build_config(read(to_yaml(config))) == config
+
+
 def test_the_tree_is_frozen_and_has_few_knobs():
     config = build_config({})
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megatron_rl.config_file import build_config, key_paths, parse_overrides
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments import Prompt, PromptStream, build_task
 from megatron_rl.errors import UserError
-from megatron_rl.launch.eval_sets import data_of, eval_sets, held_out_questions, overall, question
+from megatron_rl.launch.eval_sets import EvalSet, data_of, eval_sets, held_out_questions, overall, question
 from megatron_rl.rollout.agent import Agents
 from megatron_rl.rollout.program import SingleTurn
 from megatron_rl.rollout.reward import give_rewards
@@ -130,7 +131,7 @@ def test_no_prompt_of_a_set_is_trained_on(tokenizer, tmp_path, template):
     assert unseen == held_out
     stream = PromptStream(form.task, form, 2048, 8, seed=rng.randrange(1000))
     whole = {question(p, data["template"]) for p in form.task.prompts("train")}
-    stream.leaves_out = lambda prompt: question(prompt, data["template"]) in unseen
+    stream.leave_out(lambda prompt: question(prompt, data["template"]) in unseen)
     asked = [question(p, data["template"]) for p in stream.next(len(whole - held_out))]
     assert sorted(asked) == sorted(whole - held_out) and whole & held_out
     stream.next(1)
@@ -146,10 +147,28 @@ def test_a_question_is_what_the_template_stands_around():
 
 
 def test_the_score_of_several_sets_is_their_mean():
+    nobody: Any = None
+    sets = [EvalSet(name, nobody, (), (), 1, False, "{prompt}") for name in ("", "a", "b")]
     scores = {"eval/a/score": 0.5, "eval/b/score": 0.25, "eval/a/score_unpruned": 1.0, "eval/a/pass@4": 1.0}
-    assert overall(scores, "eval/score") == {"eval/score": 0.375}
-    assert overall(scores | {"eval/score": 0.1}, "eval/score") == {} == overall({"eval/a/greedy": 1.0}, "eval/score")
-    assert overall({"eval/a/loss": 2.0}, "eval/loss") == {"eval/loss": 2.0}
+    assert overall(scores, "eval/score", sets) == {"eval/score": 0.375}
+    assert overall(scores | {"eval/score": 0.1}, "eval/score", sets) == {}
+    assert overall({"eval/a/greedy": 1.0}, "eval/score", sets) == {}
+    assert overall({"eval/a/loss": 2.0}, "eval/loss", sets) == {"eval/loss": 2.0}
+    parts = {"eval/a/score": 1.0, "eval/b/score": 1.0, "eval/a/reward/score": 0.0, "eval/reward/score": 0.0}
+    assert overall(parts, "eval/score", sets) == {"eval/score": 1.0}, "a part of the reward may be called score"
+
+
+def test_rows_that_are_not_evaluated_are_held_out_too(tokenizer, tmp_path):
+    rows, seed = sums(30), random.randrange(1000)
+    sets = {"a": {"path": write(tmp_path / "a.jsonl", rows[:20]), "prompts": 3}}
+    form, found = made(tokenizer, data={"path": write(tmp_path / "train.jsonl", rows)}, eval={"sets": sets})
+    unseen = held_out_questions(found)
+    assert len(found[-1].prompts) == 3 and unseen == {row["prompt"] for row in rows[:20]}
+    stream = PromptStream(form.task, form, 2048, 8, seed=seed)
+    stream.leave_out(lambda prompt: question(prompt, "{prompt}") in unseen)
+    assert not {prompt.text for prompt in stream.next(20)} & unseen
+    with pytest.raises(UserError, match=r"eval\.sets has all \d+ training prompts of task 'file', and none is left"):
+        stream.leave_out(lambda prompt: True)
 
 
 def test_another_task_has_none_of_the_data_s_settings():
@@ -185,7 +204,7 @@ def test_an_error_names_the_set(tokenizer, tmp_path, settings, problem):
         made(tokenizer, data=data, eval={"sets": {"mine": settings}})
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "agent", "reward", "a b", "-a", "a:b"])
+@pytest.mark.parametrize("name", ["", "a/b", "agent", "reward", "a b", "-a", "a:b", "aime.v2"])
 def test_a_name_that_metrics_cannot_have(name):
     with pytest.raises(UserError, match=r"eval\.sets.*a set's name has letters"):
         build_config({"eval": {"sets": {name: {}}}})

@@ -302,6 +302,18 @@ def test_what_is_not_read_is_not_looked_for(reader, sections):
     assert {place[0] for place in read_places(idle, "train")} == {"model"}
 
 
+def test_a_scorer_behind_an_address_is_known_here_by_its_texts_alone(tiny_model, tmp_path):
+    """The model itself lies where its server is: here its tokenizer is read, to say what is scored."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "tokenizer.json").write_text("{}")
+    tree = {"model": {"path": str(tiny_model("qwen3"))}, "rewards": {"models": {"a": {"path": str(texts)}}}}
+    with pytest.raises(UserError, match=r"has no config.json \(config: rewards.models.a.path\)"):
+        with_folders(build_config(tree), "train")
+    tree["rewards"]["models"]["a"]["address"] = "http://127.0.0.1:1"
+    assert with_folders(build_config(tree), "train").rewards.models["a"].path == str(texts)
+
+
 def test_what_the_command_line_says_of_models_gives_the_same_models(tmp_path):
     """So the processes that --nproc starts, and a job's, look nothing up."""
     file = tmp_path / "config.yaml"

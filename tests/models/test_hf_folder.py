@@ -122,6 +122,7 @@ BESIDE = {
     "special_tokens_map.json": b"{}",
     "preprocessor_config.json": b"{}",
     "1_Pooling/config.json": b"{}",
+    "samples.jsonl": b"{}",
     "tokenizer.json": None,
     "tokenizer_config.json": None,
     "config.json": None,
@@ -159,6 +160,8 @@ OF_WEIGHTS = [
         ".gitattributes",
     ),
     *("checkpoints/step_000001/common.pt", "global_step1/latest", "events.out.tfevents.1"),
+    *("latest", "scheduler.pkl", "args.pickle", "model.safetensors.index.fp32.json"),
+    *("draft/model.safetensors", "draft/config.json", "draft/inner/tokenizer.json"),
 ]
 
 

@@ -67,8 +67,9 @@ def train(config: Config) -> None:
                     logger.log_eval(run.step, evaluate(config, run, engine))
             measured = engine.metrics() | rollouts.metrics() | refresh_metrics(drift, age, refreshed)
             measured |= run.rewards.metrics() | advantages.metrics()
-            responses = len(prompts) * config.batch.samples_per_prompt
-            measured |= run.kl.update(updates[: len(rollout_batch)], responses)
+            first_epoch = updates[: len(rollout_batch)]
+            responses = len(prompts) * config.batch.samples_per_prompt * len(first_epoch) // len(rollout_batch)
+            measured |= run.kl.update(first_epoch, responses)
             log_step(run, trajectories, rollout_batch, updates, measured, clock)
             clock = run.clock()  # a step that is logged is not lost in its save, whose time is the next one's
             with clock("checkpoint"):

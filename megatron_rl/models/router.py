@@ -84,7 +84,7 @@ class ReplayRouter(TopKRouter):
     def _attached(self, name: str, coefficient: float, terms: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
         """The activation as it is; its backward adds the gradient of coefficient x the sum of the terms [T]."""
         losses = self._losses
-        total = terms.sum() if losses is None else losses.see(name, self.router_replay.layer, terms)
+        total = terms.sum() if losses is None else losses.weight * losses.see(name, self.router_replay.layer, terms)
         attached: Any = MoEAuxLossAutoScaler.apply(activation, coefficient * total)
         return attached
 

@@ -16,6 +16,8 @@ class RouterLosses:
 
     real: Tensor
     """[T] bool: the tokens of this process's routers that are no padding."""
+    weight: float
+    """Factor of a sum over tokens in the backward, beside the objective's sum."""
     _sums: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Sum of the terms of these tokens, by name and model layer."""
 

@@ -61,7 +61,7 @@ class DrawnLayers:
                 own, target = hidden[self.rows, 0].float(), self.targets[pair[1]].float()
                 terms = FEATURE_LOSSES[self.settings.feature_loss](own, target).sum()
                 self._sums[pair] = terms.detach()
-                # Megatron's own way for losses of layers: the scale is that of the loss of the head.
+                # Megatron's own way for losses of layers, whose scale is that of the loss of the head.
                 loss = self.settings.feature_coefficient * terms
                 hidden = MoEAuxLossAutoScaler.apply(hidden, loss)  # pyright: ignore[reportAssignmentType]
         return hidden

@@ -287,6 +287,12 @@ class Policy(Objective[HeadOutputs]):
         settings = self.config.distillation
         return settings if settings.teacher is not None and settings.placement == "loss" else None
 
+    def divisor(self, totals: Totals) -> int:
+        """Return the counted tokens, which both means are brought to; of sequence_sum its constant for each sequence."""
+        if self.config.algorithm.aggregation == "sequence_sum":
+            return totals.sequences * self.config.rollout.max_new_tokens
+        return totals.tokens
+
     @property
     def ratio_from_old(self) -> bool:
         """Whether the ratio starts from stored log-probs, and not from its own (one update: 1) or the engine's (bypass)."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from megatron_rl.data.packing import Batch
 from megatron_rl.metrics.reduce import Metrics, alike
 from megatron_rl.trainer.hooks import Place, Stage, UpdateHook
-from megatron_rl.trainer.preview import StepPreview
 
 OLD_KL = "loss/old_kl"
 """Name of a metric: k3 estimate of KL(old policy || current one), nats per token, as an update's pass finds it."""
@@ -33,10 +32,6 @@ class TargetKL(UpdateHook):
         """Compare the KL of all processes' tokens with the limit."""
         total, tokens = metrics[OLD_KL].parts if OLD_KL in metrics else (0.0, 0)
         self.ends_batch = self._update > 0 and total > self.limit * tokens
-
-    def before_step(self, preview: StepPreview) -> float:
-        """Leave the update out."""
-        return float(not self.ends_batch)
 
     def metrics(self) -> Metrics:
         """Return how many updates of the rollout batch are left out, this one included."""

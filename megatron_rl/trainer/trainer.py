@@ -115,8 +115,6 @@ class Trainer:
         self._optimizer: ChainedOptimizer | None = None
         self._results: list[Result | None] = []
         self._divisor = torch.ones(())
-        self._router_weight = 1.0
-        """Factor of a sum over tokens of the routers' own losses, beside the objective's sum."""
         self.hooks = list(hooks)
         self.companions: dict[str, Trainer] = {}
         """Other models on the same ranks, such as a critic: they leave the device and come back with this one, and those that
@@ -155,7 +153,6 @@ class Trainer:
         settings = self.chunks[0].config
         settings.finalize_model_grads_func = self._finalize
         settings.grad_scale_func = self._optimizer.scale_loss
-        settings.moe_grad_scale_func = self._scale_of_router_losses
         waits = [d.no_sync for d in self.ddp]
         settings.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]: as Megatron's
 
@@ -264,8 +261,8 @@ class Trainer:
         totals = self.totals(batches)
         objective = objective.for_update(totals)
         # Gradients are divided by what the objective counts; of the routers' losses it is the mean over all tokens.
-        self._router_weight = objective.divisor(totals) / max(1, totals.inputs)
-        routers = [self._router_losses(batch) for batch in batches]
+        weight = objective.divisor(totals) / max(1, totals.inputs)
+        routers = [self._router_losses(batch, weight) for batch in batches]
         drawn: list[DrawnLayers] = []
         if objective.teacher is not None and objective.teacher.feature_layers:
             drawn = [DrawnLayers(self._feature_rows(b), b.teacher_layers, objective.teacher) for b in batches]
@@ -306,6 +303,8 @@ class Trainer:
         norm, lr = float(clipped_by), self.optimizer.param_groups[0]["lr"]
         if found_inf or not math.isfinite(norm) or not float(self._divisor):
             return Step(False, norm, lr)
+        if any(hook.ends_batch for hook in self.hooks):  # none of the others need judge a step that is not taken
+            return Step(False, norm, 0.0, 0.0)
         preview = StepPreview(self.optimizer, clipped_by)
         scale = math.prod((hook.before_step(preview) for hook in self.hooks), start=1.0)
         if not scale:
@@ -328,16 +327,13 @@ class Trainer:
         for hook in self.hooks:
             hook.after_reduction()
 
-    def _router_losses(self, batch: Batch) -> RouterLosses | None:
+    def _router_losses(self, batch: Batch, weight: float) -> RouterLosses | None:
         """Record of the routers' losses in a micro-batch; None of a dense model."""
         if not expert_count(self.model.hf_config):
             return None
         settings = self.chunks[0].config
-        return RouterLosses(own_part(batch.segments.ids >= 0, sequence_parallel=settings.sequence_parallel))
-
-    def _scale_of_router_losses(self) -> torch.Tensor:
-        """Factor of the gradients of the routers' own losses, which are sums over tokens, as Megatron asks for it."""
-        return self.optimizer.scale_loss(torch.full((1,), self._router_weight, device=self.ranks.device))
+        real = own_part(batch.segments.ids >= 0, sequence_parallel=settings.sequence_parallel)
+        return RouterLosses(real, weight)
 
     def weights_pushed(self) -> None:
         """The rollout engine has just got the weights as they are. Collective."""

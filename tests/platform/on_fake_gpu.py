@@ -193,7 +193,7 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     late, results = LateChecks(), [None]
     chunk.train()
     torch.autograd.grad = gradients_of
-    routers = [trainer._router_losses(batch) for batch in batches]
+    routers = [trainer._router_losses(batch, 1.0) for batch in batches]
     work = iter(zip(range(1), batches, passes, [None], routers, strict=True))
     beside = {"objective": objective, "support": support, "results": results, "late": late}
     values, loss = trainer._forward_step(work, chunk, **beside)

@@ -62,14 +62,15 @@ def make_samples(
 
 
 @torch.no_grad()
-def samples_without_ties(teacher: torch.nn.Module) -> list[Sequence]:
-    """Six, in which no two experts of a model of transformers tie but for rounding."""
+def samples_without_ties(*models: torch.nn.Module) -> list[Sequence]:
+    """Six, in which no two experts of models of transformers tie but for rounding."""
 
     def attempt(seed: int):
         samples = make_samples(seed, 6, 200)
         with refusing_ties():
             for sample in samples:
-                teacher(torch.as_tensor(sample.tokens).long()[None])
+                for model in models:
+                    model(torch.as_tensor(sample.tokens).long()[None])
         return samples
 
     return without_ties(attempt)

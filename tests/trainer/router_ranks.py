@@ -43,8 +43,10 @@ def objective_of(trainer: Trainer, name: str, batches: list[Batch]) -> Objective
         for batch in batches:
             batch.fields["loss_gradients"] = torch.where(batch.mask, 0.1, 0.0)
         return GivenGradients()
-    if name == "policy":
-        return Policy(replace(trainer.config, batch=replace(trainer.config.batch, updates_per_step=1)))
+    if name in ("policy", "sequence_sum"):
+        config = replace(trainer.config, batch=replace(trainer.config.batch, updates_per_step=1))
+        aggregation = "token_mean" if name == "policy" else name
+        return Policy(replace(config, algorithm=replace(config.algorithm, aggregation=aggregation)))
     return SFT(label_smoothing=0.3 if name == "smoothed" else 0.0)
 
 
@@ -83,16 +85,24 @@ def of_losses(model: str, layouts: list[dict], cases: list[tuple[str, list[Seque
 
 
 def biases(model: str, layouts: list[dict], given: list[Sequence], updates: int) -> list[dict[str, Any]]:
-    """Biases that are exported after each update, by layout, and how often the last one chose each expert."""
+    """Biases that are exported after each update, by layout, how often the last one chose each expert, and the choices [T, E]
+    of the first one's micro-batches."""
     found = []
     for overrides in layouts:
         trainer = make_trainer(model, overrides)
         samples = copy.deepcopy(given)
-        after, chosen = [], {}
+        after, chosen, maps = [], {}, {}
+        for _, router in routers(trainer.chunks):  # those of the folder are so large that the tokens hardly matter
+            if router.enable_expert_bias:
+                router.get_buffer("expert_bias").zero_()
 
-        def see(module: Any, _: Any, output: Any, chosen: dict = chosen) -> None:
+        def see(
+            module: Any, _: Any, output: Any, chosen: dict = chosen, maps: dict = maps, after: list = after
+        ) -> None:
             layer = module.router_replay.layer
             chosen[layer] = chosen.get(layer, 0) + output[1].sum(0).numpy()
+            if not after:
+                maps.setdefault(layer, []).append(output[1].numpy().copy())
 
         handles = [router.register_forward_hook(see) for _, router in routers(trainer.chunks)]
         for _ in range(updates):
@@ -114,6 +124,6 @@ def biases(model: str, layouts: list[dict], given: list[Sequence], updates: int)
         assert figures(left_out.metrics)["update/skipped"] == 1
         last = {name: tensor.numpy().copy() for name, tensor in trainer.export_weights() if name in after[-1]}
         saved = [name for chunk in trainer.chunks for name in chunk.sharded_state_dict() if "expert_bias" in name]
-        found.append({"after": after, "chosen": dict(chosen), "saved": saved, "last": last})
+        found.append({"after": after, "chosen": dict(chosen), "maps": maps, "saved": saved, "last": last})
         end_layout()
     return found

@@ -51,12 +51,18 @@ class Recovery:
         dead then, and external servers are used anew also where no change is seen, as one may have been away for a moment.
         Returns whether the servers are to be sent the weights, as they are others or new.
         """
-        count = self._ranks.main_does(lambda: self._servers.changed(patience_s, trouble=trouble), patient=True)
+
+        def changed() -> tuple[int, list[str]]:
+            return self._servers.changed(patience_s, trouble=trouble), [*self._servers.addresses]
+
+        count, before = self._ranks.main_does(changed, patient=True)
         if not count and not (trouble and self.external):
             return False
         self._make_room()
-        self._moved(self._ranks.main_does(self._servers.renew, patient=True))
-        self.restarts += count
+        now = self._ranks.main_does(self._servers.renew, patient=True)
+        self._moved(now)
+        # More may have gone or come since they were counted.
+        self.restarts += max(count, len({*before} ^ {*now})) if self.external else count
         return True
 
 

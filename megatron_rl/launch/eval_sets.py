@@ -70,11 +70,12 @@ def held_out_questions(sets: Sequence[EvalSet]) -> frozenset[str]:
 
     All rows of a set are held out, those too that are not evaluated; of a task that makes its prompts the ones that are.
     """
-    wholes = {one.name: one.program.task.prompts("eval") for one in sets if one.name}
-    held_out = {
-        one.name: whole if isinstance(whole := wholes[one.name], list) else one.held_out for one in sets if one.name
-    }
-    return frozenset(question(prompt, one.template) for one in sets if one.name for prompt in held_out[one.name])
+    found = set[str]()
+    for one in sets:
+        if one.name:
+            prompts = one.program.task.prompts("eval")
+            found |= {question(p, one.template) for p in (prompts if isinstance(prompts, list) else one.held_out)}
+    return frozenset(found)
 
 
 def question(prompt: Prompt, template: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from megatron_rl.config import ParallelConfig
 from megatron_rl.errors import StopRequested, UserError
 from megatron_rl.rollout.client import EngineLost, SGLangClient
-from megatron_rl.rollout.recover import RESTARTS, begin, generate
+from megatron_rl.rollout.recover import RESTARTS, Recovery, begin, generate
 from megatron_rl.trainer import parallel
 
 
@@ -99,3 +100,25 @@ def test_a_run_that_is_told_to_end_gives_up_what_it_has_asked(ranks):
     with pytest.raises(StopRequested):
         ask(asked, ranks, begun=begin(asked, CLIENT), revives=[], stop=lambda: True)
     assert asked.canceled.is_set()
+
+
+def test_servers_that_go_after_the_count_are_counted_too(ranks):
+    """One is missed, and until the others are looked for more go and come."""
+    for _ in range(20):
+        before, now = (random.sample("abcdef", random.randint(1, 5)) for _ in range(2))
+
+        class Servers:
+            addresses = before
+
+            def changed(self, patience_s: float, *, trouble: bool) -> int:
+                return 1
+
+            def renew(self, now: list[str] = now) -> list[str]:
+                self.addresses = now
+                return now
+
+        moved: list[list[str]] = []
+        recovery = Recovery(Servers(), ranks, lambda: None, moved.append, external=True)
+        assert recovery.revive() and moved == [now]
+        gone_or_come = sum((name in before) != (name in now) for name in "abcdef")
+        assert recovery.restarts == max(1, gone_or_come), "one that was away for a moment counts"

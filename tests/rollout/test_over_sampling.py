@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from asyncio import CancelledError
+from concurrent import futures
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -63,7 +64,8 @@ def test_what_is_left_out_is_counted_over_rounds_and_leaders():
         (UserError("SGLang refused a request (400)"), True),
         (ZeroDivisionError("of our own"), True),
         (EngineLost("no server answers"), False),
-        (CancelledError(), False),
+        (asyncio.CancelledError(), False),
+        (futures.CancelledError(), False),
         (None, False),
     ],
 )

@@ -1,55 +1,118 @@
 #!/usr/bin/env bash
 # The tests that need a GPU, in stages of at most ten minutes each; one JSON file a stage with commit, versions and device.
 #
-#   tests/gpu/run.sh STAGE [FOLDER]      STAGE: start | kernels | models | training | slices | invariance | batch_invariant | all
+#   tests/gpu/run.sh STAGE [FOLDER] [--on-cpu] [--budget-s N]
 #
-# FOLDER gets STAGE.json (default: gpu-results). The environment is .venv where tools/setup.sh has made one. On a machine
-# without a network it is made from gpu-bundle/, which tests/gpu/bundle.py packed elsewhere, around the python3 that has torch.
+# STAGE: start | kernels | models | training | slices | invariance | batch_invariant | engine | te | speed | attention | all
+# FOLDER gets STAGE.json (default: gpu-results). --on-cpu tries a stage without a GPU, in small. --budget-s begins no test of a
+# stage after so many seconds. README.md says in which order stages are worth their minutes.
+#
+# The environment is .venv where tools/setup.sh has made one. On a machine without a network it is made around the python3
+# that has torch, of the archives in gpu-bundle/, which tests/gpu/bundle.py packed elsewhere; archives may come one after another.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-stages=(start kernels models training slices invariance batch_invariant)
+stages=(start kernels models training slices invariance batch_invariant engine te speed attention)
 declare -A files=([start]=test_1_start.py [kernels]=test_2_kernels.py [models]=test_3_models.py
     [training]=test_4_training.py [slices]=test_5_slices.py [invariance]=test_7_invariance.py
-    [batch_invariant]=test_8_batch_invariant.py)
+    [batch_invariant]=test_8_batch_invariant.py [engine]=test_9_engine.py [te]=test_10_te.py [speed]=test_11_speed.py
+    [attention]=test_12_attention.py)
 LIMIT_S=600
 
 say() { printf 'gpu: %s\n' "$*" >&2; }
-usage() { sed -n '2,7s/^# \{0,1\}//p' "$0"; }
+fail() { say "error: $*" && exit 1; }
+usage() { sed -n '2,11s/^# \{0,1\}//p' "$0"; }
 
-stage=${1:-}
-out=${2:-gpu-results}
-case $stage in
-    -h | --help) usage && exit 0 ;;
-    all) chosen=("${stages[@]}") ;;
-    *)
-        [[ -n $stage && -n ${files[$stage]:-} ]] || { usage >&2 && say "error: no stage '$stage'" && exit 2; }
-        chosen=("$stage")
-        ;;
-esac
+positional=() options=()
+while (($#)); do
+    case $1 in
+        -h | --help) usage && exit 0 ;;
+        --on-cpu) options+=(--on-cpu) ;;
+        --budget-s) (($# > 1)) || fail "--budget-s takes seconds" && options+=(--budget-s "$2") && shift ;;
+        -*) usage >&2 && say "error: no option '$1'" && exit 2 ;;
+        *) positional+=("$1") ;;
+    esac
+    shift
+done
+stage=${positional[0]:-}
+out=${positional[1]:-gpu-results}
+if [[ $stage == all ]]; then
+    chosen=("${stages[@]}")
+else
+    [[ -n $stage && -n ${files[$stage]:-} ]] || { usage >&2 && say "error: no stage '$stage'" && exit 2; }
+    chosen=("$stage")
+fi
 
-# The package and its kernels are built here in either case: they must fit this machine's torch.
+# Archives NAME.tar.xz, or its files NAME.tar.xz.1, ... where all are here, go to .venv-gpu/carried/NAME once.
+unpack() {
+    local name sums files target
+    [[ -f gpu-bundle/SHA256SUMS ]] || fail "no gpu-bundle/SHA256SUMS: python tests/gpu/bundle.py makes it, on a machine with a network"
+    while read -r name; do
+        sums=$(grep -E "  $name\.tar\.xz(\.[0-9]+)?$" gpu-bundle/SHA256SUMS)
+        target=.venv-gpu/carried/$name
+        mapfile -t files < <(awk '{ print "gpu-bundle/" $2 }' <<<"$sums" | sort -V)
+        [[ "$(cat "$target.sums" 2>/dev/null)" == "$sums" ]] && continue
+        ls "${files[@]}" >/dev/null 2>&1 || { say "$name: not here, or not all of its ${#files[@]} files" && continue; }
+        (cd gpu-bundle && sha256sum --check --strict --quiet <<<"$sums" >&2) || fail "$name did not arrive as it was packed"
+        rm -rf "$target" && mkdir -p "$target"
+        cat "${files[@]}" | "$1" -c 'import sys, tarfile
+tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filter="fully_trusted")' "$target" &&
+            printf '%s\n' "$sums" >"$target.sums" && say "$name: unpacked" &
+    done < <(grep -o '[a-z0-9_]*\.tar' gpu-bundle/SHA256SUMS | sort -u | cut -d. -f1)
+    wait
+}
+
+# An environment that sees the carried packages, then those of the machine's Python, which may be an environment's itself.
+see() { # ENVIRONMENT NAMES...
+    local packages name
+    packages=$("$1/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+    for name in "${@:2}"; do
+        printf 'import site; site.addsitedir("%s/.venv-gpu/carried/%s/site")\n' "$PWD" "$name"
+    done >"$packages/carried.pth"
+    printf '%s\n' "$PWD" >>"$packages/carried.pth"
+    "$machine" -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$packages/machine.pth"
+}
+
 make_from_bundle() {
-    local python
-    python=$(command -v python3.12 || command -v python3)
-    "$python" -c 'import torch' || { say "error: $python has no torch" && exit 1; }
-    say "making .venv-gpu around $python from gpu-bundle/"
-    "$python" -m venv --system-site-packages .venv-gpu
-    # Where that python is an environment's own, the packages to see are that environment's, not those of its base.
-    "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' > \
-        "$(.venv-gpu/bin/python -c 'import site; print(site.getsitepackages()[0])')/the_other.pth"
-    find gpu-bundle -name '*.whl' -print0 |
-        xargs -0 .venv-gpu/bin/python -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check
-    .venv-gpu/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation --disable-pip-version-check \
-        --editable .
-    touch .venv-gpu/.complete
+    local environment has_torch
+    has_torch='import sys, importlib.util; sys.exit(sys.version_info[:2] != (3, 12) or not importlib.util.find_spec("torch"))'
+    for machine in python3.12 python3 ""; do
+        [[ -n $machine ]] || fail "neither python3.12 nor python3 on PATH is a Python 3.12 with torch"
+        machine=$(command -v $machine) && "$machine" -c "$has_torch" 2>/dev/null && break
+    done
+    for environment in .venv-gpu .venv-gpu/rollout; do
+        [[ -x $environment/bin/python ]] || "$machine" -m venv --without-pip --system-site-packages "$environment"
+    done
+    unpack "$machine"
+    see .venv-gpu trainer te fa4
+    see .venv-gpu/rollout rollout
+    printf '#!/bin/sh\nexec "%s/.venv-gpu/bin/python" -m megatron_rl.cli "$@"\n' "$PWD" >.venv-gpu/bin/megatron-rl
+    chmod +x .venv-gpu/bin/megatron-rl
+    [[ ! -d .venv-gpu/carried/rollout ]] || [[ -e .venv-rollout ]] || ln -sfn .venv-gpu/rollout .venv-rollout
+    local kernels=.venv-gpu/carried/trainer/kernels stamp
+    stamp=$("$machine" -c 'import sys; sys.path.insert(0, "tests/gpu"); import bundle; print(bundle.kernels_stamp())')
+    if [[ "$(cat .venv-gpu/kernels 2>/dev/null)" != "$stamp" ]]; then
+        if [[ "$(cat $kernels/STAMP 2>/dev/null)" == "$stamp" ]]; then
+            cp "$kernels"/*.so megatron_rl/ops/
+        else
+            say "compiling our kernels, which the bundle holds for other sources"
+            .venv-gpu/bin/python setup.py -q build_ext --inplace
+        fi
+        printf '%s' "$stamp" >.venv-gpu/kernels
+    fi
 }
 
 if [[ -x .venv/bin/megatron-rl ]]; then
     python=$PWD/.venv/bin/python
 else
-    [[ -f .venv-gpu/.complete ]] || make_from_bundle
+    make_from_bundle
     python=$PWD/.venv-gpu/bin/python
+    # SGLang's tree in Rust reads tensors as a later torch lays them out.
+    export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
+    PATH="$(dirname "$machine"):$PATH"
+    if [[ -z ${CUDA_HOME:-} ]] && nvcc=$(command -v nvcc); then
+        CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$nvcc")")") && export CUDA_HOME
+    fi
 fi
 export PATH="${python%/*}:$PATH" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
@@ -64,7 +127,7 @@ status=0
 for stage in "${chosen[@]}"; do
     say "stage $stage, at most $((LIMIT_S / 60)) minutes"
     timeout --kill-after=20 "$LIMIT_S" "$python" -m pytest "tests/gpu/${files[$stage]}" -q -p no:cacheprovider \
-        --timeout 450 --references "$references" --gpu-json "$out/$stage.json" || status=$?
+        --timeout 450 --references "$references" --gpu-json "$out/$stage.json" "${options[@]}" || status=$?
 done
 say "results: $out"
 exit "$status"

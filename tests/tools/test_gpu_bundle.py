@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
+import shutil
 import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,34 +18,138 @@ from tests.preloaded import PYTHON_WITH_TRAINER
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def bundle():
-    spec = importlib.util.spec_from_file_location("bundle", REPOSITORY / "tests" / "gpu" / "bundle.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+sys.path.append(str(REPOSITORY / "tests" / "gpu"))
+
+import bundle  # noqa: E402
+import fatbin  # noqa: E402
 
 
-def test_pieces_hold_everything_once_and_no_more_than_their_limit(bundle):
-    sizes = {f"w{i}": 1 + int.from_bytes(os.urandom(2)) % 60 for i in range(50)}
-    found = bundle.pieces(sizes, 64)
-    assert sorted(name for names in found for name in names) == sorted(sizes)
-    totals = [sum(sizes[name] for name in names) for names in found]
-    assert max(totals) <= 64
-    # First fit: no two pieces would fit into one.
-    assert all(a + b > 64 for i, a in enumerate(totals) for b in totals[i + 1 :])
+@pytest.mark.parametrize("name", ["trainer", "rollout", "te", "fa4", "build", "sources"])
+def test_what_is_packed_is_pinned_to_the_projects_versions_by_hash(name):
+    lines = (bundle.PINS / f"{name}.txt").read_text().splitlines()
+    pinned = {line.split(" --hash=sha256:")[0] for line in lines}
+    assert all(re.fullmatch(r"[a-z0-9-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    wanted = {re.sub(r"\[.*?\]", "", line) for line in bundle.wanted(name)}
+    if name == "build":  # with what torch depends on
+        wanted = {line for line in wanted if "==" in line}
+        assert wanted <= pinned
+    else:
+        assert pinned == wanted, "python tests/gpu/bundle.py --pin writes the lists anew"
 
 
-def test_a_wheel_larger_than_a_piece_is_named(bundle):
-    with pytest.raises(ValueError, match=r"big\.whl has 70 MiB, more than the 64"):
-        bundle.pieces({"big.whl": 70 << 20}, 64 << 20)
+def test_what_the_machine_has_stays_at_home():
+    there = {bundle.name_of(line) for line in bundle.asked("there.txt")}
+    packed = {name: {bundle.name_of(line) for line in bundle.wanted(name)} for name in ("trainer", "rollout", "te")}
+    assert {"megatron-core", "megatron-bridge", "nvidia-modelopt"} <= packed["trainer"]
+    assert "torch" in there and not there & set.union(*packed.values())
+    # torch's own parts are those of the torch that is there.
+    assert not [n for n in set.union(*packed.values()) if re.fullmatch(r"triton|cuda-.*|nvidia-(cu|nccl|nv).*", n)]
 
 
-def test_torch_and_its_cuda_packages_stay_at_home(bundle):
-    names = {line.partition("==")[0] for line in bundle.wanted([REPOSITORY / name for name in bundle.LISTS])}
-    assert {"megatron-core", "megatron-bridge", "transformers", "nvidia-modelopt", "pytest"} <= names
-    assert not [n for n in names if n in ("torch", "triton") or n.startswith(("cuda-", "nvidia-cu", "nvidia-nccl"))]
-    assert not [n for n in names if n.startswith(("transformer-engine", "sglang"))]
+def test_the_table_of_differences_is_true():
+    text = (REPOSITORY / "docs" / "gpu.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([^|]+) \| ([^|]+) \|", text, re.MULTILINE)
+    there = dict(line.split("==") for line in bundle.asked("there.txt") if "==" in line)
+    for name in ("build", "rollout"):
+        for line in (bundle.PINS / f"{name}.txt").read_text().splitlines():
+            package, version = line.split(" --hash")[0].split("==")
+            there.setdefault(package, version)
+    pins = [bundle.project_pins("trainer"), bundle.project_pins("rollout")]
+    found = {}
+    for package, own, others in rows:
+        versions = dict.fromkeys(pin[package].partition("==")[2] for pin in pins if package in pin)
+        assert own.strip() == ", ".join(versions) and others.strip() == there[package], package
+        found[package] = others
+    # Whatever differs in both environments' main parts has a row.
+    main = (
+        "torch",
+        "triton",
+        "transformers",
+        "tokenizers",
+        "numpy",
+        "nvidia-cublas",
+        "nvidia-cudnn-cu13",
+        "nvidia-nccl-cu13",
+    )
+    assert {*main, "sglang-kernel"} <= set(found)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def packed(tmp_path) -> tuple[Path, list[Path]]:
+    """A folder, and the files of its archive, of at most 10,000 bytes each."""
+    folder = tmp_path / "folder"
+    for number in range(5):
+        file = folder / f"in-{number % 2}" / f"{number}.bin"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(os.urandom(4000 + number))
+    (tmp_path / "gpu-bundle").mkdir()
+    return folder, bundle.pack(folder, tmp_path / "gpu-bundle" / "te.tar.xz", 10_000)
+
+
+def test_an_archive_is_the_same_whenever_it_is_made_and_in_files_that_fit(packed, tmp_path):
+    folder, files = packed
+    assert [file.name for file in files] == ["te.tar.xz.1", "te.tar.xz.2", "te.tar.xz.3"]
+    assert all(file.stat().st_size <= 10_000 for file in files)
+    for file in folder.rglob("*"):
+        os.utime(file, (1e9, 1e9))
+    (again,) = bundle.pack(folder, tmp_path / "whole.tar.xz", 1 << 20)
+    assert again.read_bytes() == b"".join(file.read_bytes() for file in files)
+    with tarfile.open(again) as archive:
+        archive.extractall(tmp_path / "out", filter="data")
+    assert tree(tmp_path / "out") == tree(folder)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, packed) -> Callable[[], subprocess.CompletedProcess]:
+    """The script in a checkout without an environment, beside a bundle of Transformer Engine alone."""
+    for name in ("tests/gpu", "csrc", "setup.py"):
+        source, target = REPOSITORY / name, tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+    bundle.write_sums(tmp_path / "gpu-bundle")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    def start() -> subprocess.CompletedProcess:
+        command = [tmp_path / "tests/gpu/run.sh", "start", tmp_path / "out", "--on-cpu"]
+        options = {"capture_output": True, "text": True, "timeout": 120}
+        return subprocess.run(command, env=os.environ | {"PATH": path}, **options)
+
+    return start
+
+
+def test_a_file_that_was_damaged_on_the_way_is_refused(elsewhere, packed):
+    last = packed[1][-1]
+    data = bytearray(last.read_bytes())
+    data[len(data) // 2] ^= 1
+    last.write_bytes(data)
+    done = elsewhere()
+    assert done.returncode == 1 and "te did not arrive as it was packed" in done.stderr
+    assert last.name in done.stderr
+
+
+def test_only_our_gpus_code_is_left_of_a_library(tmp_path):
+    from megatron_rl.ops.extensions import masked_log_softmax
+
+    if not masked_log_softmax.cuda:
+        pytest.skip("our kernels were built without nvcc")
+    library = tmp_path / "kernels.so"
+    shutil.copy(masked_log_softmax.__file__, library)
+    before = {(image.kind, image.architecture): image for image in fatbin.read(library)}
+    assert {(fatbin.MACHINE_CODE, 80), (fatbin.MACHINE_CODE, 90), (fatbin.PTX, 90)} <= set(before)
+    data = library.read_bytes()
+    left = fatbin.keep(library, 90)
+    after, found = library.read_bytes(), fatbin.read(library)
+    assert len(after) == len(data) and 0 < left < len(data)
+    for image in found:
+        own, old = (whole[image.start : image.start + image.size] for whole in (after, data))
+        ours = (image.kind, image.architecture) == (fatbin.MACHINE_CODE, 90)
+        assert own == (old if ours else bytes(image.size))
+    with pytest.raises(ValueError, match="no machine code of sm_75"):
+        fatbin.keep(library, 75)
 
 
 def test_an_unknown_stage_is_refused_with_the_list():

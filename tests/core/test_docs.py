@@ -21,7 +21,7 @@ from tests.program import output_of_script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOP_LEVEL = ("megatron_rl", "csrc", "examples", "tools", "configs", "tests", "docs", "benchmarks", "requirements")
-DOCUMENTS = sorted([REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")])
+DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "tests/gpu/README.md"])
 SCRIPTS = sorted([*(REPOSITORY / "examples").rglob("*.sh"), *(REPOSITORY / "examples").rglob("*.sbatch")])
 OF_USERS = ("rewards.py", "reversal.py")
 """Files of examples, which a user would write."""
@@ -35,13 +35,17 @@ def commands() -> dict[str, set[str]]:
     return {name: {o for a in sub._actions for o in a.option_strings} for name, sub in choices.items()}
 
 
+def name_of(document: Path) -> str:
+    return str(document.relative_to(REPOSITORY)) if document.name == "README.md" else document.name
+
+
 def anchors(document: Path) -> set[str]:
     """What its headings can be linked by."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_paths_exist(document):
     text = document.read_text()
     for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", text):
@@ -57,7 +61,7 @@ def test_paths_exist(document):
         assert name in names or name in OF_USERS, f"{document.name} names {name}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS + SCRIPTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("document", DOCUMENTS + SCRIPTS, ids=name_of)
 def test_commands_and_flags_exist(document):
     known = commands()
     keys = key_paths()
@@ -145,6 +149,6 @@ def test_the_configuration_page_is_current():
     )
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=name_of)
 def test_configs_are_valid(path):
     assert load_config(path) != build_config({})

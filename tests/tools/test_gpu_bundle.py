@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ sys.path.append(str(REPOSITORY / "tests" / "gpu"))
 
 import bundle  # noqa: E402
 import fatbin  # noqa: E402
+import next_stage  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["trainer", "rollout", "te", "fa4", "build", "sources"])
@@ -150,6 +152,42 @@ def test_only_our_gpus_code_is_left_of_a_library(tmp_path):
         assert own == (old if ours else bytes(image.size))
     with pytest.raises(ValueError, match="no machine code of sm_75"):
         fatbin.keep(library, 75)
+
+
+def test_the_queue_is_the_one_that_is_written_down():
+    text = (REPOSITORY / "tests" / "gpu" / "README.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| [^|]+ \| ([\w, ]+) \| (\d+) \|$", text, re.MULTILINE)
+    stages = [(stage.name, ", ".join(stage.archives), str(stage.seconds)) for stage in next_stage.STAGES]
+    assert rows == stages
+    script = (REPOSITORY / "tests" / "gpu" / "run.sh").read_text()
+    files = dict(re.findall(r"\[(\w+)\]=(test_\w+\.py)", script))
+    assert set(files) == {stage.name for stage in next_stage.STAGES}
+    assert all((REPOSITORY / "tests" / "gpu" / file).is_file() for file in files.values())
+    assert all((REPOSITORY / path).exists() for stage in next_stage.STAGES for path in stage.files)
+
+
+def test_a_result_counts_until_its_code_changes(tmp_path):
+    stage = next_stage.Stage("kernels", (), 1, ("LICENSE",))
+    assert next_stage.state(stage, tmp_path) == (False, "never run")
+    result = {"machine": {"device": "NVIDIA H100", "date": "2026-11-01"}, "tests": {"a": {"outcome": "passed"}}}
+
+    def state(commit: str | None, outcome: str = "passed") -> tuple[bool, str]:
+        result["machine"]["commit"], result["tests"]["a"]["outcome"] = commit, outcome
+        (tmp_path / "h100").mkdir(exist_ok=True)
+        (tmp_path / "h100" / "kernels.json").write_text(json.dumps(result))
+        return next_stage.state(stage, tmp_path)
+
+    log = ["git", "log", "--format=%H", "--", "LICENSE"]
+    done = subprocess.run(log, cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("no checkout of git")
+    first = done.stdout.split()[0]
+    assert state(first) == state(f"{first[:9]}-dirty") == (True, "NVIDIA H100, 2026-11-01")
+    assert state(first, "failed") == (False, "NVIDIA H100, 2026-11-01, 1 failed")
+    assert state("0" * 40) == state(None) == (False, "NVIDIA H100, 2026-11-01, of an unknown commit")
+    everything = next_stage.Stage("kernels", (), 1, ("megatron_rl",))
+    current, text = next_stage.state(everything, tmp_path)
+    assert not current and "unknown" in text
 
 
 def test_an_unknown_stage_is_refused_with_the_list():

@@ -1,0 +1,90 @@
+"""Which stage a machine with a GPU should run next: the first, in order of worth, without a stored result for the present code.
+
+    python tests/gpu/next_stage.py          # the queue, and the command for the next stage
+
+A result is docs/results/GPU/STAGE.json of a commit since which nothing has changed in the files that the stage speaks for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "docs" / "results"
+GPUS = ("h100", "h200")
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    archives: tuple[str, ...]
+    """What has to be carried to a machine without a network, or has been before."""
+    seconds: int
+    """At most, without what comes before the first test; of those with a stored result, its own time and a fifth."""
+    files: tuple[str, ...]
+    """What its result speaks for."""
+
+
+TRAINER = ("megatron_rl/models", "megatron_rl/trainer", "megatron_rl/ops", "csrc")
+STAGES = (
+    Stage("engine", ("trainer", "rollout", "references"), 540, (*TRAINER, "megatron_rl/rollout", "megatron_rl/sync")),
+    Stage("te", ("trainer", "rollout", "te", "references"), 480, TRAINER),
+    Stage("speed", ("trainer",), 90, ("megatron_rl/ops", "megatron_rl/models/experts.py", "csrc")),
+    Stage("attention", ("trainer", "te", "fa4"), 120, ("megatron_rl/ops/sink_attention.py", "csrc/sink_attention")),
+    Stage("kernels", ("trainer",), 50, ("megatron_rl/ops", "csrc")),
+    Stage("models", ("trainer", "references"), 110, TRAINER),
+    Stage("training", ("trainer", "references"), 210, (*TRAINER, "megatron_rl/algorithms", "megatron_rl/sync")),
+    Stage("slices", ("trainer",), 110, TRAINER),
+    Stage("batch_invariant", ("trainer",), 130, ("megatron_rl/ops/batch_invariant.py", "csrc/batch_invariant")),
+    Stage("invariance", ("trainer",), 20, ("megatron_rl/ops", "csrc")),
+    Stage("start", ("trainer",), 40, ("setup.py", "megatron_rl/launch", "megatron_rl/platform")),
+)
+
+
+def stored(stage: Stage, results: Path = RESULTS) -> dict | None:
+    """Its newest result."""
+    found = [json.loads(path.read_text()) for gpu in GPUS if (path := results / gpu / f"{stage.name}.json").is_file()]
+    return max(found, key=lambda result: result["machine"]["date"], default=None)
+
+
+def changed(stage: Stage, commit: str) -> int | None:
+    """How many of its files have changed since, uncommitted ones too; None where the commit is unknown."""
+    command = ["git", "diff", "--name-only", commit, "--", *stage.files]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    return len(done.stdout.split()) if done.returncode == 0 else None
+
+
+def state(stage: Stage, results: Path = RESULTS) -> tuple[bool, str]:
+    """Whether its result is one of the present code, and what there is in words."""
+    result = stored(stage, results)
+    if result is None:
+        return False, "never run"
+    machine = result["machine"]
+    failed = sum(test["outcome"] == "failed" for test in result["tests"].values())
+    text = f"{machine.get('device', 'no GPU')}, {machine['date']}" + (f", {failed} failed" if failed else "")
+    commit = re.match(r"[0-9a-f]{7,40}", machine.get("commit") or "")
+    files = changed(stage, commit[0]) if commit else None
+    if files is None:
+        return False, f"{text}, of an unknown commit"
+    return files == 0 and not failed, text if files == 0 else f"{text}, {files} files changed since"
+
+
+def main() -> None:
+    following = None
+    for stage in STAGES:
+        current, text = state(stage)
+        following = following or (None if current else stage)
+        print(f"{stage.name:16}{stage.seconds / 60:4.1f} min  {text}")
+    if following is None:
+        print("every stage has a result of the present code")
+        return
+    carried = " ".join(f"gpu-bundle/{name}{'' if name == 'references' else '.tar.xz*'}" for name in following.archives)
+    print(f"\nnext: tests/gpu/run.sh {following.name}   (without a network: {carried} gpu-bundle/SHA256SUMS)")
+
+
+if __name__ == "__main__":
+    main()

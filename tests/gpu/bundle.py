@@ -65,7 +65,7 @@ def dual_gemm(*args, **kwargs):
     raise NotImplementedError("needs a Blackwell GPU")
 '''
 BUNDLES = {
-    "trainer": Bundle(unused=("bin",)),
+    "trainer": Bundle(unused=("bin", "pulp/solverdir")),
     "rollout": Bundle(
         unused=(
             *("bin", "sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions"),
@@ -232,7 +232,9 @@ def compile_kernels(compiler: Compiler, folder: Path) -> None:
         package.mkdir()
         shutil.copy(REPOSITORY / "megatron_rl" / "__init__.py", package)
         command = [str(python), "setup.py", "-q", "build_ext", "--build-lib", str(Path(work, "built"))]
-        subprocess.run(command, cwd=work, env=environment, check=True, timeout=1800)
+        done = subprocess.run(command, cwd=work, env=environment, timeout=1800, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"our kernels could not be compiled:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
         for library in Path(work, "built").rglob("*.so"):
             shutil.copy(library, folder)
 

@@ -71,6 +71,10 @@ see() { # ENVIRONMENT NAMES...
     done >"$packages/carried.pth"
     printf '%s\n' "$PWD" >>"$packages/carried.pth"
     "$machine" -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$packages/machine.pth"
+    # Transformer Engine and our build look for CUDA's libraries in the environment alone.
+    for name in $(<"$packages/machine.pth"); do
+        [[ ! -d $name/nvidia ]] || ln -sfn "$name/nvidia" "$packages/nvidia"
+    done
 }
 
 make_from_bundle() {

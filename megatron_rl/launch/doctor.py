@@ -232,12 +232,17 @@ def _recipes(side: Literal["trainer", "rollout"]) -> Finding:
 
 
 def _flash_attention() -> Finding:
+    from megatron_rl.models.precision import this_machine
     from megatron_rl.ops import flash
 
-    found = flash.installed()
+    part, found, gpu = "flash attention", flash.installed(), this_machine().gpu
     names = ", ".join({"torch": "torch's own (FlashAttention 2)"}.get(name, name) for name in found)
-    note = "" if len(found) == 1 else "model.flash_attention chooses one; torch's own is the default"
-    return Finding("flash attention", "ok", names, note)
+    try:
+        taken = flash.activate("auto", gpu)
+    except ValueError as error:
+        return Finding(part, "error", names, f"{error}; model.flash_attention: torch does without it")
+    note = f"model.flash_attention: auto takes {taken} here, in bf16" if gpu and len(found) > 1 else ""
+    return Finding(part, "ok", names, note)
 
 
 def _apex() -> Finding:

@@ -28,7 +28,6 @@ from megatron_rl.models.parallel_check import architecture, check_parallel, expe
 from megatron_rl.models.precision import TRAIN, Machine, check_precision, dotted, this_machine
 from megatron_rl.models.sizes import Shape, linear_weights, parameter_names
 from megatron_rl.ops import extensions, flash
-from megatron_rl.ops.sink_attention import flash_takes
 from megatron_rl.registry import resolve
 from megatron_rl.rollout.children import place_here
 from megatron_rl.rollout.choices import asks_routes, check_extra_args, choices
@@ -79,6 +78,7 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
     if kind != "ask":
         _check_packages(config, machine)
         _check_kernels(config, hf_config, machine)
+        activate_flash(config, hf_config, machine)
     if kind not in LOOKS:
         check_memory_savers(config, machine)
         if torch.cuda.is_available():
@@ -88,7 +88,6 @@ def check_models(config: Config, kind: Kind, world_size: int) -> PreTrainedConfi
             "config: sync.transport = tensor shares the trainer's memory, and PYTORCH_CUDA_ALLOC_CONF asks for"
             " expandable_segments, which torch shares with no other process; take it out, or set sync.transport: distributed"
         )
-    activate_flash(config)
     return hf_config
 
 
@@ -236,26 +235,34 @@ def _check_kernels(config: Config, hf_config: PreTrainedConfig, machine: Machine
             "megatron_rl's kernels were built without nvcc, for the CPU alone: tools/setup.sh --gpu installs it and builds"
             f" them{otherwise}"
         )
-    width, value_width = _head_widths(hf_config)
-    dtype = TRAIN[config.precision.train].dtype
-    if dtype == torch.bfloat16 and not flash_takes(dtype, width, value_width, machine.gpu):
+    heads, dtype = _heads(hf_config), TRAIN[config.precision.train].dtype
+    if dtype == torch.bfloat16 and not flash.takes("torch", dtype, heads, machine.gpu):
         raise UserError(
-            f"model folder {config.model.path}: no flash attention takes heads of {width} (keys) and {value_width} (values)"
-            " numbers: multiples of 8 up to 256, values no wider than keys; model.kernels: any computes them tile by tile"
+            f"model folder {config.model.path}: no flash attention takes heads of {heads.width} (keys) and"
+            f" {heads.value_width} (values) numbers: multiples of 8 up to 256, values no wider than keys; model.kernels: any"
+            " computes them tile by tile"
         )
 
 
-def _head_widths(hf_config: PreTrainedConfig) -> tuple[int, int]:
-    """Width of a head's queries and keys, and of its values."""
+def _heads(hf_config: PreTrainedConfig) -> flash.Heads:
     if getattr(hf_config, "kv_lora_rank", None):
-        return hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim, hf_config.v_head_dim
+        return flash.Heads(hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim, hf_config.v_head_dim, grouped=False)
     width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return width, width
+    key_heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
+    return flash.Heads(width, width, grouped=key_heads != hf_config.num_attention_heads)
 
 
-def activate_flash(config: Config) -> None:
-    """Choose the version of flash attention. Errors: UserError for one that is not installed."""
+def activate_flash(config: Config, hf_config: PreTrainedConfig, machine: Machine) -> None:
+    """Choose the version of flash attention. Errors: UserError for one that is not installed or cannot be taken here."""
+    asked, dtype = config.model.flash_attention, TRAIN[config.precision.train].dtype
     try:
-        flash.activate(config.model.flash_attention)
+        flash.activate(asked, machine.gpu)
     except ValueError as error:
-        raise UserError(f"config: model.flash_attention = {config.model.flash_attention}: {error}") from None
+        remedy = "; torch does without it" if asked == "auto" else ""
+        raise UserError(f"config: model.flash_attention = {asked}: {error}{remedy}") from None
+    heads = _heads(hf_config)
+    if asked == "FA4" and machine.gpu and not flash.takes("FA4", dtype, heads, machine.gpu):
+        raise UserError(
+            f"config: model.flash_attention = FA4: it does not take heads of {heads.width} (keys) and {heads.value_width}"
+            f" (values) numbers in {str(dtype).removeprefix('torch.')} on this GPU; auto takes what does"
+        )

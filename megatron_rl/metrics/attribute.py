@@ -53,9 +53,10 @@ def attribute_command(run: Path, step: int | None, overrides: list[str]) -> Attr
         raise UserError(f"report: {run} holds no run (no config.yaml)")
     config = with_folders(load_config(run / "config.yaml", overrides), "attribution")
     step, version, weights = _choose(run, config, step)
-    check_precision(config.precision, this_machine(), rolls_out=False)
-    check_parallel(read_hf_config(config.model.path), config.parallel, int(os.environ.get("WORLD_SIZE", 1)))
-    activate_flash(config)
+    hf_config, machine = read_hf_config(config.model.path), this_machine()
+    check_precision(config.precision, machine, rolls_out=False)
+    check_parallel(hf_config, config.parallel, int(os.environ.get("WORLD_SIZE", 1)))
+    activate_flash(config, hf_config, machine)
     ranks = parallel.initialize(config.parallel, config.seed)
     try:
         files = sorted((run / "rollouts").glob(f"step_{step:06d}.rank*.npz"))

@@ -34,6 +34,7 @@ from megatron_rl.models.norm import HeadsRMSNorm
 from megatron_rl.models.packed import TokenPlaces, token_places
 from megatron_rl.models.rotary import rotate_packed
 from megatron_rl.ops import sink_attention
+from megatron_rl.ops.flash import FlashImpl
 
 _CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -50,7 +51,7 @@ class CoreAttention(MegatronModule):
     they are fewer than the ranks. "all_gather" gathers keys and values, and each rank's queries stay where they are.
 
     ignore_sinks: attention as if there were no sinks, which stay where they are and get no gradient. It is for experiments:
-    what a kernel without sinks makes of gpt-oss.
+    what a kernel without sinks makes of gpt-oss. flash_attention: the kernel on GPUs, as in ModelConfig.
     Errors: UserError for dropout, a mask that is not causal, another cp_comm_type, or heads that the ranks cannot share.
     """
 
@@ -68,10 +69,11 @@ class CoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         ignore_sinks: bool = False,
+        flash_attention: FlashImpl = "auto",
         **unused: object,
     ):
         super().__init__(config=config)
-        self.ignore_sinks = ignore_sinks
+        self.ignore_sinks, self.flash_attention = ignore_sinks, flash_attention
         if attn_mask_type not in _CAUSAL:
             raise UserError(f"model: attention mask '{attn_mask_type.name}' is not supported, causal alone is")
         if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
@@ -161,7 +163,9 @@ class CoreAttention(MegatronModule):
     ) -> torch.Tensor:
         dtype = torch.float64 if self.in_fp64 else q.dtype
         wide_q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
-        return sink_attention(wide_q, k, v, sinks, window=self.window, scale=self.softmax_scale, **borders).to(q.dtype)
+        options: dict[str, Any] = {"window": self.window, "scale": self.softmax_scale}
+        options |= {"flash_attention": self.flash_attention}
+        return sink_attention(wide_q, k, v, sinks, **options, **borders).to(q.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

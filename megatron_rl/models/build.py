@@ -46,6 +46,7 @@ from megatron_rl.models.precision import TRAIN, PrecisionRecipe, check_precision
 from megatron_rl.models.router import PREDICTOR_WEIGHT
 from megatron_rl.models.spec import layer_spec
 from megatron_rl.models.value_head import give_value_head
+from megatron_rl.ops.flash import FlashImpl
 
 NO_ADAPTERS = LoRAConfig()
 
@@ -350,6 +351,7 @@ def load(
     lora: LoRAConfig | None = None,
     seed: int = 0,
     attention_sinks: Literal["exact", "ignored"] = "exact",
+    flash_attention: FlashImpl = "auto",
     value_head: bool = False,
     pooling: Literal["last", "mean"] = "last",
     plain: bool = False,
@@ -359,9 +361,9 @@ def load(
 
     precision: a recipe of `precision.TRAIN` that this machine can run or simulate. moe_permute_fusion: tokens go to their
     experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
-    freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks: as in
-    ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a classifier's) or, of a language
-    model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without Transformer Engine's,
+    freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks,
+    flash_attention: as in ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a
+    classifier's) or, of a language model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without Transformer Engine's,
     whose inputs can be looked at, also where it is. identical: batch-invariant layers, as the engine's.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
@@ -385,7 +387,7 @@ def load(
     _set_kernels(config, TRAIN[precision], recompute, plain)
     if expert_count(hf_config):
         _set_experts(config, moe_dispatcher, moe_aux_loss, moe_z_loss, moe_router_fusion, moe_permute_fusion)
-    spec_options: dict[str, Any] = {"plain": plain}
+    spec_options: dict[str, Any] = {"plain": plain, "flash_attention": flash_attention}
     if identical:
         spec_options["rotary"] = set_batch_invariant(config, hf_config)
     if attention_sinks == "ignored":  # what has no gradient is frozen: DDP waits for those of all others

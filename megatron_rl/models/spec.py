@@ -22,6 +22,7 @@ from megatron_rl.models.moe import ExpertMoELayer
 from megatron_rl.models.norm import RMSNorm
 from megatron_rl.models.router import ReplayRouter, ReplayTransformerLayer
 from megatron_rl.ops.batch_invariant import Rotary
+from megatron_rl.ops.flash import FlashImpl
 
 
 def layer_spec(
@@ -29,6 +30,7 @@ def layer_spec(
     vp_stage: int | None = None,
     *,
     ignore_sinks: bool = False,
+    flash_attention: FlashImpl = "auto",
     plain: bool = False,
     rotary: Rotary | None = None,
 ) -> TransformerBlockSubmodules:
@@ -36,16 +38,17 @@ def layer_spec(
 
     For `provider.transformer_layer_spec` of Megatron-Bridge, or `GPTModel(transformer_layer_spec=...)`. Where CUDA and
     Transformer Engine are usable it is Megatron's Transformer Engine spec, else its local spec with our norms and
-    experts; the core attention is ours in both. ignore_sinks: as of `CoreAttention`. plain: the latter in any case.
-    rotary: batch-invariant layers, which rotate so; local ones.
+    experts; the core attention is ours in both. ignore_sinks, flash_attention: as of `CoreAttention`. plain: the latter in any
+    case. rotary: batch-invariant layers, which rotate so; local ones.
     """
     fast = HAVE_TE and torch.cuda.is_available() and not plain
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
+    core = partial(CoreAttention, ignore_sinks=ignore_sinks, flash_attention=flash_attention)
     layers: list[Any] = block.layer_specs or []  # ModuleSpecs, whose submodules Megatron leaves untyped
     for layer in {id(spec): spec for spec in layers}.values():
         layer.module = ReplayTransformerLayer
         layer.submodules.mlp = _with_our_router(layer.submodules.mlp)
-        _set_attention(layer.submodules.self_attention, config, fast, ignore_sinks)
+        _set_attention(layer.submodules.self_attention, config, fast, core)
         if not fast:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
             _set_experts(layer.submodules.mlp)
@@ -56,8 +59,8 @@ def layer_spec(
     return block
 
 
-def _set_attention(attention: Any, config: Any, fast: bool, ignore_sinks: bool) -> None:
-    attention.submodules.core_attention = partial(CoreAttention, ignore_sinks=True) if ignore_sinks else CoreAttention
+def _set_attention(attention: Any, config: Any, fast: bool, core: partial) -> None:
+    attention.submodules.core_attention = core
     if config.multi_latent_attention:
         attention.module = MLASelfAttention
         if not fast:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.ops import flash, flash_attention_4
 from megatron_rl.ops import sink_attention_torch as plain
 from megatron_rl.ops.extensions import sink_attention as compiled
 from megatron_rl.ops.placement import upload
@@ -71,6 +72,7 @@ def sink_attention(
     window: int | None = None,
     scale: float | None = None,
     cu_seqlens_k: torch.Tensor | PackedSequences | None = None,
+    flash_attention: flash.FlashImpl = "auto",
 ) -> torch.Tensor:
     """Causal attention inside each packed sequence.
 
@@ -78,10 +80,10 @@ def sink_attention(
     (query head h reads key head h // (H / Hkv)); sinks `[H]` or None (-inf: no sink); cu_seqlens `[S + 1]` starts of the
     sequences and T, empty sequences allowed; with `window` w query i sees keys i-w < j <= i; scale defaults to
     1 / sqrt(D). With cu_seqlens_k the keys have borders of their own: sequence s has at least as many keys as queries,
-    and its last query stands at its last key.
+    and its last query stands at its last key. flash_attention: which kernel computes bf16 on CUDA, as in ModelConfig.
 
     Returns `[T, H, Dv]` of q's type; softmax in fp32 (fp64 for fp64). Gradients reach q, k, v and sinks. Repeated runs give
-    the same bits; for the gradients of torch's flash attention on CUDA that takes torch.use_deterministic_algorithms.
+    the same bits; for the gradients of a flash attention on CUDA that takes torch.use_deterministic_algorithms.
     Memory: a few tiles beside inputs, outputs and gradients, whatever the lengths.
     Errors: ValueError naming the argument, before anything is computed.
     """
@@ -92,7 +94,7 @@ def sink_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if window is not None and window >= key_sequences.max_length:
         window = None
-    out: Any = _SinkAttention.apply(q, k, v, sinks, sequences, key_sequences, window or 0, scale)
+    out: Any = _SinkAttention.apply(q, k, v, sinks, sequences, key_sequences, window or 0, scale, flash_attention)
     return out
 
 
@@ -155,20 +157,18 @@ def _check_borders(q: Tensor, k: Tensor, sequences: PackedSequences, key_sequenc
         _require(not bool(more.any()), f"sequence {int(more.byte().argmax())} has more queries than keys")
 
 
-def flash_takes(dtype: torch.dtype, width: int, value_width: int, capability: tuple[int, int]) -> bool:
-    """Whether torch's flash attention computes heads of these widths on a GPU of this compute capability."""
-    widths = width % 8 == 0 and value_width <= width <= 256
-    return dtype == torch.bfloat16 and widths and capability >= (8, 0)
-
-
 def _kernels(
-    q: Tensor, v: Tensor, sequences: PackedSequences, key_sequences: PackedSequences
+    q: Tensor, v: Tensor, sequences: PackedSequences, key_sequences: PackedSequences, asked: flash.FlashImpl
 ) -> tuple[Callable, Callable, tuple]:
     """Forward, backward and the borders as these take them."""
-    if q.is_cuda and flash_takes(q.dtype, q.shape[2], v.shape[2], torch.cuda.get_device_capability(q.device)):
-        kernels = compiled if compiled.cuda else plain
-        lengths = sequences.max_length, key_sequences.max_length
-        return kernels.flash_forward, kernels.flash_backward, (sequences.on_device, key_sequences.on_device, *lengths)
+    if q.is_cuda:
+        capability = torch.cuda.get_device_capability(q.device)
+        heads = flash.Heads(q.shape[2], v.shape[2], grouped=q.shape[1] != v.shape[1])
+        chosen = flash.choose(asked, q.dtype, heads, capability)
+        if chosen is not None:
+            kernels = flash_attention_4 if chosen == "FA4" else compiled if compiled.cuda else plain
+            borders = sequences.on_device, key_sequences.on_device, sequences.max_length, key_sequences.max_length
+            return kernels.flash_forward, kernels.flash_backward, borders
     kernels = plain if q.dtype == torch.float64 or q.is_cuda else compiled
     return kernels.forward, kernels.backward, (sequences.borders, key_sequences.borders)
 
@@ -185,9 +185,10 @@ class _SinkAttention(torch.autograd.Function):
         key_sequences: PackedSequences,
         window: int,
         scale: float,
+        flash_attention: flash.FlashImpl,
     ) -> Tensor:
         fp32_sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
-        forward, ctx.kernel, borders = _kernels(q, v, sequences, key_sequences)
+        forward, ctx.kernel, borders = _kernels(q, v, sequences, key_sequences, flash_attention)
         ctx.options = (*borders, window, scale)
         out, lse, *more = forward(q, k, v, fp32_sinks, *ctx.options)
         ctx.save_for_backward(q, k, v, fp32_sinks, out, lse, *more)
@@ -199,4 +200,4 @@ class _SinkAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *more = ctx.saved_tensors
         *grads, grad_sinks = ctx.kernel(grad.contiguous(), q, k, v, sinks, out, lse, *ctx.options, *more)
-        return *grads, None if sinks is None else grad_sinks.to(ctx.sinks_dtype), None, None, None, None
+        return *grads, None if sinks is None else grad_sinks.to(ctx.sinks_dtype), *[None] * 5

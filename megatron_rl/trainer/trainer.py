@@ -619,6 +619,7 @@ def build_trainer(
         lora=config.lora,
         seed=config.seed,
         attention_sinks=config.model.attention_sinks,
+        flash_attention=config.model.flash_attention,
         value_head=value_head,
         pooling=config.reward_model.pooling,
         plain=plain,

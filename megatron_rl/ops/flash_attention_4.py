@@ -1,0 +1,79 @@
+"""Attention of packed sequences by FlashAttention 4 (flash-attn-4, CuTe DSL), with the signatures of csrc's flash attention.
+
+Its kernels know sinks: the log of the softmax's denominator that they give and take, [H, T] fp32 with the natural logarithm,
+counts the sink, and the backward returns the sinks' gradient, summed in fixed order. Each kernel is compiled when it is first
+needed (2 to 6 s), for the widths, the number of heads that share a key head, causal or windowed, with sinks or without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.ops.flash import MODULES
+
+LONG = 512
+"""Bounds of sequences' lengths are at least this, more than a tile: short packs would have kernels compiled of their own."""
+
+
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H, Dv], lse [H, T] fp32, the sink included). cu_q, cu_k: int32 borders on the device; window 0: none."""
+    options = _options(cu_q, cu_k, max_q, max_k, window, scale, sinks)
+    out, lse, *_ = _interface()._flash_attn_fwd(q, k, v, return_lse=True, **options)
+    return out, lse
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(grad_q, grad_k, grad_v, grad_sinks or None); the same bits each time under torch.use_deterministic_algorithms."""
+    options = _options(cu_q, cu_k, max_q, max_k, window, scale, sinks)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found = _interface()._flash_attn_bwd(q, k, v, out, grad, lse, deterministic=deterministic, **options)
+    return *found[:3], None if sinks is None else found[3]
+
+
+def _interface() -> Any:
+    return importlib.import_module(MODULES["FA4"])
+
+
+def _options(
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, window: int, scale: float, sinks: Tensor | None
+) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": max(max_q, LONG),
+        "max_seqlen_k": max(max_k, LONG),
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": window - 1 if window else None,
+        "window_size_right": 0 if window else None,
+        "learnable_sink": sinks,
+    }

@@ -363,8 +363,8 @@ def load(
     experts and back by Transformer Engine's kernels, where it is installed; off for callers that follow each token's rows.
     freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks,
     flash_attention: as in ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a
-    classifier's) or, of a language model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without Transformer Engine's,
-    whose inputs can be looked at, also where it is. identical: batch-invariant layers, as the engine's.
+    classifier's) or, of a language model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without
+    Transformer Engine's, whose inputs can be looked at, also where it is. identical: batch-invariant layers, as the engine's.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it

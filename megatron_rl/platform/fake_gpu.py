@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -51,6 +52,7 @@ def pretend(capability: tuple[int, int] = (9, 0), devices: int = 1) -> None:
         (torch.Tensor, "record_stream", lambda *_: None),
         (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),  # its own reads number by number
         (torch.nn.Module, "cuda", _move),
+        (fake_tensor, "init_gpu_context", lambda device: None),  # torch 2.11's makes a real tensor first
     )
     for owner, name, replacement in methods:
         setattr(owner, name, replacement)

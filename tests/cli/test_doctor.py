@@ -77,6 +77,23 @@ def test_installed_parts_are_named_with_their_versions(packages, monkeypatch):
     assert doctor._transformer_engine() == doctor.Finding("Transformer Engine", "ok", "2.9.0")
 
 
+def test_flash_attention_4_is_taken_where_the_gpu_is_one_for_it_and_an_error_where_broken(packages, monkeypatch):
+    monkeypatch.setattr("megatron_rl.ops.flash._is_there", lambda name: name == "FA4")
+    packages({f"flash_attn/{name}.py": "" for name in ("__init__", "cute/__init__", "cute/interface")})
+    assert doctor._flash_attention().note == "", "there is no GPU"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability, taken in (((9, 0), "FA4"), ((8, 0), "torch")):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda capability=capability: capability)
+        found = doctor._flash_attention()
+        assert (found.state, found.found) == ("ok", "torch's own (FlashAttention 2), FA4")
+        assert found.note == f"model.flash_attention: auto takes {taken} here, in bf16"
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    packages({"flash_attn/cute/interface.py": BROKEN})
+    sys.modules.pop("flash_attn.cute.interface")
+    found = doctor._flash_attention()
+    assert found.state == "error" and "must not be imported; model.flash_attention: torch does without it" in found.note
+
+
 def test_transformer_engine_on_a_gpu_is_a_cost_where_absent_and_an_error_where_broken(packages, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     absent = doctor._transformer_engine()

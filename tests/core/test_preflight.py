@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -739,6 +742,35 @@ def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
     monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: True)
     for family in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
         preflight(build_config({"model": {"path": str(tiny_model(family))}}), "train")
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "precision", "broken", "message"),
+    [
+        ("FA4", (9, 0), "bf16", False, None),
+        ("FA4", None, "fp32", False, None),
+        ("auto", (9, 0), "fp32", False, None),
+        ("auto", (8, 0), "bf16", True, None),
+        ("torch", (9, 0), "bf16", True, None),
+        ("FA4", (8, 0), "bf16", False, r"= FA4: FA4 runs on compute capabilities 9\.x and 10\.x, this GPU has 8\.0"),
+        ("FA4", (9, 0), "fp32", False, r"= FA4: it does not take heads of 16 \(keys\) .* in float32 .*auto takes what does"),
+        ("auto", (9, 0), "bf16", True, "= auto: FA4 cannot be used: ModuleNotFoundError.*; torch does without it"),
+        ("FA3", (9, 0), "bf16", False, r"= FA3: FA3 is not installed \(no module flash_attn_interface\); installed: torch"),
+    ],
+)
+def test_a_flash_attention_that_cannot_be_taken_is_refused(
+    asked, capability, precision, broken, message, tiny_model, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    machine = Machine(capability, None, "0.47.0", "13.0")
+    monkeypatch.setattr("megatron_rl.launch.model_checks.this_machine", lambda: machine)
+    monkeypatch.setattr("megatron_rl.ops.extensions.have_cuda", lambda: True)
+    monkeypatch.setattr("megatron_rl.ops.flash._is_there", lambda name: name == "FA4")
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None if broken else ModuleType("interface"))
+    model = {"path": str(tiny_model("qwen3_moe")), "flash_attention": asked}
+    config = build_config({"model": model, "precision": {"train": precision}})
+    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
+        preflight(config, "train")
 
 
 @pytest.mark.parametrize(

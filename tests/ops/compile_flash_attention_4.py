@@ -2,7 +2,8 @@
 
     python compile_flash_attention_4.py sm_90a      # the cases as JSON, with seconds and the number of kernels compiled
 
-Kernels that it compiles go to FLASH_ATTENTION_CUTE_DSL_CACHE_DIR where FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 asks for it.
+With FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 the kernels are kept in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR, also for a machine with
+such a GPU and the same versions of Python, flash-attn-4, nvidia-cutlass-dsl and apache-tvm-ffi, which then compiles none of them.
 """
 
 from __future__ import annotations
@@ -23,24 +24,27 @@ from megatron_rl.ops import flash  # noqa: E402
 from megatron_rl.ops import flash_attention_4 as kernels  # noqa: E402
 from megatron_rl.platform import fake_gpu  # noqa: E402
 
-TOKENS, KEYS, SEQUENCES = 1000, 1100, 3
-CASES = {  # query heads, key heads, width, width of values, window, sinks, deterministic
-    "gpt_oss": (64, 8, 64, 64, 128, True, False),
-    "gpt_oss_full": (64, 8, 64, 64, 0, True, False),
-    "qwen3": (32, 4, 128, 128, 0, False, False),
-    "moonlight": (16, 16, 192, 128, 0, False, False),
-    "gpt_oss, deterministic": (64, 8, 64, 64, 128, True, True),
+TOKENS, KEYS = 1000, 1100
+HEADS = {  # query heads, key heads, width, width of values, window, sinks
+    "gpt_oss": (64, 8, 64, 64, 128, True),
+    "gpt_oss_full": (64, 8, 64, 64, 0, True),
+    "qwen3": (32, 4, 128, 128, 0, False),
+    "moonlight": (16, 16, 192, 128, 0, False),
 }
+CASES = [  # heads, sequences, deterministic: kernels of their own above 256 sequences, and for determinism
+    *((name, 3, deterministic) for deterministic in (False, True) for name in HEADS),
+    *(("gpt_oss", 300, deterministic) for deterministic in (False, True)),
+]
 
 
 def compiled() -> int:
     interface = kernels._interface()
-    parts = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
-    return sum(len(getattr(interface, part).compile_cache.cache) for part in parts)
+    caches = [part.compile_cache.cache for part in vars(interface).values() if hasattr(part, "compile_cache")]
+    return sum(len(cache) for cache in caches)
 
 
-def compile_case(name: str) -> dict:
-    heads, key_heads, width, value_width, window, with_sinks, deterministic = CASES[name]
+def compile_case(name: str, sequences: int, deterministic: bool) -> dict:
+    heads, key_heads, width, value_width, window, with_sinks = HEADS[name]
     taken = flash.Heads(width, value_width, grouped=heads != key_heads)
     start, before = time.perf_counter(), compiled()
     torch.use_deterministic_algorithms(deterministic)
@@ -48,12 +52,12 @@ def compile_case(name: str) -> dict:
     q = torch.empty(TOKENS, heads, width, **bf16)
     k, v = (torch.empty(KEYS, key_heads, w, **bf16) for w in (width, value_width))
     sinks = torch.empty(heads, device="cuda") if with_sinks else None
-    cu_q, cu_k = (torch.empty(SEQUENCES + 1, dtype=torch.int32, device="cuda") for _ in range(2))
+    cu_q, cu_k = (torch.empty(sequences + 1, dtype=torch.int32, device="cuda") for _ in range(2))
     options = (cu_q, cu_k, 600, 700, window, 0.1)
     out, lse = kernels.flash_forward(q, k, v, sinks, *options)
     grads = kernels.flash_backward(torch.empty_like(out), q, k, v, sinks, out, lse, *options)
     return {
-        "case": name,
+        "case": [name, sequences, deterministic],
         "chosen": flash.choose("auto", torch.bfloat16, taken, CAPABILITY),
         "shapes": [list(x.shape) for x in (out, lse, *grads) if x is not None],
         "expected": [
@@ -69,4 +73,4 @@ if __name__ == "__main__":
     fake_gpu.pretend(CAPABILITY)
     kernels._interface()
     with FakeTensorMode():
-        print(json.dumps([compile_case(name) for name in CASES]))
+        print(json.dumps([compile_case(*case) for case in CASES]))

@@ -159,7 +159,8 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     config = build_config(
         {
             "steps": 1,
-            "model": {"path": str(folder), "head_chunk_tokens": 16},
+            # FlashAttention 4's kernels, where it is installed, want memory too: torch's are operators that know fake tensors.
+            "model": {"path": str(folder), "head_chunk_tokens": 16, "flash_attention": "torch"},
             "batch": {"tokens_per_micro_batch": 48, "updates_per_step": 2},
             "precision": {"train": "bf16"},
             "routing": {"source": "r3"},

@@ -17,7 +17,10 @@ SHIM = "_megatron_rl_platform_"
 """Name under which a rewritten module sees `megatron_rl.platform.megatron.cuda`."""
 SHIM_MODULE = "megatron_rl.platform.megatron.cuda"
 TE_MODULE = "megatron_rl.platform.megatron.transformer_engine"
-GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
+GPU_PACKAGES = (
+    *("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
+    "flash_attn",  # FlashAttention 4's, whose import takes seconds
+)
 """Where there is no GPU Megatron does not look for these: an environment that has them serves login nodes too."""
 
 Missing = Literal["GPU", "Transformer Engine", "fused Adam"]

@@ -753,9 +753,21 @@ def test_kernels_for_this_gpu_are_enough(tiny_model, monkeypatch):
         ("auto", (8, 0), "bf16", True, None),
         ("torch", (9, 0), "bf16", True, None),
         ("FA4", (8, 0), "bf16", False, r"= FA4: FA4 runs on compute capabilities 9\.x and 10\.x, this GPU has 8\.0"),
-        ("FA4", (9, 0), "fp32", False, r"= FA4: it does not take heads of 16 \(keys\) .* in float32 .*auto takes what does"),
+        (
+            "FA4",
+            (9, 0),
+            "fp32",
+            False,
+            r"= FA4: it does not take heads of 16 \(keys\) .* in float32 .*auto takes what does",
+        ),
         ("auto", (9, 0), "bf16", True, "= auto: FA4 cannot be used: ModuleNotFoundError.*; torch does without it"),
-        ("FA3", (9, 0), "bf16", False, r"= FA3: FA3 is not installed \(no module flash_attn_interface\); installed: torch"),
+        (
+            "FA3",
+            (9, 0),
+            "bf16",
+            False,
+            r"= FA3: FA3 is not installed \(no module flash_attn_interface\); installed: torch",
+        ),
     ],
 )
 def test_a_flash_attention_that_cannot_be_taken_is_refused(

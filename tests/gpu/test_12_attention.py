@@ -1,7 +1,7 @@
 """Stage attention: the kernels for attention in bf16 that are installed, against fp64, repeated, and beside the floor.
 
 torch: FlashAttention 2 of torch with our sink around it; FA4: FlashAttention 4 with its own sinks, as `sink_attention` calls
-it; TE: Transformer Engine's, which is cuDNN's. FlashAttention 4 compiles about 20 kernels here, 1 to 4 s each; how many and how
+it; TE: Transformer Engine's, which is cuDNN's. FlashAttention 4 compiles 24 kernels here, 1 to 4 s each; how many and how
 long is recorded. Times are of the GPU alone: the host runs ahead of it, behind a kernel that waits.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ import torch
 from megatron_rl.ops import flash, sink_attention
 from megatron_rl.ops.sink_attention import sink_attention_reference
 
-KERNELS = ("torch", "FA4", "TE")
 TOKENS = (8192, 16_384)
 TFLOPS = 790.0
 """What a matrix product of bf16 reaches on an H100 or H200: 80 % of the data sheet's."""
@@ -41,6 +42,13 @@ HEADS = {
     "qwen3": Heads(32, 4, 128, None, False),
 }
 Attention = Callable[..., torch.Tensor]
+"""(q, k, v, borders on the CPU) -> [T, H, D]."""
+
+
+class Kernel(NamedTuple):
+    name: str
+    make: Callable[[Heads, torch.Tensor | None], Attention]
+    """From heads and their sinks."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,33 +58,26 @@ def cudnn_alone(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(params=KERNELS)
-def make(request) -> Callable[[Heads, torch.Tensor | None], Attention]:
-    """(heads, sinks) -> attention (q, k, v, borders on the CPU) -> [T, H, D] by this kernel."""
-    if request.param == "torch":
-        return ours("torch")
-    request.getfixturevalue("cuda")
-    if request.param == "TE":
+@pytest.fixture(params=["torch", "FA4", "TE"])
+def kernel(request) -> Kernel:
+    name = request.param
+    if name != "torch":
+        request.getfixturevalue("cuda")
+    if name == "TE":
         pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
-        return transformer_engine
-    if "FA4" not in flash.installed():
+        return Kernel(name, transformer_engine)
+    if name not in flash.installed():
         pytest.skip("no flash-attn-4")
-    return ours("FA4")
+    return Kernel(name, partial(ours, name))
 
 
-def ours(kernel: flash.FlashImpl) -> Callable[[Heads, torch.Tensor | None], Attention]:
-    def make(heads: Heads, sinks: torch.Tensor | None) -> Attention:
-        options = {"window": heads.window, "flash_attention": kernel}
-        return lambda q, k, v, borders, **more: sink_attention(q, k, v, sinks, cu_seqlens=borders, **options, **more)
-
-    make.kernel = kernel
-    return make
+def ours(name: flash.FlashImpl, heads: Heads, sinks: torch.Tensor | None) -> Attention:
+    options = {"window": heads.window, "flash_attention": name}
+    return lambda q, k, v, borders, **more: sink_attention(q, k, v, sinks, cu_seqlens=borders, **options, **more)
 
 
 def transformer_engine(heads: Heads, sinks: torch.Tensor | None) -> Attention:
-    import transformer_engine.pytorch as te
-
-    module = te.DotProductAttention(
+    module = sys.modules["transformer_engine.pytorch"].DotProductAttention(
         heads.query,
         heads.width,
         num_gqa_groups=heads.key,
@@ -97,9 +98,6 @@ def transformer_engine(heads: Heads, sinks: torch.Tensor | None) -> Attention:
     return attention
 
 
-transformer_engine.kernel = "TE"
-
-
 def inputs(heads: Heads, queries: int, keys: int, device: torch.device) -> list[torch.Tensor]:
     """q, k, v and, where there are, sinks: leaves."""
     shapes = ((queries, heads.query), (keys, heads.key), (keys, heads.key))
@@ -112,7 +110,7 @@ def sinks_of(leaves: list[torch.Tensor]) -> torch.Tensor | None:
     return leaves[3] if len(leaves) == 4 else None
 
 
-def lengths_as_borders(lengths) -> torch.Tensor:
+def lengths_as_borders(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
@@ -134,7 +132,7 @@ def errors(
     leaves: list[torch.Tensor],
     borders: torch.Tensor,
     repeatable: bool = False,
-    **more: torch.Tensor,
+    **more: Any,
 ) -> dict[str, float]:
     """Largest differences of the output and each gradient from fp64, over the largest entry."""
     with deterministic(repeatable):
@@ -142,7 +140,8 @@ def errors(
         direction = torch.randn_like(out)
         gradients = torch.autograd.grad(out, leaves, direction)
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    right = sink_attention_reference(*exact[:3], sinks_of(exact), cu_seqlens=borders, window=heads.window, **more)
+    q, k, v, *_ = exact
+    right = sink_attention_reference(q, k, v, sinks_of(exact), cu_seqlens=borders, window=heads.window, **more)
     slopes = torch.autograd.grad(right, exact, direction.double())
     found = {}
     for name, a, b in zip(RESULTS, (out, *gradients), (right, *slopes), strict=False):
@@ -163,9 +162,9 @@ def compiled() -> int:
 
 
 @contextlib.contextmanager
-def compilations(make, record_property) -> Iterator[None]:
+def compilations(kernel: Kernel, record_property: Callable[[str, object], None]) -> Iterator[None]:
     """Record how many kernels FlashAttention 4 compiles in the block, and how long that and all else takes."""
-    if make.kernel != "FA4":
+    if kernel.name != "FA4":
         yield
         return
     before, start = compiled(), time.perf_counter()
@@ -174,20 +173,20 @@ def compilations(make, record_property) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_against_fp64(family, make, device, record_property):
+def test_against_fp64(family, kernel, device, record_property):
     """A pack of uneven sequences: output and every gradient, the sinks' included."""
     heads = HEADS[family]
     lengths = [1100, 1, 333, 64, 128, 129, 700] if device.type == "cuda" else [70, 1, 33]
     leaves = inputs(heads, sum(lengths), sum(lengths), device)
-    with compilations(make, record_property):
-        worst = errors(make(heads, sinks_of(leaves)), heads, leaves, lengths_as_borders(lengths))
-    record_property("worst", worst)
+    with compilations(kernel, record_property):
+        worst = errors(kernel.make(heads, sinks_of(leaves)), heads, leaves, lengths_as_borders(lengths))
+    record_property("worst", dict(worst))
     assert worst.pop("out") <= OUT
     assert max(worst.values()) <= GRADIENT
 
 
-def clock(device: torch.device):
-    """A moment on the GPU's own clock, or now."""
+def clock(device: torch.device) -> Any:
+    """A moment, of the GPU's own clock where there is one."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -195,7 +194,7 @@ def clock(device: torch.device):
     return event
 
 
-def milliseconds(start, end) -> float:
+def milliseconds(start: Any, end: Any) -> float:
     return 1000 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
 
 
@@ -253,13 +252,13 @@ def floors(heads: Heads, tokens: int, bytes_per_ms: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_speed(family, make, device, bytes_per_ms, record_property):
+def test_speed(family, kernel, device, bytes_per_ms, record_property):
     """Medians beside the floor for one sequence of so many tokens; figures, no bound."""
     heads = HEADS[family]
     record_property("copy_gb_per_s", round(bytes_per_ms / 1e6, 1))
     for tokens in TOKENS if device.type == "cuda" else (256,):
         leaves = inputs(heads, tokens, tokens, device)
-        attention, borders = make(heads, sinks_of(leaves)), torch.tensor([0, tokens])
+        attention, borders = kernel.make(heads, sinks_of(leaves)), torch.tensor([0, tokens])
         times = medians(attention, leaves, borders, 20 if device.type == "cuda" else 3)
         floor = floors(heads, tokens, bytes_per_ms)
         least = sum(max(floor[f"{way} flops"], floor[f"{way} bytes"]) for way in ("forward", "backward"))
@@ -273,23 +272,23 @@ def test_speed(family, make, device, bytes_per_ms, record_property):
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_repeated(family, make, device, record_property):
+def test_repeated(family, kernel, device, record_property):
     """Which results have the same bits each time; of ours the output, and the gradients too where torch is asked for it."""
     heads, lengths = HEADS[family], [3000, 1, 1095] if device.type == "cuda" else [40, 1, 23]
     leaves, borders = inputs(heads, sum(lengths), sum(lengths), device), lengths_as_borders(lengths)
-    attention, direction = make(heads, sinks_of(leaves)), torch.randn(sum(lengths), heads.query, heads.width).bfloat16()
+    attention, direction = kernel.make(heads, sinks_of(leaves)), torch.randn_like(leaves[0])
 
     def run() -> list[torch.Tensor]:
         out = attention(*leaves[:3], borders)
-        return [out, *torch.autograd.grad(out, leaves, direction.to(device))]
+        return [out, *torch.autograd.grad(out, leaves, direction)]
 
     runs = [run() for _ in range(5)]
     same = [all(torch.equal(a, b) for b in others) for a, *others in zip(*runs, strict=True)]
     record_property("same bits", dict(zip(RESULTS, same, strict=False)))
-    if make.kernel == "TE":  # its sinks know no determinism
+    if kernel.name == "TE":  # its sinks know no determinism
         return
-    assert same[0]
-    with deterministic(), compilations(make, record_property):
+    assert same[0]  # of the output
+    with deterministic(), compilations(kernel, record_property):
         runs = [run() for _ in range(5)]
         record_property("deterministic_ms", medians(attention, leaves, borders, 10 if device.type == "cuda" else 1))
     assert all(torch.equal(a, b) for a, *others in zip(*runs, strict=True) for b in others)
@@ -300,17 +299,14 @@ UNEVEN = {  # lengths of queries, of keys
     "short ones": ([3, 0, 1, 20], None),
     "one sequence": ([500], None),
     "keys before the queries": ([0, 5, 40, 1, 0, 200], [7, 5, 140, 60, 0, 333]),
-    "300 sequences": (
-        [3] * 300,
-        None,
-    ),  # above 256 FlashAttention 4 looks sequences up in another way, by other kernels
+    "300 sequences": ([3] * 300, None),  # above 256 FlashAttention 4 has other kernels, which look sequences up
 }
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gpt_oss_full"])
-def test_borders(family, make, device, record_property):
+def test_borders(family, kernel, device, record_property):
     """Empty sequences, more keys than queries, few tokens, many sequences: with and without determinism, in turn."""
-    if make.kernel == "TE":
+    if kernel.name == "TE":
         pytest.skip("of sink_attention's own borders")
     heads, found = HEADS[family], {}
     for case, (lengths, key_lengths) in UNEVEN.items():
@@ -318,11 +314,11 @@ def test_borders(family, make, device, record_property):
             continue
         leaves = inputs(heads, sum(lengths), sum(key_lengths or lengths), device)
         more = {} if key_lengths is None else {"cu_seqlens_k": lengths_as_borders(key_lengths)}
-        attention = make(heads, sinks_of(leaves))
+        attention = kernel.make(heads, sinks_of(leaves))
         for way, repeatable in (("", False), (", deterministic", True)):
             worst = errors(attention, heads, leaves, lengths_as_borders(lengths), repeatable, **more)
             found[case + way] = worst
-        if make.kernel == "FA4":
+        if kernel.name == "FA4":
             record_property(f"kernels after {case}", compiled())
     record_property("worst", found)
     assert {case: worst for case, worst in found.items() if worst["out"] > OUT or max(worst.values()) > GRADIENT} == {}

@@ -2,8 +2,8 @@
 
     python compile_flash_attention_4.py sm_90a      # the cases as JSON, with seconds and the number of kernels compiled
 
-With FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 the kernels are kept in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR, also for a machine with
-such a GPU and the same versions of Python, flash-attn-4, nvidia-cutlass-dsl and apache-tvm-ffi, which then compiles none of them.
+With FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 the kernels are kept in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR, also for a machine
+with such a GPU and the same versions of Python, flash-attn-4, nvidia-cutlass-dsl and apache-tvm-ffi.
 """
 
 from __future__ import annotations

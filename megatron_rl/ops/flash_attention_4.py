@@ -75,5 +75,5 @@ def _options(
         "causal": True,
         "window_size_left": window - 1 if window else None,
         "window_size_right": 0 if window else None,
-        "learnable_sink": sinks,
+        "learnable_sink": None if sinks is None else sinks.detach(),  # q, k and v it detaches itself
     }

@@ -145,6 +145,7 @@ class StandIn:
         keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("ihd,jhd->hij", q.double(), keys) * options["softmax_scale"]
         sinks = options["learnable_sink"]
+        assert sinks is None or (sinks.dtype == torch.float32 and not sinks.requires_grad)  # which DLPack refuses
         sinks = q.new_full((q.shape[1],), -torch.inf) if sinks is None else sinks
         return torch.cat([scores.exp() * seen, sinks.double().exp()[:, None, None].expand(-1, len(q), 1)], -1)
 
@@ -201,14 +202,22 @@ def test_the_arithmetic_around_flash_attention_4_with_a_stand_in_for_it(with_sin
         # Inputs rounded to fp32, and the log-sum kept in it: 2^-24 times scores of about 5 and sums of 20 terms.
         torch.testing.assert_close(ours.double(), theirs, atol=2e-5, rtol=1e-5)
     forward, backward = stand_in.calls
+    sinks = [call.pop("learnable_sink") for call in (forward, backward)]
+    assert torch.equal(*sinks) if with_sinks else sinks == [None, None]
     assert backward == forward | {"deterministic": False}
-    assert forward["cu_seqlens_q"].dtype == torch.int32 and forward["max_seqlen_k"] == flash_attention_4.LONG
+    assert forward["cu_seqlens_q"].dtype == torch.int32
+    assert forward["max_seqlen_q"] == forward["max_seqlen_k"] == flash_attention_4.LONG
     torch.use_deterministic_algorithms(True)
     try:
         torch.autograd.grad(out, found_leaves, direction)
     finally:
         torch.use_deterministic_algorithms(False)
     assert stand_in.calls[-1]["deterministic"]
+
+
+def test_bounds_of_long_sequences_are_their_lengths():
+    options = flash_attention_4._options(torch.empty(0), torch.empty(0), 600, 700, 0, 1.0, None)
+    assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (600, 700)
 
 
 @pytest.mark.skipif(not REAL, reason="needs flash-attn-4")

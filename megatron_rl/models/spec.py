@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -43,7 +44,8 @@ def layer_spec(
     """
     fast = HAVE_TE and torch.cuda.is_available() and not plain
     block = get_gpt_decoder_block_spec(config, fast, normalization="RMSNorm", qk_l2_norm=False, vp_stage=vp_stage)
-    core = partial(CoreAttention, ignore_sinks=ignore_sinks, flash_attention=flash_attention)
+    options = {"ignore_sinks": ignore_sinks, "flash_attention": flash_attention}
+    core = ModuleSpec(module=CoreAttention, params=options)
     layers: list[Any] = block.layer_specs or []  # ModuleSpecs, whose submodules Megatron leaves untyped
     for layer in {id(spec): spec for spec in layers}.values():
         layer.module = ReplayTransformerLayer
@@ -59,7 +61,7 @@ def layer_spec(
     return block
 
 
-def _set_attention(attention: Any, config: Any, fast: bool, core: partial) -> None:
+def _set_attention(attention: Any, config: Any, fast: bool, core: ModuleSpec) -> None:
     attention.submodules.core_attention = core
     if config.multi_latent_attention:
         attention.module = MLASelfAttention

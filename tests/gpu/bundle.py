@@ -87,11 +87,7 @@ BUNDLES = {
         unused=("bin", "transformer_engine/jax", "transformer_engine/wheel_lib/nccl_ep"),
         gpu_code=("transformer_engine/wheel_lib/libtransformer_engine.so",),
     ),
-    "fa4": Bundle(
-        unused=(
-            *("bin", "build_backend.py", "nvidia_cutlass_dsl/dsl_packages/iket", "tvm_ffi/lib/libtvm_ffi_testing.so"),
-        ),
-    ),
+    "fa4": Bundle(unused=("bin", "build_backend.py", "nvidia_cutlass_dsl/dsl_packages/iket")),
 }
 
 # -- which packages, and from where ------------------------------------------------------------------------------------

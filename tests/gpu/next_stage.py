@@ -34,7 +34,7 @@ STAGES = (
     Stage("engine", ("trainer", "rollout", "references"), 540, (*TRAINER, "megatron_rl/rollout", "megatron_rl/sync")),
     Stage("te", ("trainer", "rollout", "te", "references"), 480, TRAINER),
     Stage("speed", ("trainer",), 90, ("megatron_rl/ops", "megatron_rl/models/experts.py", "csrc")),
-    Stage("attention", ("trainer", "te", "fa4"), 120, ("megatron_rl/ops/sink_attention.py", "csrc/sink_attention")),
+    Stage("attention", ("trainer", "te", "fa4"), 120, ("megatron_rl/ops", "csrc/sink_attention")),
     Stage("kernels", ("trainer",), 50, ("megatron_rl/ops", "csrc")),
     Stage("models", ("trainer", "references"), 110, TRAINER),
     Stage("training", ("trainer", "references"), 210, (*TRAINER, "megatron_rl/algorithms", "megatron_rl/sync")),

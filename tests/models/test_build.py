@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config import ParallelConfig
 from megatron_rl.data.packing import Layout
 from megatron_rl.errors import UserError
+from megatron_rl.models.attention import CoreAttention
 from megatron_rl.models.build import _set_kernels, load
 from megatron_rl.models.convert import _parallel_state
 from megatron_rl.models.freeze import check_patterns, plain_name
@@ -246,12 +247,14 @@ def test_ignored_sinks(folders, tmp_path):
     exact = reference(batch).logits
     assert (exact - plain).abs().max() > 1e-3
     with _parallel_state(folder, ALONE):
-        model = load(folder, parallel=ALONE, precision="fp32", attention_sinks="ignored")
+        options = {"attention_sinks": "ignored", "flash_attention": "torch"}
+        model = load(folder, parallel=ALONE, precision="fp32", **options)
         (chunk,) = chunks = model.make_chunks()
         logits = chunk(batch, torch.arange(40).expand(2, -1), None)
         logits.sum().backward()
         exported = dict(model.export_hf_weights(chunks))
     torch.testing.assert_close(logits, plain, atol=2e-6, rtol=1e-5)
+    assert {m.flash_attention for m in chunk.modules() if isinstance(m, CoreAttention)} == {"torch"}
     sinks = {name for name, p in chunk.named_parameters() if not p.requires_grad}
     assert sinks == FROZEN["*.softmax_offset"]
     assert all(p.grad is not None for name, p in chunk.named_parameters() if name not in sinks)

@@ -18,7 +18,7 @@ import torch
 FlashImpl = Literal["auto", "torch", "FA3", "FA4"]
 
 MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-"""Where each of them is found; of FlashAttention 3 by torch."""
+"""Modules in which they are; torch looks for FlashAttention 3 itself."""
 
 _WIDEST = {9: 256, 10: 128}
 """FlashAttention 4: widest heads by the first number of the compute capability, where sinks and windows have gradients."""
@@ -41,7 +41,7 @@ class Heads:
 
 
 def takes(impl: Literal["torch", "FA4"], dtype: torch.dtype, heads: Heads, capability: tuple[int, int]) -> bool:
-    """Whether it computes such heads, forward and backward, on a GPU of this compute capability."""
+    """True where it computes such heads, forward and backward, on a GPU of this compute capability."""
     width, value_width = heads.width, heads.value_width
     if dtype != torch.bfloat16 or width % 8 or value_width > width:
         return False

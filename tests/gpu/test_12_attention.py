@@ -23,7 +23,7 @@ from megatron_rl.ops.sink_attention import sink_attention_reference
 
 TOKENS = (8192, 16_384)
 TFLOPS = 790.0
-"""What a matrix product of bf16 reaches on an H100 or H200: 80 % of the data sheet's."""
+"""A matrix product of bf16 reaches so many on an H100 or H200: 80 % of the data sheet's."""
 # As in tests/gpu/test_2_kernels.py, of the largest entry.
 OUT, GRADIENT = 6e-3, 2e-2
 
@@ -48,7 +48,7 @@ Attention = Callable[..., torch.Tensor]
 class Kernel(NamedTuple):
     name: str
     make: Callable[[Heads, torch.Tensor | None], Attention]
-    """From heads and their sinks."""
+    """(heads, their sinks) -> attention."""
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ def milliseconds(start: Any, end: Any) -> float:
 
 
 def medians(attention: Attention, leaves: list[torch.Tensor], borders: torch.Tensor, rounds: int) -> dict[str, float]:
-    """Of forward and backward on the GPU, and of the host's part of both together, in ms."""
+    """ms of forward and backward on the GPU, and of the host's part in both together."""
     device, direction, found = leaves[0].device, torch.randn_like(leaves[0]), []
     for _ in range(rounds + 3):
         if device.type == "cuda":
@@ -222,7 +222,7 @@ def medians(attention: Attention, leaves: list[torch.Tensor], borders: torch.Ten
 
 @pytest.fixture(scope="module")
 def bytes_per_ms(device) -> float:
-    """Of a copy, read and written."""
+    """Speed of a copy, read and written."""
     a, b = torch.empty(2, (1 << 30 if device.type == "cuda" else 1 << 22), dtype=torch.uint8, device=device).unbind()
     times = []
     for _ in range(8):

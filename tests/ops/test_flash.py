@@ -174,7 +174,7 @@ class StandIn:
 @pytest.mark.parametrize("with_sinks", [True, False])
 @pytest.mark.parametrize(("window", "key_lengths"), [(0, None), (4, None), (0, (20, 0, 3, 7)), (3, (20, 0, 3, 7))])
 def test_the_arithmetic_around_flash_attention_4_with_a_stand_in_for_it(with_sinks, window, key_lengths, monkeypatch):
-    """Of the call: arguments by name, what is saved in between, the sinks' gradient. The kernels themselves need a GPU."""
+    """Arguments by name, what is saved in between, the sinks' gradient. The kernels themselves need a GPU."""
     stand_in, lengths = StandIn(), (17, 0, 1, 5)
     monkeypatch.setattr(flash_attention_4, "_interface", lambda: stand_in)
     module = sys.modules["megatron_rl.ops.sink_attention"]

@@ -69,7 +69,7 @@ class CoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         ignore_sinks: bool = False,
-        flash_attention: FlashImpl = "auto",
+        flash_attention: FlashImpl = "torch",
         **unused: object,
     ):
         super().__init__(config=config)

@@ -351,7 +351,7 @@ def load(
     lora: LoRAConfig | None = None,
     seed: int = 0,
     attention_sinks: Literal["exact", "ignored"] = "exact",
-    flash_attention: FlashImpl = "auto",
+    flash_attention: FlashImpl = "torch",
     value_head: bool = False,
     pooling: Literal["last", "mean"] = "last",
     plain: bool = False,

@@ -31,7 +31,7 @@ def layer_spec(
     vp_stage: int | None = None,
     *,
     ignore_sinks: bool = False,
-    flash_attention: FlashImpl = "auto",
+    flash_attention: FlashImpl = "torch",
     plain: bool = False,
     rotary: Rotary | None = None,
 ) -> TransformerBlockSubmodules:

@@ -72,7 +72,7 @@ def sink_attention(
     window: int | None = None,
     scale: float | None = None,
     cu_seqlens_k: torch.Tensor | PackedSequences | None = None,
-    flash_attention: flash.FlashImpl = "auto",
+    flash_attention: flash.FlashImpl = "torch",
 ) -> torch.Tensor:
     """Causal attention inside each packed sequence.
 

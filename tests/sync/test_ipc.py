@@ -9,7 +9,9 @@ import pickle
 from types import SimpleNamespace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.sync.buckets import fill_buckets
 from megatron_rl.sync.pythonpath.megatron_rl_plugin import memory
@@ -60,3 +62,23 @@ def test_each_rank_maps_the_bucket_into_its_own_gpu(monkeypatch):
             assert list(payload["flattened_tensor"]) == expected
             assert [entry.name for entry in payload["metadata"]] == ["w"]
         assert len(payloads) == 2
+
+
+def test_a_copy_of_the_trainers_memory_is_waited_for(monkeypatch):
+    """On the stream that makes it, and before anybody is told that the memory was read."""
+    calls = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.extend([str(func)] * (func.namespace == "aten"))
+            return func(*args, **(kwargs or {}))
+
+    stream_of = lambda device: SimpleNamespace(synchronize=lambda: calls.append(f"wait {device}"))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    with FakeTensorMode():
+        data = torch.empty(8, dtype=torch.uint8, device="cuda:0")
+        with Recorded():
+            copied = memory.own_copy({"flattened_tensor": data, "metadata": ["as it was"]})
+            calls.append("returned")
+    assert calls == ["aten.clone.default", "wait cuda:0", "returned"]
+    assert copied["metadata"] == ["as it was"] and copied["flattened_tensor"].is_cuda

@@ -74,5 +74,11 @@ def map_bucket(path: str, nbytes: int, metadata: list[dict]) -> dict:
 
 
 def own_copy(bucket: dict) -> dict:
-    """The same with a copy of its data, which is the trainer's memory on a GPU: to be written to, as above."""
-    return bucket | {"flattened_tensor": bucket["flattened_tensor"].clone()}
+    """The same with a copy of its data, which is the trainer's memory on a GPU: to be written to, as above.
+
+    Returns when the copy is there. SGLang's reply waits for no kernel, and after it the trainer fills that memory anew.
+    """
+    copy = bucket["flattened_tensor"].clone()
+    if copy.is_cuda:
+        torch.cuda.current_stream(copy.device).synchronize()
+    return bucket | {"flattened_tensor": copy}

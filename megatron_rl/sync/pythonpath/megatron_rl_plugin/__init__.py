@@ -12,7 +12,7 @@ def register() -> None:
 
     They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
     replies get small integers, or gates beside them where a server is told to. Requests may have seeds. Sinks are in fp32
-    where the model is. A model that is asked to be identical to the trainer's has its operators; one that is asked to shows
+    where the model is. Heads of all widths are served in bf16. A model that is asked to be identical to the trainer's has its operators; one that is asked to shows
     what its operators put out. A request's logit processor is a name, and nothing that would be unpickled. Processes that
     meet on 127.0.0.1 listen there alone.
     """
@@ -20,6 +20,7 @@ def register() -> None:
     from sglang.srt.utils.common import SafeUnpickler
 
     from megatron_rl_plugin import (
+        caches,
         fingerprint,
         gates,
         identical,
@@ -44,6 +45,8 @@ def register() -> None:
     named = "sglang.srt.sampling.custom_logit_processor._cache_from_str"
     HookRegistry.register(named, processors.class_named, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.gpt_oss.GptOssAttention.__init__", sinks.in_fp32, HookType.AFTER)
+    fused = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
+    HookRegistry.register(fused, caches.written_within_rotation, HookType.AROUND)
     load = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
     HookRegistry.register(load, identical.after_load, HookType.AFTER)
     HookRegistry.register(load, trace.after_load, HookType.AFTER)

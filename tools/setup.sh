@@ -16,8 +16,8 @@ is faster.
   --trainer-only  leave out .venv-rollout (for machines whose SGLang servers run elsewhere)
   --verifiers     .venv-verifiers too, for data.task: verifiers:NAME
   --suites        .venv-suites too, with tests of others' that the long tests run (verl's, MCP's)
-  --gpu           requirements/gpu.txt too: nvcc, and Transformer Engine, which is compiled here (the default where
-                  nvidia-smi finds a GPU; later calls remember it)
+  --gpu           requirements/gpu.txt too: nvcc, and Transformer Engine, which is compiled here, as are CUDA kernels of
+                  SGLang (the default where nvidia-smi finds a GPU; later calls remember it)
   --no-gpu        leave them out, also where there is a GPU
   --force         make the environments anew
 END
@@ -70,6 +70,7 @@ fi
 if [[ $gpu == --gpu ]]; then
     lists[trainer]+=" requirements/gpu.txt"
     build[trainer]+=" requirements/gpu.imports"
+    build[rollout]+=" requirements/rollout.kernels.json"
 fi
 # The part of it that is source alone, which `uv pip sync` would compile without torch at hand.
 source_build=transformer-engine-torch
@@ -223,10 +224,29 @@ complete_toolkits() {
     done
 }
 
+# How many compilers at a time: by cores, and by memory in GB.
+compilers() {
+    awk -v asked="${MAX_JOBS-}" -v cores="$(nproc)" '/MemAvailable/ { n = int($2 / 4e6); n = n < 1 ? 1 : n < cores ? n : cores
+        print asked ? asked : n }' /proc/meminfo
+}
+
+# SGLang compiles these itself where they are missing: servers of one machine then wait for one another.
+compile_kernels() { # of an environment
+    local log=$root/.tools/kernels.log jobs
+    jobs=$(compilers)
+    mkdir -p "$root/.tools"
+    say "$1: compiling $(grep -c cuda_files requirements/rollout.kernels.json) CUDA kernels of SGLang, $jobs at a time"
+    if nice -n 10 "$root/$1/bin/python" -W ignore "$root/tools/prewarm.py" "$jobs" >"$log" 2>&1; then
+        say "$1: $(tail -n 1 "$log")"
+    else
+        say "warning: $1: not all of SGLang's CUDA kernels could be compiled; a server tries again when it needs one: see $log"
+    fi
+}
+
 # Against the torch and the CUDA packages of the environment. What was compiled is kept apart for each torch, since uv's
 # own cache would take it for any.
 build_transformer_engine() {
-    local venv=$1 pin packages toolkit nvcc includes libraries jobs=${MAX_JOBS-}
+    local venv=$1 pin packages toolkit nvcc includes libraries jobs
     pin=$(grep --no-filename "^$source_build==" "${@:2}") || return 0
     packages=$root/$venv/lib/python3.12/site-packages
     toolkit=${CUDA_HOME:-/usr/local/cuda}
@@ -235,9 +255,7 @@ build_transformer_engine() {
     done
     includes=$(printf '%s:' "$packages"/nvidia/*/include)$toolkit/include
     libraries=$(printf '%s:' "$packages"/nvidia/*/lib)$toolkit/lib64
-    if [[ -z $jobs ]]; then # by cores, and by memory in GB
-        jobs=$(awk -v cores="$(nproc)" '/MemAvailable/ { n = int($2 / 4e6); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo)
-    fi
+    jobs=$(compilers)
     say "$venv: compiling $pin in $jobs processes, which takes minutes"
     CUDA_HOME=$toolkit CPATH=$includes LIBRARY_PATH=$libraries MAX_JOBS=$jobs NVTE_BUILD_MAX_JOBS=$jobs \
         NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-$(gpu_architectures)} NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
@@ -285,6 +303,7 @@ import $modules" >/dev/null 2>&1)
     if [[ $1 == trainer && -n $gpu ]]; then
         echo "$gpu" >"$choice"
     fi
+    [[ $1 != rollout || $gpu != --gpu ]] || compile_kernels "$venv"
     { inputs_hash "$1" && nvcc_release; } >"$venv/.setup-stamp"
 }
 

@@ -210,6 +210,26 @@ def test_a_transformer_engine_that_does_not_compile_says_what_to_do(gpu_checkout
     assert not (gpu_checkout / ".venv" / ".setup-stamp").exists()
 
 
+def test_kernels_of_sglang_are_compiled_ahead_where_there_is_a_gpu(checkout):
+    """By a program that fails at first, which is no failure of the set-up: a server compiles what it lacks."""
+    (checkout / "requirements" / "gpu.txt").write_text(f"pluggy=={pins('test.txt')['pluggy']}\n")
+    (checkout / "requirements" / "gpu.imports").write_text("pluggy\n")
+    kernels = checkout / "requirements" / "rollout.kernels.json"
+    kernels.write_text('[\n[["a"], {"cuda_files": []}],\n[["b"], {"cuda_files": []}]\n]\n')
+    program(checkout / "tools", "prewarm.py", "import packaging\nraise SystemExit('no such header')\n")
+    failed = setup(checkout, "--gpu", MAX_JOBS="3")
+    assert failed.returncode == 0 and "compiling 2 CUDA kernels of SGLang, 3 at a time" in failed.stderr, failed.stderr
+    log = checkout / ".tools" / "kernels.log"
+    assert f"see {log}" in failed.stderr and log.read_text() == "no such header\n"
+    assert setup(checkout).stderr == "", "a server tries again, and not every call of this"
+    kernels.write_text('[\n[["a"], {"cuda_files": []}]\n]\n')
+    program(checkout / "tools", "prewarm.py", "import sys\nprint('some words')\nprint('compiled', *sys.argv[1:])\n")
+    done = setup(checkout, MAX_JOBS="2")
+    assert done.returncode == 0 and ".venv-rollout: compiled 2\n" in done.stderr, done.stderr
+    plain = setup(checkout, "--no-gpu")
+    assert plain.returncode == 0 and "CUDA kernels" not in plain.stderr, plain.stderr
+
+
 def test_an_nvcc_that_comes_later_has_the_kernels_built_again(checkout, tmp_path):
     plain = "/usr/bin:/bin"
     tools = f"{tmp_path / 'tools'}:{os.environ['PATH']}"

@@ -1,0 +1,52 @@
+"""Compile the CUDA kernels that SGLang would compile when a server first needs them, so that no server waits for them.
+
+    .venv-rollout/bin/python tools/prewarm.py [JOBS]
+
+requirements/rollout.kernels.json has those of the released models' widths on GPUs of compute capability 9.0, as a dry run found
+them (tests/platform/test_dry_run.py). They are compiled for that capability, JOBS at a time (by default one a core), into the
+cache of SGLang: $SGLANG_JIT_CACHE_DIR, or ~/.cache/sglang/jit. No GPU is needed. Exit status 1 where one could not be compiled,
+with its name and the compiler's last words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+KERNELS = REPOSITORY / "requirements" / "rollout.kernels.json"
+CAPABILITY = (9, 0)
+
+
+def main(jobs: int) -> int:
+    sys.path.insert(0, str(REPOSITORY))
+    from megatron_rl.rollout.own_environment import compilers
+
+    os.environ.update(compilers(Path(sys.executable)))
+    from sglang.kernels.jit.utils.arch import override_jit_cuda_arch
+    from sglang.kernels.jit.utils.compile.loader import load_jit
+
+    def build(module: tuple[list[str], dict]) -> str:
+        """What went wrong."""
+        try:
+            load_jit(*module[0], **module[1])
+        except Exception as error:
+            return f"{' '.join(module[0])}: {str(error).strip()[-2000:]}"
+        return ""
+
+    modules = json.loads(KERNELS.read_text())
+    started = time.monotonic()
+    with override_jit_cuda_arch(*CAPABILITY), ThreadPoolExecutor(jobs) as pool:
+        failed = [error for error in pool.map(build, modules) if error]
+    print(*failed, sep="\n", file=sys.stderr, end="\n" if failed else "")
+    done = f"{len(modules) - len(failed)} of {len(modules)} CUDA kernels of SGLang"
+    print(f"{done} are compiled, after {time.monotonic() - started:.0f} s", flush=True)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(int(sys.argv[1]) if len(sys.argv) > 1 else os.cpu_count() or 1))

@@ -34,12 +34,15 @@ from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 from megatron_rl.models.attention import exact_attention
 from megatron_rl.models.parallel_check import check_parallel, read_hf_config
-from megatron_rl.models.precision import check_precision, this_machine
+from megatron_rl.models.precision import Machine, check_precision, this_machine
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.routing.hook import Routes
 from megatron_rl.trainer import checkpoint, parallel
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
+ROUTERS_OF_FEW = {"DeepseekV3ForCausalLM": 16, "GptOssForCausalLM": 128}
+"""Tokens up to which SGLang's router in bf16 is another product than for more, on GPUs of capability 9.0 and later: decoded
+among few, a token may go to other experts than in a prefill. That of gpt-oss is FlashInfer's, where that is installed."""
 _RECORD = re.compile(r"step_(\d+)\.rank\d+\.npz")
 
 
@@ -152,7 +155,8 @@ def attribute(
 
     base = own.score(replay=replayed)
     rho = config.pruning.rho
-    remove("routes", "experts of the engine replayed", own, replay=routes)
+    few = routed_otherwise(own.trainer.model.hf_config.architectures or [], config.precision.rollout, this_machine())
+    remove("routes", f"experts of the engine replayed{few}", own, replay=routes)
     remove("gates", "experts of the engine and their weights replayed", own, replay=gates)
     remove("tail", f"tokens below {rho:.2g} of the likeliest left out", own, rho=rho)
     remove("attention", "attention in fp64", own, exact=True)
@@ -173,6 +177,14 @@ def attribute(
     ]
     _, kl, tokens = whole.sum(0).tolist()
     return Attribution(step, round(tokens), len(usable), len(trajectories) - len(usable), kl / max(tokens, 1), sources)
+
+
+def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -> str:
+    """What is to be said of the engine's own part in the routes: it is a text to append, empty where there is nothing."""
+    rows = max((ROUTERS_OF_FEW.get(name, 0) for name in architectures), default=0)
+    if not rows or rollout == "fp32" or (machine.gpu or (0, 0)) < (9, 0):
+        return ""
+    return f"; its own decode routes up to {rows} tokens by another product than its prefill"
 
 
 def _scoring_alone(config: Config) -> Config:

@@ -8,9 +8,9 @@ nothing.
 
 The process takes this machine for one with an H100 (pretended_h100.py). A server's model runner is built with the flags and
 our plugin's hooks, and prefills and decodes three requests like the trainer's: with log-probs, seeds, and where the flags have
-them routes, gates and the logit processor. Tensors are fake: shapes, types and devices are checked, nothing is computed.
-Kernels are noted instead of run: sgl_kernel's operators, FlashInfer's, CUDA kernels that SGLang compiles when it needs them
-("jit"), and Triton's, which "compile" has compiled for that GPU. An outcome is
+them routes, gates, kept sets and the logit processor. Tensors are fake: shapes, types and devices are checked, nothing is
+computed. Kernels are noted instead of run: sgl_kernel's operators, FlashInfer's, CUDA kernels that SGLang compiles when it
+needs them ("jit"), and Triton's, which "compile" has compiled for that GPU. An outcome is
 
     {"error": None or text, "kernels": {kind: [names]}, "modules": [[arguments, options] of load_jit],
      "compiled": {name: text}, "captured": [layers], "routes": [shape, type] or None, "logits": [shape, device, type],
@@ -196,9 +196,10 @@ def drive(arguments: list[str], bodies: dict[str, Any]) -> dict[str, Any]:
 
 def request(bench: Any, server: Any, number: int, length: int) -> Any:
     """As the trainer sends them."""
-    asks = server.enable_custom_logit_processor
+    asks, names_kept = server.enable_custom_logit_processor, bool(server.sampling_mask_max_tokens)
     sampling = bench.SamplingParams(
         temperature=1.0,
+        top_k=32 if names_kept else -1,
         max_new_tokens=8,
         sampling_seed=number,
         custom_params={"temperature": 1.0, "log_rho": -8.0} if asks else None,
@@ -212,6 +213,7 @@ def request(bench: Any, server: Any, number: int, length: int) -> Any:
         return_logprob=True,
         custom_logit_processor="megatron_rl_plugin.PruneTail" if asks else None,
     )
+    made.return_sampling_mask = names_kept
     made.full_untruncated_fill_ids, made.logprob_start_len, made.extend_end = made.origin_input_ids, -1, length
     return made
 

@@ -13,8 +13,10 @@ from ranks import nearly_ties, run_ranks
 
 from megatron_rl.algorithms.segments import Segments
 from megatron_rl.metrics import attribution
+from megatron_rl.metrics.attribute import routed_otherwise
 from megatron_rl.metrics.attribution import Attribution, Source
 from megatron_rl.metrics.report import write_report
+from megatron_rl.models.precision import Machine
 from tests.metrics.page import Page
 
 RHO = 0.5
@@ -205,6 +207,16 @@ def test_the_shares_error_is_its_spread_over_batches(seed):
 def test_no_mismatch_has_no_shares():
     none = attribution.source("x", "", torch.zeros(3), torch.zeros(3), torch.ones(3))
     assert none.share is None and none.kl == 0.0
+
+
+def test_the_engines_own_part_in_the_routes_is_named():
+    """Which routers these are is SGLang's: tests/platform/test_dry_run.py sees them reached."""
+    hopper, cpu = (Machine(gpu, None, None, None) for gpu in ((9, 0), None))
+    moonlight, gpt_oss = ["DeepseekV3ForCausalLM"], ["GptOssForCausalLM"]
+    assert "its own decode routes up to 16 tokens by another product" in routed_otherwise(moonlight, "fp8", hopper)
+    assert "up to 128 tokens" in routed_otherwise(gpt_oss, "bf16", hopper)
+    nothing = (moonlight, "fp32", hopper), (moonlight, "bf16", cpu), (["Qwen3MoeForCausalLM"], "bf16", hopper)
+    assert [routed_otherwise(*case) for case in nothing] == [""] * 3
 
 
 def test_table_page_and_file_say_the_same(tmp_path):

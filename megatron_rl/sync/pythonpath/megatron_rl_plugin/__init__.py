@@ -12,9 +12,9 @@ def register() -> None:
 
     They are those of FP8 weights and scales as they lie there: SGLang would hash the product of both, as bf16. Routes of
     replies get small integers, or gates beside them where a server is told to. Requests may have seeds. Sinks are in fp32
-    where the model is. Heads of all widths are served in bf16. A model that is asked to be identical to the trainer's has its operators; one that is asked to shows
-    what its operators put out. A request's logit processor is a name, and nothing that would be unpickled. Processes that
-    meet on 127.0.0.1 listen there alone.
+    where the model is. Heads of all widths are served in bf16. A model that is asked to be identical to the trainer's has its
+    operators; one that is asked to shows what its operators put out. A request's logit processor is a name, and nothing that
+    would be unpickled. Processes that meet on 127.0.0.1 listen there alone.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils.common import SafeUnpickler

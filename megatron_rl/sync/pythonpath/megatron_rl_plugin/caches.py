@@ -1,7 +1,7 @@
 """Heads of a width that SGLang's own kernel does not rotate: on a GPU keys and values go to the cache by a kernel of their own.
 
-SGLang asks the rotation to write them for every cache in bf16; the kernel that rotates the other widths refuses that at the first
-request.
+SGLang asks the rotation to write them for every cache in bf16; the kernel that rotates the other widths refuses that at the
+first request.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def drive(arguments: list[str], bodies: dict[str, Any]) -> dict[str, Any]:
 
 def request(bench: Any, server: Any, number: int, length: int) -> Any:
     """As the trainer sends them."""
-    asks, names_kept = server.enable_custom_logit_processor, bool(server.sampling_mask_max_tokens)
+    asks, names_kept = server.enable_custom_logit_processor, server.sampling_backend == "pytorch"  # which knows seeds
     sampling = bench.SamplingParams(
         temperature=1.0,
         top_k=32 if names_kept else -1,

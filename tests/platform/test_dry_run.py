@@ -148,6 +148,7 @@ def dry_run(folder: Path, compiles: bool = False) -> dict[str, dict[str, Any]]:
 
 def modules(found: dict[str, dict[str, Any]]) -> list[str]:
     """CUDA kernels that SGLang compiles by itself, each as a line of JSON."""
+    assert not (errors := [outcome["error"] for outcome in found.values() if outcome["error"]]), errors[0]
     return sorted({json.dumps(module) for outcome in found.values() for module in outcome["modules"]})
 
 
@@ -182,6 +183,15 @@ def test_every_family_runs_on_a_pretended_h100(compiles, tmp_path):
     assert reached["triton"] == TRITON_KERNELS
     stored = [json.dumps(module) for module in json.loads(KERNELS.read_text())]
     assert modules(found) == stored, f"python tests/platform/test_dry_run.py > {KERNELS.relative_to(REPOSITORY)}"
+
+
+def test_all_that_is_compiled_ahead_compiles(tmp_path):
+    """Of which the dry run takes the compiler's word for granted."""
+    command = [str(find_python()), str(REPOSITORY / "tools" / "prewarm.py"), "2"]
+    environment = os.environ | {"SGLANG_JIT_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(list(tmp_path.rglob("*.so"))) == len(json.loads(KERNELS.read_text()))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ def register() -> None:
     from sglang.srt.utils.common import SafeUnpickler
 
     from megatron_rl_plugin import (
-        caches,
         fingerprint,
         gates,
         identical,
+        kernels,
         memory,
         processors,
         routes,
@@ -46,7 +46,9 @@ def register() -> None:
     HookRegistry.register(named, processors.class_named, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.gpt_oss.GptOssAttention.__init__", sinks.in_fp32, HookType.AFTER)
     fused = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
-    HookRegistry.register(fused, caches.written_within_rotation, HookType.AROUND)
+    HookRegistry.register(fused, kernels.rotates_and_writes, HookType.AROUND)
+    fused = "sglang.kernels.ops.layernorm.norm.can_use_fused_inplace_qknorm"
+    HookRegistry.register(fused, kernels.normalizes_both, HookType.AROUND)
     load = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
     HookRegistry.register(load, identical.after_load, HookType.AFTER)
     HookRegistry.register(load, trace.after_load, HookType.AFTER)

@@ -122,6 +122,7 @@ def gpt_oss(s: Sizes) -> PreTrainedConfig:
         num_local_experts=s.experts,
         num_experts_per_tok=s.topk,
         sliding_window=s.window,
+        swiglu_limit=7.0,  # as in the released folders: SGLang reads it, and not every release of transformers has it
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 150000.0,

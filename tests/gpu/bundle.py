@@ -54,15 +54,17 @@ class Bundle:
     """Modules that are written instead of packed."""
 
 
-DUAL_GEMM = '''"""Stands for a kernel of Blackwell GPUs."""
+DUAL_GEMM = '''"""Stands for a kernel of Blackwell GPUs; all that dense Qwen3 and Llama ask of it on others."""
+
+from enum import IntEnum
+
+MAX_DUAL_GEMM_DECODE_TOKENS = 0
+MODES = "STATIC_PER_TENSOR STATIC_PER_TOKEN DYNAMIC_PER_TENSOR DYNAMIC_PER_TOKEN UNQUANT"
+DualGemmQuantMode = IntEnum("DualGemmQuantMode", MODES, start=0)
 
 
 def can_use_dual_gemm(*args, **kwargs):
     return False
-
-
-def dual_gemm(*args, **kwargs):
-    raise NotImplementedError("needs a Blackwell GPU")
 '''
 BUNDLES = {
     "trainer": Bundle(unused=("bin", "pulp/solverdir")),

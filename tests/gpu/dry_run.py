@@ -21,6 +21,7 @@ It needs no driver, and nothing of the trainer but megatron_rl/platform/fake_gpu
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -158,9 +159,12 @@ def drive(arguments: list[str], bodies: dict[str, Any]) -> dict[str, Any]:
 
     class Dry(fake_gpu.FakeGPU):
         def _note(self, kind: Any, func: Any) -> Any:
-            frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(PLUGIN))]  # the nearest is last
-            SEEN.transfers.update(f"{kind} {Path(f.filename).stem}.{f.name}" for f in frames[-1:])
-            return super()._note(kind, func)
+            frame = sys._getframe()
+            while frame is not None and not frame.f_code.co_filename.startswith(str(PLUGIN)):
+                frame = frame.f_back
+            if frame is not None:
+                SEEN.transfers.add(f"{kind} {Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+            return fake_gpu.Transfer(kind, str(func), "")
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = str(func)
@@ -266,6 +270,7 @@ def main() -> None:
     without_a_device()
     load_plugins()
     bodies = bodies_of_operators()
+    gc.freeze()  # SGLang collects garbage, which would touch all that the forks share
     for name, case in json.load(sys.stdin).items():
         print(json.dumps([name, in_a_fork(case, bodies)]), file=answers, flush=True)
 

@@ -152,6 +152,7 @@ def modules(found: dict[str, dict[str, Any]]) -> list[str]:
     return sorted({json.dumps(module) for outcome in found.values() for module in outcome["modules"]})
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("compiles", [False, True])
 def test_every_family_runs_on_a_pretended_h100(compiles, tmp_path):
     """No tensor on the wrong device, no operator that refuses a shape, no wait for the GPU in what our plugin adds."""
@@ -185,6 +186,7 @@ def test_every_family_runs_on_a_pretended_h100(compiles, tmp_path):
     assert modules(found) == stored, f"python tests/platform/test_dry_run.py > {KERNELS.relative_to(REPOSITORY)}"
 
 
+@pytest.mark.timeout(1500)
 def test_all_that_is_compiled_ahead_compiles(tmp_path):
     """Of which the dry run takes the compiler's word for granted."""
     command = [str(find_python()), str(REPOSITORY / "tools" / "prewarm.py"), "2"]

@@ -10,6 +10,7 @@ with its name and the compiler's last words.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -49,4 +50,6 @@ def main(jobs: int) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(int(sys.argv[1]) if len(sys.argv) > 1 else os.cpu_count() or 1))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="?", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    raise SystemExit(main(parser.parse_args().jobs))

@@ -14,7 +14,8 @@ needs them ("jit"), and Triton's, which "compile" has compiled for that GPU. An 
 
     {"error": None or text, "kernels": {kind: [names]}, "modules": [[arguments, options] of load_jit],
      "compiled": {name: text}, "captured": [layers], "routes": [shape, type] or None, "logits": [shape, device, type],
-     "plugin": [what it transfers between host and GPU, or waits for]}
+     "plugin": [what it transfers between host and GPU, or waits for], "weights": [types in their checksums],
+     "same_after_a_push": whether these are laid out as before when one begins and ends}
 
 It needs no driver, and nothing of the trainer but megatron_rl/platform/fake_gpu.py.
 """
@@ -192,10 +193,25 @@ def drive(arguments: list[str], bodies: dict[str, Any]) -> dict[str, Any]:
         routes = None
         if (capturer := get_global_experts_capturer()) is not None:
             routes = capturer.get_topk(requests[0].kv.req_pool_idx, LENGTHS[0] + 1, runner.req_to_token_pool)
+        transfers = sorted(SEEN.transfers)
+        before = layout(runner)
+        runner.weight_updater.begin_weight_update()
+        runner.weight_updater.end_weight_update(run_post_load=True)
+        after = layout(runner)
     return {
         "logits": [list(logits.shape), str(logits.device), str(logits.dtype)],
         "routes": None if routes is None else [list(routes.shape), str(routes.dtype)],
+        "plugin": transfers,
+        "weights": sorted({kind for kind, _ in before.values()}),
+        "same_after_a_push": after == before,
     }
+
+
+def layout(runner: Any) -> dict[str, tuple[str, str]]:
+    """Of each weight what its checksum says: how it was computed and of which type, and the shape."""
+    checksums = runner.check_weights("checksum", role="target")["checksums"]
+    fields = {name: text.split(":") for name, text in checksums.items()}
+    return {name: (f"{kind}:{dtype}", shape) for name, (kind, _, dtype, shape) in fields.items()}
 
 
 def request(bench: Any, server: Any, number: int, length: int) -> Any:
@@ -237,7 +253,6 @@ def outcome(case: dict[str, Any], bodies: dict[str, Any]) -> dict[str, Any]:
         "modules": SEEN.modules,
         "compiled": SEEN.compiled,
         "captured": sorted(SEEN.captured),
-        "plugin": sorted(SEEN.transfers),
     }
 
 

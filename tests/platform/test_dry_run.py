@@ -24,6 +24,7 @@ from megatron_rl.config import ServerConfig  # noqa: E402
 from megatron_rl.models.precision import Machine  # noqa: E402
 from megatron_rl.rollout.own_environment import find_python  # noqa: E402
 from megatron_rl.rollout.server import RolloutServer  # noqa: E402
+from megatron_rl.sync.pythonpath.megatron_rl_plugin.fingerprint import PREFIX  # noqa: E402
 from tools.make_tiny_model import FAMILIES, PRESETS, Sizes  # noqa: E402
 
 DRY_RUN = REPOSITORY / "tests" / "gpu" / "dry_run.py"
@@ -166,6 +167,12 @@ def test_every_family_runs_on_a_pretended_h100(compiles, tmp_path):
         assert outcome["routes"] == (routes if case.moe_layers else None), name
         assert outcome["logits"] == [[3, case.sizes.vocab], "cuda:0", "torch.float32"], name
         assert outcome["plugin"] == ["upload pruning._parameters", "upload seeds.of_requests"], name
+        weights = {"fp32": {"float32"}, "bf16": {"bfloat16"}, "fp8": {"bfloat16", "float32", "float8_e4m3fn"}}[
+            case.dtype
+        ]
+        weights |= {"float32"} if case.family in ("deepseek_v3", "gpt_oss") else set()  # biases of routers and experts
+        assert set(outcome["weights"]) == {f"{PREFIX}:{dtype}" for dtype in weights}, name
+        assert outcome["same_after_a_push"], name
         compiled = outcome["compiled"]
         assert set(compiled) == set(outcome["kernels"]["triton"] if compiles else ()), name
         assert set(compiled.values()) <= {"ok"}, (name, compiled)

@@ -106,6 +106,16 @@ make_from_bundle() {
     fi
 }
 
+# A server would compile these when it first needs them, and others would wait for it.
+compile_ahead() {
+    [[ -d .venv-gpu/carried/rollout && ! -f .venv-gpu/compiled_ahead ]] && nvidia-smi >/dev/null 2>&1 || return 0
+    if .venv-rollout/bin/python tools/prewarm.py >&2; then
+        touch .venv-gpu/compiled_ahead
+    else
+        say "servers compile what is missing"
+    fi
+}
+
 if [[ -x .venv/bin/megatron-rl ]]; then
     python=$PWD/.venv/bin/python
 else
@@ -113,10 +123,12 @@ else
     python=$PWD/.venv-gpu/bin/python
     # SGLang's tree in Rust reads tensors as a later torch lays them out.
     export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
+    export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$PWD/.venv-gpu/flash_attention_4
     PATH="$(dirname "$machine"):$PATH"
     if [[ -z ${CUDA_HOME:-} ]] && nvcc=$(command -v nvcc); then
         CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$nvcc")")") && export CUDA_HOME
     fi
+    compile_ahead
 fi
 export PATH="${python%/*}:$PATH" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 

@@ -21,6 +21,8 @@ REPOSITORY = HERE.parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "trainer")]
 
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers", "triton", "transformer-engine", "numpy")
+LONGEST_ERROR = 6000
+"""Characters of a failure, from its end: of a run that failed (runs.py), the ends of its logs."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,6 +32,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.gpu)
             if without:
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+_STARTED = pytest.StashKey[float]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget, gone = item.config.getoption("--budget-s"), time.monotonic() - item.config.stash[_STARTED]
+    if budget is not None and gone > budget:
+        pytest.skip(f"{gone:.0f} s have gone by, and --budget-s is {budget:.0f}")
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +115,7 @@ class Report:
         if report.user_properties:
             entry["figures"] = dict(report.user_properties)
         if report.failed:
-            entry["error"] = str(report.longrepr)[-2000:]
+            entry["error"] = str(report.longrepr)[-LONGEST_ERROR:]
         elif report.skipped:
             entry["reason"] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
         self.result["tests"][report.nodeid.partition("tests/gpu/")[2] or report.nodeid] = entry
@@ -112,6 +123,7 @@ class Report:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STARTED] = time.monotonic()
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped where there is none")
     if path := config.getoption("--gpu-json"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)

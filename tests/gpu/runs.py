@@ -1,0 +1,179 @@
+"""Runs of the program for the stages that need whole ones: started, watched, waited for; a failure says what the logs said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TAIL_CHARACTERS = 2200
+"""Of each log in the message of a run that failed; conftest.py keeps as many of all of it as two logs have."""
+POLL_S = 0.1
+NAMED = ("train", "sft", "reward", "dpo", "eval", "rollout")
+"""Commands that make a run of a config; others (`report`) are given the run itself."""
+
+Values = Mapping[str, Any]
+Tell = Callable[[list[dict]], None]
+
+
+class RunFailed(AssertionError):
+    """A run that did not end well, or not in time. Its message ends with the last lines of each log, by name."""
+
+
+class Running:
+    """`megatron-rl COMMAND` on a run's folder, in a process of its own."""
+
+    def __init__(
+        self,
+        command: str,
+        folder: Path,
+        config: Path | str | None = None,
+        values: Values | None = None,
+        flags: Iterable[str] = (),
+    ) -> None:
+        """Start it. folder: of the run. config: a file of configs/; None for commands that are given a run.
+
+        values: overrides by key. The trainer's log is beside the folder: FOLDER-COMMAND.log.
+        """
+        self.command, self.folder = command, folder
+        self.log = folder.with_name(f"{folder.name}-{command}.log")
+        arguments = [command, str(config or folder), *flags]
+        if command in NAMED:
+            own = {"runs_dir": str(folder.parent), "name": folder.name, "logging.tensorboard": False}
+            values = own | dict(values or {})
+        for key, value in (values or {}).items():
+            arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._started = time.monotonic()
+        with open(self.log, "w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.cli", *arguments],
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._started
+
+    def lines(self) -> list[dict]:
+        """What it has logged so far, a line a step; evaluations before the first step are step 0."""
+        path = self.folder / METRICS_FILE
+        return list(read_json_lines(path)) if path.exists() else []
+
+    def steps(self) -> list[dict]:
+        """Of `lines` those of steps."""
+        return [line for line in self.lines() if line["step"] > 0]
+
+    def finish(self, timeout: float, tell: Tell | None = None) -> list[dict]:
+        """Wait for its end; returns `lines`. tell: gets them in any case. Errors: RunFailed."""
+        return self._until(lambda: False, timeout, tell)
+
+    def until(self, step: int, timeout: float, tell: Tell | None = None) -> list[dict]:
+        """Wait until a step is logged and kill the process, which would save; returns `lines`. Errors: RunFailed."""
+        return self._until(lambda: len(self.steps()) >= step, timeout, tell)
+
+    def wait_for(self, condition: Callable[[], object], timeout: float) -> None:
+        """Wait until something holds while it runs. Errors: RunFailed where it ends before, or it takes too long."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self._process.poll() is not None:
+                raise RunFailed(self._message(f"ended with status {self._process.returncode} too early"))
+            if time.monotonic() > deadline:
+                self.kill()
+                raise RunFailed(self._message(f"did not come so far in {timeout:.0f} s"))
+            time.sleep(POLL_S)
+
+    def _until(self, condition: Callable[[], bool], timeout: float, tell: Tell | None) -> list[dict]:
+        deadline = time.monotonic() + timeout
+        try:
+            while (status := self._process.poll()) is None and not condition():
+                if time.monotonic() > deadline:
+                    raise RunFailed(self._message(f"was not done after {timeout:.0f} s"))
+                time.sleep(POLL_S)
+            if status:
+                raise RunFailed(self._message(f"ended with status {status}"))
+            return self.lines()
+        finally:
+            self.kill()
+            if tell:
+                tell(self.lines())
+
+    def kill(self) -> None:
+        """End it with kill -9, where it runs; its servers end with it."""
+        self._process.kill()
+        self._process.wait(30)
+
+    def server_processes(self) -> list[psutil.Process]:
+        """SGLang's processes that are alive below it, without their supervisor."""
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue
+            if any(word.startswith("sglang") for word in words[:3]):
+                found.append(process)
+        return found
+
+    def _message(self, what: str) -> str:
+        logged = f"{len(self.steps())} steps logged"
+        found = (
+            f"megatron-rl {self.command} of {self.folder.name} {what}, {self.seconds:.0f} s after its start, {logged}"
+        )
+        for log in [*sorted(self.folder.glob("sglang*.log")), self.log]:
+            found += f"\n== end of {log.name}:\n{tail(log)}"
+        return found
+
+
+def run(
+    command: str,
+    folder: Path,
+    config: Path | str | None = None,
+    values: Values | None = None,
+    flags: Iterable[str] = (),
+    *,
+    timeout: float,
+    tell: Tell | None = None,
+) -> list[dict]:
+    """`Running` to its end: its metrics lines. Errors: RunFailed."""
+    return Running(command, folder, config, values, flags).finish(timeout, tell)
+
+
+def tail(log: Path, characters: int = TAIL_CHARACTERS) -> str:
+    """The end of a log, from the beginning of a line on."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - characters))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"({error.strerror})"
+    return text.strip() if len(text) < characters else text[text.find("\n") + 1 :].strip()
+
+
+def figures(lines: list[dict], keys: Iterable[str]) -> dict[str, list]:
+    """Values by key, one a line, None where it has none. A key that ends with * stands for all that begin so; numbers have
+    six digits."""
+    names = {name: None for line in lines for name in line}
+    wanted: dict[str, None] = {}
+    for key in keys:
+        matching = [name for name in names if name.startswith(key[:-1])] if key.endswith("*") else [key]
+        wanted |= dict.fromkeys(matching)
+    return {key: [_short(line.get(key)) for line in lines] for key in wanted}
+
+
+def _short(value: object) -> object:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -20,24 +20,27 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
+from megatron_rl.config import Config
 from megatron_rl.config_file import build_config
 from megatron_rl.data.packing import Batch
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.launch.hooks import update_hooks
 from megatron_rl.launch.memory import estimate
 from megatron_rl.metrics.reduce import figures
+from megatron_rl.models.moe import moe_layers
 from megatron_rl.models.precision import TRAIN
 from megatron_rl.rollout.sampling import SamplingSupport
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.trainer import Trainer, build_trainer
 
-TOKENS = 18_432
+TOKENS, TINY_TOKENS = 18_432, 288
 """Of one micro-batch: one response of 16k tokens and its prompt, and short ones that fill it up."""
 
 
@@ -132,8 +135,11 @@ def synchronizations(trainer: Trainer, batches: list[Batch]) -> dict[str, int]:
     return dict(Counter(places).most_common())
 
 
-def profile(trainer: Trainer, batches: list[Batch], folder: Path | None) -> dict[str, float]:
-    """Milliseconds of the ten kernels (on a CPU: operators) that took longest in one update; the trace goes to `folder`."""
+def profile(trainer: Trainer, batches: list[Batch], folder: Path | None) -> dict[str, Any]:
+    """Of one update: launches of kernels, and milliseconds of the ten (on a CPU: operators) that took longest.
+
+    The trace goes to `folder`.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     gpu = torch.cuda.is_available()
     if gpu:
@@ -144,40 +150,30 @@ def profile(trainer: Trainer, batches: list[Batch], folder: Path | None) -> dict
         folder.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(folder / "update.json.gz"))
     own = "self_device_time_total" if gpu else "self_cpu_time_total"
-    rows = sorted(found.key_averages(), key=lambda row: -getattr(row, own))[:10]
-    return {row.key[:120]: round(getattr(row, own) / 1e3, 2) for row in rows}
+    rows = sorted(found.key_averages(), key=lambda row: -getattr(row, own))
+    return {
+        "launches": sum(row.count for row in rows if "LaunchKernel" in row.key),
+        "longest_ms": {row.key[:120]: round(getattr(row, own) / 1e3, 2) for row in rows[:10]},
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=list(MODELS))
-    parser.add_argument("--updates", type=int, default=6, help="the first is not counted (default 6)")
-    parser.add_argument("--precision", choices=list(TRAIN), default="bf16", help="precision.train (default bf16)")
-    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
-    parser.add_argument("--profile", type=Path, help="folder for a trace of one update")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
-    parser.add_argument("--json", help="file to write the result to")
-    options = parser.parse_args()
-    if options.updates < 2:
-        parser.error("--updates must be 2 or more: the first is not counted")
-    hf_config = MODELS[options.model](options.tiny)
-    tokens = 288 if options.tiny else TOKENS
-    device = Device()
-    with tempfile.TemporaryDirectory() as folder:
-        config = build_config(
-            {
-                "steps": 1_000_000,
-                "model": {"path": str(make_folder(hf_config, Path(folder))), "recompute": options.recompute},
-                "batch": {"tokens_per_micro_batch": tokens},
-                "precision": {"train": options.precision},
-                "rollout": {"agreement_floor": None},  # log-probs are made up
-                "optimizer": {"lr": 1e-7},
-            }
-        )
-        ranks = parallel.initialize(config.parallel, config.seed)
-        trainer = build_trainer(
-            config, ranks, total_updates=config.steps, support=SamplingSupport(), hooks=update_hooks(config)
-        )
+def measure(
+    config: Config,
+    hf_config: transformers.PreTrainedConfig,
+    *,
+    updates: int,
+    plain: bool = False,
+    trace: Path | None = None,
+) -> dict[str, Any]:
+    """Score and update a full micro-batch `updates` times: seconds, gigabytes, launches and where the time goes.
+
+    config: from `slice_config`. plain: Megatron's local layers, also where Transformer Engine is. trace: folder for one of an
+    update. Starts the ranks, and ends them.
+    """
+    tokens, device = config.batch.tokens_per_micro_batch, Device()
+    ranks = parallel.initialize(config.parallel, config.seed)
+    support, hooks = SamplingSupport(), update_hooks(config)
+    trainer = build_trainer(config, ranks, total_updates=config.steps, support=support, hooks=hooks, plain=plain)
     planned = estimate(config, hf_config, 1).usage
     device.peak()
     samples = make_samples(tokens, hf_config.vocab_size)
@@ -185,7 +181,7 @@ def main() -> None:
     count = sum(sample.inputs for sample in samples)
     seconds: dict[str, list[float]] = {"score": [], "update": []}
     norms, skipped = [], 0.0
-    for _ in range(options.updates):
+    for _ in range(updates):
         start = device.now()
         trainer.compute_log_probs(batches)
         middle = device.now()
@@ -197,14 +193,14 @@ def main() -> None:
     memory = device.peak()
     median = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     result = {
-        "model": options.model,
         "device": torch.cuda.get_device_name() if device.gpu else "CPU",
         "torch": torch.__version__,
-        "precision": options.precision,
+        "precision": config.precision.train,
+        "experts": sorted({type(layer.experts).__name__ for _, layer in moe_layers(trainer.chunks)}),
         "layers": hf_config.num_hidden_layers,
         "tokens": count,
         "micro_batches": len(batches),
-        "recompute": options.recompute,
+        "recompute": config.model.recompute,
         "parameters": sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters()),
         "score_s": round(median["score"], 4),
         "update_s": round(median["update"], 4),
@@ -214,9 +210,46 @@ def main() -> None:
         "skipped": skipped,
         "planned_gb": round(planned.total / 1e9, 2),
         "synchronizations": synchronizations(trainer, batches),
-        "longest_ms": profile(trainer, batches, options.profile),
+        **profile(trainer, batches, trace),
     }
     parallel.shutdown()
+    return result
+
+
+def slice_config(folder: Path, precision: str, *, tokens: int = TOKENS, recompute: str = "none") -> Config:
+    """Config of the updates of a model's folder."""
+    return build_config(
+        {
+            "steps": 1_000_000,
+            "model": {"path": str(folder), "recompute": recompute},
+            "batch": {"tokens_per_micro_batch": tokens},
+            "precision": {"train": precision},
+            "rollout": {"agreement_floor": None},  # log-probs are made up
+            "optimizer": {"lr": 1e-7},
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("--updates", type=int, default=6, help="the first is not counted (default 6)")
+    parser.add_argument("--precision", choices=list(TRAIN), default="bf16", help="precision.train (default bf16)")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--plain", action="store_true", help="local layers, also where Transformer Engine is installed")
+    parser.add_argument("--profile", type=Path, help="folder for a trace of one update")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--json", help="file to write the result to")
+    options = parser.parse_args()
+    if options.updates < 2:
+        parser.error("--updates must be 2 or more: the first is not counted")
+    hf_config = MODELS[options.model](options.tiny)
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_folder(hf_config, Path(name))
+        tokens = TINY_TOKENS if options.tiny else TOKENS
+        config = slice_config(folder, options.precision, tokens=tokens, recompute=options.recompute)
+        found = measure(config, hf_config, updates=options.updates, plain=options.plain, trace=options.profile)
+    result = {"model": options.model, **found}
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({key: result[key] for key in ("model", "device", "tokens_per_s", "update_s", "memory_gb")}))

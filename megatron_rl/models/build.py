@@ -108,7 +108,7 @@ class Model:
             self._freeze(chunks)
         if self.lora.rank and adapt:
             self._add_adapters(chunks)
-        if self.recipe.block is not None and not torch.cuda.is_available():  # FP8, simulated
+        if self.recipe.block is not None and not self.config.fp8:  # simulated
             from megatron_rl.models.fake_quant import FakeQuantizer
 
             quantizer = FakeQuantizer(self.recipe.block)
@@ -364,7 +364,8 @@ def load(
     freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks,
     flash_attention: as in ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a
     classifier's) or, of a language model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without
-    Transformer Engine's, whose inputs can be looked at, also where it is. identical: batch-invariant layers, as the engine's.
+    Transformer Engine's, whose inputs can be looked at, also where it is, as always in fp32; FP8 is then simulated.
+    identical: batch-invariant layers, as the engine's.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
     asked = PrecisionConfig(train=cast("Any", precision))  # which checks it
@@ -381,6 +382,7 @@ def load(
             f"model folder {hf_path}: has a head of one number, as reward models and critics do, and none over the"
             " vocabulary; give the folder of a language model"
         )
+    plain = plain or TRAIN[precision].dtype == torch.float32  # Transformer Engine multiplies fp32 as TF32
     bridge = make_bridge(hf_config, value_head=value_head)
     config = bridge.provider_bridge(SimpleNamespace(config=hf_config))
     _set_parallel(config, parallel)
@@ -456,12 +458,13 @@ def _set_kernels(
     gpu = torch.cuda.is_available()
     config.params_dtype = config.pipeline_dtype = config.autocast_dtype = recipe.dtype
     config.bf16, config.fp16 = recipe.dtype == torch.bfloat16, False
-    if recipe.fp8_recipe and gpu and not HAVE_TE:
+    fast = gpu and not plain
+    if recipe.fp8_recipe and fast and not HAVE_TE:
         raise UserError(
             "config: precision.train: Transformer Engine is installed and cannot be imported; its own error is that of"
             " python -c 'import transformer_engine.pytorch'"
         )
-    if recipe.fp8_recipe and gpu:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
+    if recipe.fp8_recipe and fast:  # parameters stay bf16: FP8 are the products of Transformer Engine's layers
         config.fp8, config.fp8_recipe = recipe.fp8, cast("Any", recipe.fp8_recipe)
     config.attention_softmax_in_fp32 = True
     config.transformer_impl = "transformer_engine" if HAVE_TE and gpu and not plain else "local"

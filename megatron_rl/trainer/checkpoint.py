@@ -23,10 +23,12 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megatron_rl.errors import UserError
+from megatron_rl.models import delayed_scaling
 from megatron_rl.models.checkpoint_reader import untrusted
 from megatron_rl.models.dist_write import Write, read
 from megatron_rl.models.freeze import ADAPTER, HEAD
@@ -42,6 +44,8 @@ T = TypeVar("T")
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Megatron writes process groups into the dict that it is given: each call gets a copy.
 _NAME = re.compile(r"step_(\d+)")
+_EXTRA = "._extra_state"
+"""What Transformer Engine's layers store beside their weights: with delayed scaling pickles, which they refuse to load."""
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -101,7 +105,9 @@ def set_random_states(states: dict[str, Any]) -> None:
     _tracker().set_states(states["tracker"])
 
 
-def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
+def _state(
+    trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True, with_scales: bool = True
+) -> dict[str, Any]:
     trainer.residence.require("all")
     gather_parameters(trainer.ddp)
     _allocate_adam(trainer)
@@ -112,7 +118,18 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
         state["random"] = ShardedObject("random", random_states(), (ranks.world_size,), (ranks.rank,))
+    if with_scales and _scales_by_history(trainer):
+        scales = delayed_scaling.remembered(_with_reference(trainer))
+        state["scales"] = ShardedObject("scales", scales, (ranks.world_size,), (ranks.rank,))
     return state
+
+
+def _scales_by_history(trainer: Trainer) -> bool:
+    return trainer.model.recipe.fp8_recipe == "delayed"
+
+
+def _with_reference(trainer: Trainer) -> list[GPTModel]:
+    return [*trainer.chunks, *(trainer.reference or [])]
 
 
 def _distributed_state(trainer: Trainer, state: dict[str, Any]) -> list[ShardedState]:
@@ -137,13 +154,13 @@ def _companions(trainer: Trainer) -> dict[str, Trainer]:
 
 
 def _with_companions(
-    trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True
+    trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True, with_scales: bool = True
 ) -> tuple[dict[str, Any], dict[str, list[ShardedState]]]:
     """State of all that trains, a companion's under its name; and the parts of their optimizers, the trainer's own under ''."""
-    state = _state(trainer, ranks, loading=loading, with_random=with_random)
+    state = _state(trainer, ranks, loading=loading, with_random=with_random, with_scales=with_scales)
     parts = {"": _distributed_state(trainer, state)}
     for name, companion in _companions(trainer).items():
-        own = _state(companion, ranks, loading=loading, with_random=False)
+        own = _state(companion, ranks, loading=loading, with_random=False, with_scales=with_scales)
         parts[name] = _distributed_state(companion, own)
         add_prefix_for_sharding(own, f"{name}.")
         state[name] = own
@@ -181,6 +198,7 @@ class Save:
             "scheduler": trainer.scheduler.state_dict(),
             "freeze": sorted(trainer.config.model.freeze),
             "lora": _lora_of(trainer),
+            "scales": _scales_by_history(trainer),
             "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
             "companions": {
                 name: {
@@ -284,7 +302,8 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
         learner.scheduler.num_steps = 0  # Megatron adds to what it finds, and Adam's bias correction goes by the sum
         learner.scheduler.load_state_dict(states[name]["scheduler"])
         _prepare_optimizers(learner)
-    state, parts = _with_companions(trainer, ranks, loading=True, with_random=same_size)
+    with_scales = same_size and common.get("scales", False)
+    state, parts = _with_companions(trainer, ranks, loading=True, with_random=same_size, with_scales=with_scales)
     known = [hook for hook in trainer.hooks if hook.name in common["hooks"]]
     for hook in known:
         _require(path, f"run.hooks.{hook.name}", common["hooks"][hook.name], _largest(ranks, hook.progress()))
@@ -298,6 +317,8 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
         if not parts[name]:
             learner.optimizer.load_state_dict(own["optimizer"])
         _separate_steps(learner)
+        if "scales" in own:
+            delayed_scaling.restore(_with_reference(learner), own["scales"], learner.model.config)
     for hook in known:
         hook.load_state_dict(loaded.get(hook.name, {}), common["hooks"][hook.name])
     if same_size:
@@ -455,7 +476,8 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
         endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
         frozen = bool(trainer.model.lora.rank)  # a checkpoint of adapters has no other weights
         own = {key: value for key, value in chunk.state_dict().items() if key.endswith(endings)}
-        lost = chunk.load_state_dict({**own, **loaded[name]}, strict=not frozen)
+        weights = {key: None if _EXTRA in key else value for key, value in loaded[name].items()}
+        lost = chunk.load_state_dict({**own, **weights}, strict=not frozen)
         if wrong := [*lost.unexpected_keys, *(key for key in lost.missing_keys if ADAPTER in key)]:
             raise RuntimeError(f"the checkpoint's adapters are not those of the model: {wrong[0]}")
 

@@ -85,6 +85,7 @@ class Residence:
             with _quiet():
                 for ddp in trainer.ddp:
                     ddp.offload_grad_buffers(empty_cache=False)
+            _drop_quantized([*trainer.chunks, *(trainer.reference or [])])
             self._rest = HostCopy(_rest(trainer), device)
             self._rest.release()
             self.on_device = "weights"
@@ -116,6 +117,13 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         yield
+
+
+def _drop_quantized(chunks: Sequence[torch.nn.Module]) -> None:
+    """Drop the FP8 copies of weights that Transformer Engine's layers keep: the next pass begins with making them anew."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def _rest(trainer: Trainer) -> Iterator[Tensor]:

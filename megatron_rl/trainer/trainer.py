@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from megatron_rl.data.packing import Batch, Layout, micro_batch_count, pack_all
 from megatron_rl.data.sequence import Sequence
 from megatron_rl.errors import UserError
 from megatron_rl.metrics.reduce import Metrics, mean, of_update, over_ranks, total
+from megatron_rl.models import delayed_scaling
 from megatron_rl.models.adapters import adapters_off
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.packed import LayerOutputs, PackedBatch
@@ -255,7 +256,6 @@ class Trainer:
         """
         self.residence.require("all")
         for ddp in self.ddp:
-            ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         totals = self.totals(batches)
@@ -388,9 +388,32 @@ class Trainer:
         routers balance.
         """
         self.residence.require("all")
-        if forward_only:
-            for chunk in chunks:
-                chunk.eval()
+        run = partial(self._run_once, chunks, batches, support=support)
+        asked = partial(run, passes, objective, forward_only=forward_only, features=features, routers=routers)
+        if self.model.recipe.fp8_recipe != "delayed":
+            return asked()
+        if not delayed_scaling.calibrated(chunks):
+            with torch.no_grad():
+                scored = ComputeValues() if self.model.value_head else LogProbs()
+                run([None] * len(batches), scored, forward_only=True)
+            delayed_scaling.calibrate()
+        with delayed_scaling.amaxes_kept(chunks) if forward_only else nullcontext():
+            return asked()
+
+    def _run_once(
+        self,
+        chunks: Items[torch.nn.Module],
+        batches: list[Batch],
+        passes: list[RoutePass | None],
+        objective: Objective,
+        *,
+        support: SamplingSupport,
+        forward_only: bool,
+        features: Items[LayerOutputs] = (),
+        routers: Items[RouterLosses | None] = (),
+    ) -> list[Result | None]:
+        for chunk in chunks:
+            chunk.train(not forward_only)
         results: list[Result | None] = [None] * len(batches)
         self._results = results
         nobody: list[None] = [None] * len(batches)

@@ -90,13 +90,12 @@ def make_config(model: str, overrides: dict) -> Config:
     return build_config(base)
 
 
-def make_trainer(config: Config) -> Trainer:
+def make_trainer(config: Config, *, plain: bool = False) -> Trainer:
     ranks = parallel.initialize(config.parallel, config.seed)
     support = SamplingSupport(TEMPERATURE, min_p=config.pruning.rho if config.pruning.enabled else 0.0)
     hooks = update_hooks(config)
-    return build_trainer(
-        config, ranks, total_updates=config.steps, support=support, hooks=hooks, reference=config.policy_reference
-    )
+    options = {"support": support, "hooks": hooks, "reference": config.policy_reference, "plain": plain}
+    return build_trainer(config, ranks, total_updates=config.steps, **options)
 
 
 def score(trainer: Trainer, batches: list[Batch]) -> None:
@@ -126,13 +125,15 @@ def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
     return grads
 
 
-def run_layout(config: Config, samples: list[Sequence], updates: int = 2, *, whole: bool = True) -> dict:
+def run_layout(
+    config: Config, samples: list[Sequence], updates: int = 2, *, whole: bool = True, plain: bool = False
+) -> dict:
     """Score, then `updates` updates; returns log-probs before, loss and gradients of the first, and the last weights.
 
     whole: gradients are reduced whole on every rank, where the distributed optimizer would keep a shard of them on each;
-    else none are returned.
+    else none are returned. plain: as of `build_trainer`.
     """
-    trainer = make_trainer(config)
+    trainer = make_trainer(config, plain=plain)
     if whole:
         settings = trainer.chunks[0].config
         finalize = settings.finalize_model_grads_func

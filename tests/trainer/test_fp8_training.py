@@ -180,3 +180,23 @@ def test_experts_and_whole_shards_have_scales_of_their_own():
     assert torch.equal(together, each)
     assert ((together - x).abs() <= x.abs() / 16 + 1e-3).all()
     assert torch.equal(whole, shards)
+
+
+def test_delayed_scales_are_those_of_the_updates(found):
+    """However often a model scores; the first pass makes scales and is not the one that counts."""
+    delayed = found["delayed"]
+    assert torch.equal(delayed["first passes"][0], delayed["first passes"][2])
+    scale, amax = delayed["before 1"].T
+    assert (scale != 1).all() and (amax == 0).all()
+    assert torch.equal(delayed["before 1"], delayed["before 3"])
+    assert not torch.equal(delayed["before 1"], delayed["after 1"])
+    assert torch.equal(delayed["after 1"], delayed["after 3"])
+    assert torch.equal(delayed["weights 1"], delayed["weights 3"])
+
+
+def test_delayed_scales_are_in_a_checkpoint(found):
+    """And Transformer Engine's pickles of them, which it refuses to load, are left alone."""
+    delayed = found["delayed"]
+    assert torch.equal(delayed["loaded"], delayed["after 1"])
+    assert torch.equal(delayed["resumed"], delayed["went on"])
+    assert (delayed["anew"] == 0).all()

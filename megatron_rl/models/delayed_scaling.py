@@ -27,7 +27,8 @@ def calibrated(chunks: Iterable[torch.nn.Module]) -> bool:
 
 def calibrate() -> None:
     """Make scales of the amaxes of the pass before, of all models; those that have seen nothing keep theirs. Collective."""
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # as Megatron imports it
+    # As Megatron imports it.
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager  # pyright: ignore[reportMissingImports]
 
     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 

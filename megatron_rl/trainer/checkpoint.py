@@ -105,9 +105,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     _tracker().set_states(states["tracker"])
 
 
-def _state(
-    trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True, with_scales: bool = True
-) -> dict[str, Any]:
+def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     trainer.residence.require("all")
     gather_parameters(trainer.ddp)
     _allocate_adam(trainer)
@@ -118,7 +116,7 @@ def _state(
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
         state["random"] = ShardedObject("random", random_states(), (ranks.world_size,), (ranks.rank,))
-    if with_scales and _scales_by_history(trainer):
+    if _scales_by_history(trainer):
         scales = delayed_scaling.remembered(_with_reference(trainer))
         state["scales"] = ShardedObject("scales", scales, (ranks.world_size,), (ranks.rank,))
     return state
@@ -154,13 +152,13 @@ def _companions(trainer: Trainer) -> dict[str, Trainer]:
 
 
 def _with_companions(
-    trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True, with_scales: bool = True
+    trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool = True
 ) -> tuple[dict[str, Any], dict[str, list[ShardedState]]]:
     """State of all that trains, a companion's under its name; and the parts of their optimizers, the trainer's own under ''."""
-    state = _state(trainer, ranks, loading=loading, with_random=with_random, with_scales=with_scales)
+    state = _state(trainer, ranks, loading=loading, with_random=with_random)
     parts = {"": _distributed_state(trainer, state)}
     for name, companion in _companions(trainer).items():
-        own = _state(companion, ranks, loading=loading, with_random=False, with_scales=with_scales)
+        own = _state(companion, ranks, loading=loading, with_random=False)
         parts[name] = _distributed_state(companion, own)
         add_prefix_for_sharding(own, f"{name}.")
         state[name] = own
@@ -302,8 +300,10 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
         learner.scheduler.num_steps = 0  # Megatron adds to what it finds, and Adam's bias correction goes by the sum
         learner.scheduler.load_state_dict(states[name]["scheduler"])
         _prepare_optimizers(learner)
-    with_scales = same_size and common.get("scales", False)
-    state, parts = _with_companions(trainer, ranks, loading=True, with_random=same_size, with_scales=with_scales)
+    state, parts = _with_companions(trainer, ranks, loading=True, with_random=same_size)
+    if not (same_size and common.get("scales")):  # as of another recipe: scales begin anew
+        for name in learners:
+            (state[name] if name else state).pop("scales", None)
     known = [hook for hook in trainer.hooks if hook.name in common["hooks"]]
     for hook in known:
         _require(path, f"run.hooks.{hook.name}", common["hooks"][hook.name], _largest(ranks, hook.progress()))

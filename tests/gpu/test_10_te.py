@@ -1,9 +1,9 @@
 """Stage te: Transformer Engine's layers beside local ones, FP8 for real beside bf16 and beside its simulation, and the mismatch
 of trainers and engines of every precision.
 
-Seconds on a GPU, estimated: layers 30, FP8 log-probs 25, scales 6, resumed 15, slices of Qwen3 85, pairs with engines 165 (five
-servers, three at a time, and 19 replays, six at a time), slices of gpt-oss 55, real widths 20, fifty updates 25, Adam 8, asleep
-5: 440. Without a GPU, in small: FP8 is simulated, and what needs Transformer Engine says so.
+Seconds on a GPU, estimated: layers 30, FP8 log-probs 25, scales 6, resumed 15, slices of Qwen3 85, pairs with engines 140 (five
+servers at once, then 19 replays, eight at a time), slices of gpt-oss 55, real widths 20, fifty updates 25, Adam 8, asleep 5:
+415 in all. Without a GPU, in small: FP8 is simulated, and what needs Transformer Engine says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import gc
 import importlib.util
 import math
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -55,6 +57,11 @@ def leave_nothing():
     """Each trainer starts torch.distributed anew, and what it held is free for the next."""
     yield
     parallel.shutdown()
+    if HAVE_TE:
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
+    traceback.clear_frames(getattr(sys, "last_traceback", None))  # those of a failure hold its trainer
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -124,6 +131,8 @@ def tiny_config(folder: Path, precision: str, *, routed: bool = False, **section
 
 
 def test_what_runs_here(record_property):
+    if HAVE_TE:
+        import transformer_engine.pytorch  # noqa: F401 (where it cannot be, this is its own error)
     answers = trainer_recipes(this_machine())
     record_property("recipes", {name: f"{answer.state} {answer.reason}".strip() for name, answer in answers.items()})
     if this_machine().gpu == (9, 0):
@@ -293,6 +302,12 @@ def remembered(trainer: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
+def largest_difference(first: list[torch.Tensor | None], second: list[torch.Tensor | None]) -> float:
+    return max(
+        float((a - b).abs().max()) for a, b in zip(first, second, strict=True) if a is not None and b is not None
+    )
+
+
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> int:
     assert before.keys() == after.keys()
     return sum(not torch.equal(before[name], after[name]) for name in before)
@@ -311,8 +326,9 @@ def test_scoring_leaves_the_scales(models, record_property):
     scales = torch.cat([value for name, value in before.items() if name.endswith("scaling_fwd scale")])
     record_property("scales of the forward that are not 1", float((scales != 1).float().mean()))
     assert (scales != 1).float().mean() > 0.5  # the first pass has made them; outputs have none
-    again = trainer.compute_log_probs(batches)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    apart = largest_difference(first, trainer.compute_log_probs(batches))
+    record_property("first and second pass", apart)
+    assert apart < 1e-3  # that one is the first does not show; with scales of 1 it would be off by percents
     assert changed(before, remembered(trainer)) == 0
     layouts.update(trainer, batches)
     before = remembered(trainer)
@@ -418,6 +434,7 @@ LOGGED = (
     "corrected/*",
     "pruning/*",
     "routing/agreement",
+    "routing/engine_agreement",
     "update/grad_norm",
     "update/skipped",
     "entropy",
@@ -457,13 +474,12 @@ class Runs:
             self.pairs[pair] = self.trainers.submit(self._replay, *pair)
 
     def _record(self, engine: str) -> list[dict]:
-        overrides = dict(RECORDINGS[engine])
-        if self.gpu:
-            own = ["--attention-backend", "triton", *overrides.get("rollout.server.extra_args", [])]
-            memory = {"rollout.server.memory_fraction": 0.1, "rollout.server.max_total_tokens": 65_536}
-            overrides |= memory | {"rollout.server.extra_args": own}
-        values = self.common(self.steps) | {"precision.train": "bf16", "precision.rollout": "bf16"} | overrides
-        values |= {"rollout.record": True}
+        values = self.common(self.steps) | {"precision.train": "bf16", "precision.rollout": "bf16"} | RECORDINGS[engine]
+        values |= {"rollout.record": True, "rollout.server.max_total_tokens": 65_536}
+        if self.gpu:  # FlashAttention 3 and flashinfer are not on every machine
+            kernels = ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+            flags = [*kernels, *values.get("rollout.server.extra_args", [])]
+            values |= {"rollout.colocate": True, "rollout.server.extra_args": flags}
         return run("train", self.folder / name_of(engine), "configs/quickstart.yaml", values, timeout=240)
 
     def _replay(self, engine: str, train: str, variant: str) -> list[dict]:
@@ -494,7 +510,7 @@ def engines(models, tmp_path_factory) -> Iterator[Runs]:
     except UserError as error:
         pytest.skip(f"no engine: {error}")
     gpu = torch.cuda.is_available()
-    with ThreadPoolExecutor(3 if gpu else 1) as recorders, ThreadPoolExecutor(6 if gpu else 1) as trainers:
+    with ThreadPoolExecutor(5 if gpu else 1) as recorders, ThreadPoolExecutor(8 if gpu else 1) as trainers:
         runs = Runs(tmp_path_factory.mktemp("engines"), models("trained"), gpu, recorders, trainers)
         runs.start()
         yield runs
@@ -624,5 +640,4 @@ def test_a_trainer_that_sleeps_leaves_no_copies(layers, models, cuda, record_pro
     trainer.wake()
     record_property("megabytes", {"awake": round(awake / 1e6, 2), "asleep": round(asleep / 1e6, 2)})
     assert copies == 0
-    after = trainer.compute_log_probs(batches)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert largest_difference(before, trainer.compute_log_probs(batches)) < 1e-3

@@ -87,6 +87,12 @@ def settings(model: Model) -> dict[str, bool]:
     return {name: getattr(model.config, name) for name in fusions}
 
 
+def layers_of(folder: Path, precision: str, *, plain: bool = False) -> list[str]:
+    """Whose layers a recipe computes with, and Megatron's fp8_recipe where it computes in FP8."""
+    config = load(folder, parallel=ParallelConfig(), precision=precision, plain=plain).config
+    return [config.transformer_impl, *([config.fp8_recipe] if config.fp8 else [])]
+
+
 def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict[str, Any]:
     model = load(folder, parallel=layout, precision=precision)
     whole = layout.tensor == layout.expert == 1
@@ -115,6 +121,12 @@ def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict
         "checkpoint": sorted(chunks[0].sharded_state_dict()) if whole else [],
         "settings": settings(model),
         "unfused": settings(load(folder, parallel=layout, precision=precision, moe_permute_fusion=False)),
+        "layers": {
+            "bf16": layers_of(folder, "bf16"),
+            "fp32": layers_of(folder, "fp32"),
+            **{f"{name}, plain": layers_of(folder, name, plain=True) for name in ("bf16", "fp8_blockwise") if HAVE_TE},
+            **{name: layers_of(folder, name) for name in ("fp8_blockwise", "fp8_delayed") if HAVE_TE},
+        },
         "grouped_fuse_it": model.config.activation_func in (torch.nn.functional.silu, quick_gelu),
     }
 

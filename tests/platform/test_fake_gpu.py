@@ -91,6 +91,16 @@ def test_transformer_engine_is_what_was_looked_at(built):
     assert built["te"]
 
 
+def test_fp32_is_that_of_local_layers(built):
+    """Transformer Engine multiplies fp32 as TF32; its FP8 is computed where its layers are, and simulated in local ones."""
+    te, found = built["te"], built["qwen3_moe"]["one"]["layers"]
+    theirs = "transformer_engine" if te else "local"
+    assert found["bf16"] == [theirs] and found["fp32"] == ["local"]
+    if te:
+        assert found["bf16, plain"] == found["fp8_blockwise, plain"] == ["local"]
+        assert found["fp8_blockwise"] == [theirs, "blockwise"] and found["fp8_delayed"] == [theirs, "delayed"]
+
+
 @pytest.fixture(scope="module")
 def ran(tiny_model) -> dict[str, Any]:
     folders = {f: tiny_model(f, "--layers", "2") for f in ("qwen3_moe", "gpt_oss")}

@@ -2,18 +2,22 @@
 
 python on_fake_gpu.py names FOLDER...       models, their parameters, and the way to Hugging Face names and back
 python on_fake_gpu.py forward FOLDER...     the trainer's forward, loss and metrics, and every transfer on the way
+python on_fake_gpu.py delayed FOLDER        Transformer Engine's own record of delayed scaling, through scoring and a checkpoint
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 warnings.simplefilter("ignore")
+os.environ["NVTE_TORCH_COMPILE"] = "0"  # nothing is worth compiling
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -45,6 +49,7 @@ from megatron_rl.data.sequence import Sequence  # noqa: E402
 from megatron_rl.launch.hooks import update_hooks  # noqa: E402
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics  # noqa: E402
 from megatron_rl.metrics.reduce import over_ranks  # noqa: E402
+from megatron_rl.models import delayed_scaling  # noqa: E402
 from megatron_rl.models.moe import expert_slices, moe_layers  # noqa: E402
 from megatron_rl.models.parallel_check import expert_tensor_size  # noqa: E402
 from megatron_rl.ops.late_checks import LateChecks  # noqa: E402
@@ -227,6 +232,63 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     return {"stages": stages, "devices": sorted(devices), "grad": total.requires_grad}
 
 
+def delayed(folder: Path) -> dict[str, Any]:
+    """What becomes of scales and amaxes, which are real tensors here: quantizers see magnitudes, and nothing is multiplied."""
+    from megatron.core.fp8_utils import get_fp8_context
+    from transformer_engine.pytorch import quantization
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    made = quantization.DelayedScalingRecipeState.__init__
+    on_host = {"device": torch.device("cpu")}
+    with (
+        mock.patch.dict(os.environ, {"NVTE_UNFUSED_FP8_UPDATE": "1"}),
+        mock.patch.object(FP8GlobalStateManager, "is_fp8_available", lambda: (True, "")),
+        mock.patch.object(quantization, "check_recipe_support", lambda recipe: None),
+        mock.patch.object(
+            quantization.DelayedScalingRecipeState,
+            "__init__",
+            lambda state, *args, **options: made(state, *args, **options | on_host),
+        ),
+    ):
+        model = load(folder, parallel=ParallelConfig(), precision="fp8_delayed")
+        first, second = (model.make_chunks(load_weights=False) for _ in range(2))
+
+        def forward(chunks: list[Any], magnitude: float) -> None:
+            with get_fp8_context(model.config):
+                for module in (m for chunk in chunks for m in chunk.modules() if hasattr(m, "_get_weight_quantizers")):
+                    module.init_fp8_metadata(num_gemms=getattr(module, "num_gemms", 1))
+                    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
+                    for quantizer in module.quantizers["scaling_fwd"]:
+                        quantizer.amax.fill_(magnitude)
+
+        def record(chunks: list[Any]) -> dict[str, list]:
+            found = delayed_scaling.remembered(chunks)
+            states = [one["scaling_fwd"] for one in found.values()]
+            return {name: torch.cat([s[name].flatten() for s in states]).unique().tolist() for name in states[0]}
+
+        found: dict[str, Any] = {}
+        with torch.no_grad():
+            forward(first, 2.0)
+        delayed_scaling.calibrate()
+        found["calibrated"] = record(first)
+        with torch.no_grad(), delayed_scaling.amaxes_kept(first):
+            forward(first, 5.0)
+            found["while it scores"] = record(first)
+        found["scored"] = record(first)
+        forward(first, 4.0)
+        found["trained"] = record(first)
+        delayed_scaling.restore(second, delayed_scaling.remembered(first), model.config)
+        with torch.no_grad(), delayed_scaling.amaxes_kept(second):
+            forward(second, 9.0)
+        found["restored"] = record(second)
+        pickled = {key: value for key, value in first[0].state_dict().items() if key.endswith("_extra_state")}
+        try:
+            first[0].load_state_dict(pickled, strict=False)
+        except RuntimeError as error:
+            found["refused"] = str(error)
+    return found
+
+
 def gradients_of(loss: torch.Tensor, inputs: Any, **_: Any) -> tuple[torch.Tensor, ...]:
     """A backward pass would want the driver of the device."""
     return tuple(torch.zeros_like(x) * loss.detach() for x in inputs)
@@ -238,6 +300,10 @@ def main() -> None:
     anything = lambda _, seen: torch.zeros(seen.shape, dtype=seen.dtype)  # noqa: E731
     with fake_gpu.FakeGPU(answer if what == "forward" else anything) as gpu:
         for folder in map(Path, folders):
+            if what == "delayed":
+                start(1, ParallelConfig())
+                out |= delayed(folder)
+                continue
             if what == "forward":
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
                 out[folder.name] = forward(gpu, folder)

@@ -101,6 +101,17 @@ def test_fp32_is_that_of_local_layers(built):
         assert found["fp8_blockwise"] == [theirs, "blockwise"] and found["fp8_delayed"] == [theirs, "delayed"]
 
 
+@needs_te
+def test_scoring_leaves_transformer_engines_scales(tiny_model):
+    """fp8_delayed, by Transformer Engine's own bookkeeping: every layer has seen the same magnitude, or nothing."""
+    found = child("delayed", tiny_model("qwen3_moe", "--layers", "2"))
+    assert found["calibrated"] == {"scale": [448 / 2], "amax_history": [0]}
+    assert found["while it scores"] == {"scale": [448 / 2], "amax_history": [5]}
+    assert found["scored"] == found["calibrated"]
+    assert found["trained"] == found["restored"] == {"scale": [448 / 4], "amax_history": [0]}
+    assert "Refusing to load pickled" in found["refused"]
+
+
 @pytest.fixture(scope="module")
 def ran(tiny_model) -> dict[str, Any]:
     folders = {f: tiny_model(f, "--layers", "2") for f in ("qwen3_moe", "gpt_oss")}

@@ -29,6 +29,7 @@ from megatron_rl.errors import UserError, together
 from megatron_rl.models import fp8
 from megatron_rl.models.build import Model, load
 from megatron_rl.models.dist_write import read, verify_files, write
+from megatron_rl.models.extra_state import load_weights, without_extra_state
 from megatron_rl.models.hf_folder import SHARD_BYTES, check_weight_files, copy_metadata, read_weights, write_weights
 from megatron_rl.models.parallel_check import (
     architecture,
@@ -218,7 +219,7 @@ def load_checkpoint_weights(chunks: Sequence[MegatronModule], checkpoint: Path) 
     with _readable(checkpoint):
         loaded = read(_sharded_state(chunks), checkpoint)
     for key, chunk in _named(chunks):
-        chunk.load_state_dict(loaded[key])
+        load_weights(chunk, loaded[key])
 
 
 def _checkpoint_tasks(
@@ -290,7 +291,9 @@ def _named(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, MegatronModu
 
 def _sharded_state(chunks: Sequence[MegatronModule]) -> dict[str, Any]:
     # A copy: Megatron puts the current process groups into it.
-    return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _named(chunks)}
+    return {
+        key: without_extra_state(chunk.sharded_state_dict(metadata=dict(METADATA))) for key, chunk in _named(chunks)
+    }
 
 
 @contextlib.contextmanager

@@ -25,6 +25,14 @@ from megatron_rl.models.router import ReplayRouter, ReplayTransformerLayer
 from megatron_rl.ops.batch_invariant import Rotary
 from megatron_rl.ops.flash import FlashImpl
 
+_MOE = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_LATENT = {
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
+"""Names in checkpoints of Transformer Engine's norms: those that local layers have, which so load what these have saved."""
+
 
 def layer_spec(
     config: TransformerConfig,
@@ -51,7 +59,9 @@ def layer_spec(
         layer.module = ReplayTransformerLayer
         layer.submodules.mlp = _with_our_router(layer.submodules.mlp)
         _set_attention(layer.submodules.self_attention, config, fast, core)
-        if not fast:
+        if fast:
+            layer.submodules.sharded_state_dict_keys_map |= _LATENT if config.multi_latent_attention else _MOE
+        else:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
             _set_experts(layer.submodules.mlp)
     if not fast:

@@ -28,7 +28,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megatron_rl.errors import UserError
-from megatron_rl.models import delayed_scaling
+from megatron_rl.models import delayed_scaling, extra_state
 from megatron_rl.models.checkpoint_reader import untrusted
 from megatron_rl.models.dist_write import Write, read
 from megatron_rl.models.freeze import ADAPTER, HEAD
@@ -44,8 +44,6 @@ T = TypeVar("T")
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Megatron writes process groups into the dict that it is given: each call gets a copy.
 _NAME = re.compile(r"step_(\d+)")
-_EXTRA = "._extra_state"
-"""What Transformer Engine's layers store beside their weights: with delayed scaling pickles, which they refuse to load."""
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -71,6 +69,7 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
 
 def _trained(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
     """A chunk's state; of a model with adapters without its weights, which stay as they are in the model's folder."""
+    state = extra_state.without_extra_state(state)
     if not trainer.model.lora.rank:
         return state
     endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
@@ -476,8 +475,7 @@ def _load_model(trainer: Trainer, loaded: dict[str, Any]) -> None:
         endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
         frozen = bool(trainer.model.lora.rank)  # a checkpoint of adapters has no other weights
         own = {key: value for key, value in chunk.state_dict().items() if key.endswith(endings)}
-        weights = {key: None if _EXTRA in key else value for key, value in loaded[name].items()}
-        lost = chunk.load_state_dict({**own, **weights}, strict=not frozen)
+        lost = extra_state.load_weights(chunk, {**own, **loaded[name]}, strict=not frozen)
         if wrong := [*lost.unexpected_keys, *(key for key in lost.missing_keys if ADAPTER in key)]:
             raise RuntimeError(f"the checkpoint's adapters are not those of the model: {wrong[0]}")
 

@@ -345,7 +345,10 @@ def test_scoring_leaves_the_scales(models, record_property):
 
 @pytest.mark.parametrize("layers", ["te", *RECIPES])
 def test_a_resumed_trainer_goes_on(layers, models, tmp_path, record_property):
-    """The next update is that of a trainer that never stopped, by rounding; scales and amaxes are the same to the bit."""
+    """The next update is that of a trainer that never stopped, by rounding; scales and amaxes are the same to the bit.
+
+    Local layers in bf16 load what it has saved, too.
+    """
     precision, _ = require(layers)
     folder = models("trained")
     config = tiny_config(folder, precision)
@@ -379,6 +382,10 @@ def test_a_resumed_trainer_goes_on(layers, models, tmp_path, record_property):
     # A GPU adds in another order each time, and an e4m3 that falls to the other side is 6 % of itself; Adam without its moments
     # would step twice as far where gradients turn, which is half of all.
     assert apart < 0.2 * moved
+    parallel_state.destroy_model_parallel()
+    local = layouts.make_trainer(tiny_config(folder, "bf16"), plain=True)
+    checkpoint.load(path, local, local.ranks)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(local).items())
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

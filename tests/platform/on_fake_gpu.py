@@ -37,6 +37,8 @@ extensions.masked_log_softmax.cuda = extensions.sink_attention.cuda = False
 from megatron_rl.models.build import Model, load  # noqa: E402  (before Megatron: the platform fills in what is missing)
 
 from megatron.core import parallel_state  # noqa: E402  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402  # isort: skip
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402  # isort: skip
 from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402  # isort: skip
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402  # isort: skip
@@ -98,6 +100,14 @@ def layers_of(folder: Path, precision: str, *, plain: bool = False) -> list[str]
     return [config.transformer_impl, *([config.fp8_recipe] if config.fp8 else [])]
 
 
+def stored(model: Model) -> list[list]:
+    """Name and shape of each tensor in a checkpoint."""
+    state = model.make_chunks(load_weights=False)[0].sharded_state_dict()
+    parts = [one.build() if isinstance(one, ShardedTensorFactory) else one for one in state.values()]
+    tensors = {one.key: list(one.global_shape) for one in nested_values(parts) if isinstance(one, ShardedTensor)}
+    return [[name, tensors[name]] for name in sorted(tensors)]
+
+
 def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict[str, Any]:
     model = load(folder, parallel=layout, precision=precision)
     whole = layout.tensor == layout.expert == 1
@@ -124,6 +134,11 @@ def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict
         "experts": experts,
         "expert_module": sorted({type(layer.experts).__name__ for _, layer in moe_layers(chunks)}),
         "checkpoint": sorted(chunks[0].sharded_state_dict()) if whole else [],
+        "stored": [
+            stored(load(folder, parallel=layout, precision=precision, plain=plain)) for plain in (False, HAVE_TE)
+        ]
+        if whole
+        else [],
         "settings": settings(model),
         "unfused": settings(load(folder, parallel=layout, precision=precision, moe_permute_fusion=False)),
         "layers": {

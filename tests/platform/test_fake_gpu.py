@@ -102,6 +102,13 @@ def test_fp32_is_that_of_local_layers(built):
 
 
 @needs_te
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_fit_both_kinds_of_layers(built, family):
+    theirs, local = built[family]["one"]["stored"]
+    assert theirs == local and len(local) > 7
+
+
+@needs_te
 def test_scoring_leaves_transformer_engines_scales(tiny_model):
     """fp8_delayed, by Transformer Engine's own bookkeeping: every layer has seen the same magnitude, or nothing."""
     found = child("delayed", tiny_model("qwen3_moe", "--layers", "2"))

@@ -1,0 +1,25 @@
+"""What layers store beside their weights is left out of checkpoints, which so fit Transformer Engine's layers and local ones.
+
+Local layers have nothing. Transformer Engine's have objects by names that local layers lack, and with delayed scaling these are
+pickles, which they refuse to load; `delayed_scaling` keeps their contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_NAME = "._extra_state"
+
+
+def without_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's state dict, sharded or not, with its weights and buffers alone."""
+    return {name: part for name, part in state.items() if _NAME not in name}
+
+
+def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """As module.load_state_dict, of weights and buffers alone."""
+    nothing = {name: None for name in module.state_dict() if _NAME in name}
+    return module.load_state_dict(nothing | without_extra_state(weights), strict=strict)

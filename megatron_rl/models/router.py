@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
@@ -68,6 +70,8 @@ class ReplayRouter(TopKRouter):
 
     def compute_logits(self, input: torch.Tensor) -> torch.Tensor:
         """[s, b, d] -> [s, b, E]: the logits of Megatron's router."""
+        if HAVE_TE and input.dtype == torch.float32:  # the product that Megatron then takes is one of TF32
+            return F.linear(input, self.weight, self.bias)
         return super().gating(input)
 
     def routing(

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from runs import figures, run
+from test_3_models import differences
 
 from benchmarks import slices
 from megatron_rl.data.sequence import Sequence
@@ -167,6 +168,20 @@ def test_layers_are_the_local_ones(family, models, record_property):
     assert off["te"]["gradients"] < 2 * off["local"]["gradients"] + 0.01
     for name, value in off["te"]["each"].items():
         assert value < 2 * off["local"]["each"][name] + 0.05, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_fp32_is_no_tf32(family, references_or_none, record_property):
+    """Beside Transformer Engine, whose products of fp32 are: as close to a CPU as in test_3_models.py, which has none of it."""
+    stored = references_or_none / family / "reference.pt"
+    if not stored.is_file():
+        pytest.skip(f"no {stored}: python tests/gpu/references.py makes it")
+    reference = torch.load(stored, weights_only=False)  # our own file, of plain arrays
+    samples = [Sequence(**fields) for fields in reference["samples"]]
+    found = layouts.run_layout(layouts.make_config(str(stored.parent / "model"), {}), samples)
+    off = differences(found, reference)
+    record_property("differences", {name: float(value) for name, value in off.items()})
+    assert off["log_probs"] < 3e-5 and off["gradients"] < 1e-4
 
 
 def distance(found: dict, exact: dict) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def _removed_if_refused(out: Path) -> Iterator[None]:
 def load_checkpoint_weights(chunks: Sequence[MegatronModule], checkpoint: Path) -> None:
     """Fill the chunks from a distributed checkpoint of any layout. Errors: UserError for a damaged or foreign one."""
     with _readable(checkpoint):
-        loaded = read(_sharded_state(chunks), checkpoint)
+        loaded = read(without_extra_state(_sharded_state(chunks)), checkpoint)
     for key, chunk in _named(chunks):
         load_weights(chunk, loaded[key])
 
@@ -291,9 +291,7 @@ def _named(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, MegatronModu
 
 def _sharded_state(chunks: Sequence[MegatronModule]) -> dict[str, Any]:
     # A copy: Megatron puts the current process groups into it.
-    return {
-        key: without_extra_state(chunk.sharded_state_dict(metadata=dict(METADATA))) for key, chunk in _named(chunks)
-    }
+    return {key: chunk.sharded_state_dict(metadata=dict(METADATA)) for key, chunk in _named(chunks)}
 
 
 @contextlib.contextmanager

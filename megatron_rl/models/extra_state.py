@@ -1,4 +1,4 @@
-"""What layers store beside their weights is left out of checkpoints, which so fit Transformer Engine's layers and local ones.
+"""What layers store beside their weights is not read from checkpoints, which so fit Transformer Engine's layers and local ones.
 
 Local layers have nothing. Transformer Engine's have objects by names that local layers lack, and with delayed scaling these are
 pickles, which they refuse to load; `delayed_scaling` keeps their contents.
@@ -14,9 +14,13 @@ import torch
 _NAME = "._extra_state"
 
 
-def without_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's state dict, sharded or not, with its weights and buffers alone."""
-    return {name: part for name, part in state.items() if _NAME not in name}
+def without_extra_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state dict, or one of several, to be read into: what is left are weights, buffers and whatever is no layer's."""
+    return {
+        name: without_extra_state(part) if isinstance(part, dict) else part
+        for name, part in state.items()
+        if not (isinstance(name, str) and _NAME in name)
+    }
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> Any:

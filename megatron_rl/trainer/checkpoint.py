@@ -69,7 +69,6 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
 
 def _trained(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
     """A chunk's state; of a model with adapters without its weights, which stay as they are in the model's folder."""
-    state = extra_state.without_extra_state(state)
     if not trainer.model.lora.rank:
         return state
     endings = tuple(hook.parameters for hook in trainer.hooks if hook.parameters)
@@ -445,7 +444,7 @@ def _separate_steps(trainer: Trainer) -> None:
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
-        return read(state, path)
+        return read(extra_state.without_extra_state(state), path)
     except (OSError, CheckpointingException, RuntimeError, KeyError, EOFError, ValueError) as error:
         raise UserError(
             f"checkpoint {path}: damaged or of another model ({_one_line(error)}); remove it to go on from an older one"

@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from megatron_rl.platform import fake_gpu  # noqa: E402
 
 fake_gpu.pretend()
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H100")
 
 from megatron_rl.ops import extensions  # noqa: E402
 

@@ -16,6 +16,9 @@ from megatron_rl.errors import UserError
 if TYPE_CHECKING:
     from megatron_rl.platform.megatron.rules import Missing
 
+_MODELOPTS = "modelopt.torch.quantization.plugins.transformer_engine"
+"""ModelOpt's layers for Transformer Engine's: where that is installed without a GPU, Megatron has none that go with them."""
+
 
 def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
     """Make `megatron.*` importable and usable with what this machine has. Call it before the first import of Megatron.
@@ -49,6 +52,7 @@ def activate(*, gpu: bool | None = None) -> frozenset[Missing]:
 
         matmul.install()
         quiet.silence()
+        sys.modules.setdefault(_MODELOPTS, None)  # pyright: ignore[reportArgumentType]: as Python says of what is absent
     loader.install(missing)
     return missing
 

@@ -16,12 +16,12 @@ from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Remembered = dict[str, dict[str, Any]]
-"""By module: scale and amax_history of forward and backward, and the number of its products."""
+"""Scale and amax_history of a module's forward and backward, and the number of its products; by the module's name."""
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 
 
 def calibrated(chunks: Iterable[torch.nn.Module]) -> bool:
-    """Whether any pass has made scales, or a checkpoint has brought them."""
+    """True where a pass has made scales, or a checkpoint has brought them."""
     return any(True for _ in _states(chunks, _FORWARD))
 
 

@@ -1,4 +1,4 @@
-"""What layers store beside their weights is not read from checkpoints, which so fit Transformer Engine's layers and local ones.
+"""Checkpoints are read without what layers store beside their weights, and so fit Transformer Engine's layers and local ones.
 
 Local layers have nothing. Transformer Engine's have objects by names that local layers lack, and with delayed scaling these are
 pickles, which they refuse to load; `delayed_scaling` keeps their contents.

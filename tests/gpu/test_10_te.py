@@ -47,7 +47,7 @@ from megatron.core import parallel_state  # isort: skip (after megatron_rl, whic
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
 RECIPES = ("fp8_blockwise", "fp8_tensorwise", "fp8_delayed")
 LAYERS = {"local": ("bf16", True), "te": ("bf16", False)} | {name: (name, False) for name in RECIPES}
-"""By name: precision.train, and whether the layers are local ones."""
+"""(precision.train, whether the layers are local ones) by name."""
 SIZES = Sizes(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, expert_intermediate=256)
 """Widths that FP8 products and blocks of 128 take."""
 SAMPLES, VOCABULARY, SEED = 40, 64, 7
@@ -433,14 +433,14 @@ RECORDINGS: dict[str, dict[str, Any]] = {
     "bf16 pruned": {"pruning.enabled": True},
     "fp8 pruned": {"precision.rollout": "fp8", "pruning.enabled": True},
 }
-"""By name: overrides of the run that records an engine's rollouts."""
+"""Overrides of the run that records an engine's rollouts, by name."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "R3": {"routing.source": "r3"},
     "TIS": {"correction.mode": "truncate", "correction.high": 2.0},
     "R3 and TIS": {"routing.source": "r3", "correction.mode": "truncate", "correction.high": 2.0},
 }
-"""By name: overrides of a run that trains from a record."""
+"""Overrides of a run that trains from a record, by name."""
 PAIRS = [
     *[("bf16", train, "") for train in ("bf16", *RECIPES)],
     *[("fp8", train, "") for train in ("fp8_blockwise", "bf16", "fp8_tensorwise")],

@@ -137,10 +137,9 @@ def names(folder: Path, layout: ParallelConfig, precision: str = "bf16") -> dict
         "expert_module": sorted({type(layer.experts).__name__ for _, layer in moe_layers(chunks)}),
         "checkpoint": sorted(chunks[0].sharded_state_dict()) if whole else [],
         "stored": [
-            stored(load(folder, parallel=layout, precision=precision, plain=plain)) for plain in (False, HAVE_TE)
-        ]
-        if whole
-        else [],
+            stored(load(folder, parallel=layout, precision=precision, plain=plain))
+            for plain in ((False, True) if HAVE_TE and whole else ())
+        ],
         "settings": settings(model),
         "unfused": settings(load(folder, parallel=layout, precision=precision, moe_permute_fusion=False)),
         "layers": {
@@ -250,7 +249,7 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
 
 
 def delayed(folder: Path) -> dict[str, Any]:
-    """What becomes of scales and amaxes, which are real tensors here: quantizers see magnitudes, and nothing is multiplied."""
+    """Scales and amaxes, which are real tensors here, after each step: quantizers see magnitudes, and nothing is multiplied."""
     from megatron.core.fp8_utils import get_fp8_context
     from transformer_engine.pytorch import quantization
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager

@@ -80,9 +80,9 @@ class ModelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation (Megatron's recompute_granularity; full recomputes every layer)."""
     flash_attention: Literal["torch", "auto", "FA3", "FA4"] = "torch"
-    """The attention kernel on GPUs, in bf16. torch: its own, FlashAttention 2. auto: FlashAttention 4 (the package flash-attn-4)
-    where it is installed and takes the model's heads on this GPU, else torch's. FA4: FlashAttention 4 or no run. FA3:
-    FlashAttention 3, which torch then takes in the place of its own."""
+    """The attention kernel on GPUs, in bf16. torch: its own, FlashAttention 2. auto: FlashAttention 4 (the package
+    flash-attn-4) where it is installed and takes the model's heads on this GPU, else torch's. FA4: FlashAttention 4 or no
+    run. FA3: FlashAttention 3, which torch then takes in the place of its own."""
     kernels: Literal["compiled", "any"] = "compiled"
     """On GPUs: compiled refuses to start where our CUDA kernels cannot run; any takes plain torch there, which is slower."""
     head_chunk_tokens: Positive = 2048

@@ -17,6 +17,7 @@ SHIM = "_megatron_rl_platform_"
 """Name under which a rewritten module sees `megatron_rl.platform.megatron.cuda`."""
 SHIM_MODULE = "megatron_rl.platform.megatron.cuda"
 TE_MODULE = "megatron_rl.platform.megatron.transformer_engine"
+GRADIENTS_MODULE = "megatron_rl.platform.megatron.gradients"
 GPU_PACKAGES = (
     *("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
     "flash_attn",  # FlashAttention 4's, whose import takes seconds
@@ -95,6 +96,14 @@ SWAPS = (
         "isinstance(tensors[key], torch.Tensor)",
         "isinstance(tensors.get(key), torch.Tensor)",
         "torch's Adam keeps `step` as a tensor, which is loaded with the parameter groups: without this, KeyError",
+        missing="fused Adam",
+    ),
+    Swap(
+        "megatron.core.optimizer.clip_grads",
+        "from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale",
+        f"from {GRADIENTS_MODULE} import apply as local_multi_tensor_applier, l2_norm as local_multi_tensor_l2_norm,"
+        " scale as local_multi_tensor_scale",
+        "its own norm of the gradients waits for the GPU once a tensor, and clips tensor by tensor through copies",
         missing="fused Adam",
     ),
     Swap(

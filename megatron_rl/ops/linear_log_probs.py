@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.ops import batch_invariant
-from megatron_rl.ops.head_products import HeadGradients, fp32_product, token_chunks
+from megatron_rl.ops.head_products import HeadGradients, fp32_product, scaled, token_chunks
 from megatron_rl.ops.kept_tokens import KeptTokens
 from megatron_rl.ops.late_checks import LateChecks, check
 from megatron_rl.ops.masked_log_softmax import (
@@ -240,8 +240,8 @@ class _LinearLogProbs(torch.autograd.Function):
         if ctx.fused:
             hidden, weight, sent = ctx.saved_tensors
             factor = _factor(sent, grad_log_probs, grad_entropy, ctx.settings.late)
-            of_weight = None if weight is None else (weight * factor).to(ctx.weight_dtype)
-            return hidden * factor, of_weight, None, None, None
+            of_weight = None if weight is None else scaled(weight, factor, ctx.weight_dtype)
+            return scaled(hidden, factor, hidden.dtype), of_weight, None, None, None
         hidden, weight, rows, *tensors = ctx.saved_tensors
         made, ctx.only_logits = ctx.only_logits, None  # another backward through the same graph computes them again
         states = [Rows(*tensors[5 * i : 5 * i + 5], *numbers) for i, numbers in enumerate(ctx.numbers)]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.attention import HeadsNormSelfAttention, MLASelfAttention, SelfAttention
-from megatron_rl.models.experts import GroupedExperts
+from megatron_rl.models.experts import GroupedExperts, Groups
 from megatron_rl.models.moe import ExpertMoELayer, rows_of_tokens
 from megatron_rl.models.norm import HeadsRMSNorm, RMSNorm
 from megatron_rl.models.packed import token_places
@@ -264,9 +264,9 @@ class BatchInvariantExperts(GroupedExperts):
     """Experts whose products are batch-invariant."""
 
     @staticmethod
-    def product(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+    def product(x: Tensor, groups: Groups, weights: Sequence[Tensor]) -> Tensor:
         """Rows of x by expert times each one's weight."""
-        return ops.grouped_linear(x, counts, weights)
+        return ops.grouped_linear(x, groups.counts, weights)
 
 
 class BatchInvariantMoELayer(ExpertMoELayer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,17 +12,44 @@ from megatron.bridge.peft.lora_layers import LoRALinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from megatron_rl.ops import grouped_products
+
 if TYPE_CHECKING:
     from megatron_rl.models.fake_quant import FakeQuantizer
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows by expert."""
+
+    counts: list[int]
+    """Tokens of each expert."""
+    ends: torch.Tensor | None
+    """Where each expert's rows end, on the device of a GPU that multiplies all experts at once; None: one by one."""
+
+    @classmethod
+    def of(cls, x: torch.Tensor, counts: list[int]) -> Groups:
+        """Those of rows x `[N, in]`."""
+        together = grouped_products.served(x, len(counts))
+        return cls(counts, grouped_products.ends_of(counts, x.device) if together else None)
+
+    def together(self, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The ends, where the products with these weights are one."""
+        return self.ends if grouped_products.aligned(*weights[0].shape) else None
+
+
+Product = Callable[[torch.Tensor, Groups, Sequence[torch.Tensor]], torch.Tensor]
+"""Of x `[N, in]` by expert and the weights `[out, in]` of each -> `[N, out]`."""
 
 
 class GroupedExperts(SequentialMLP):
     """SequentialMLP (its parameters, names and checkpoints) with one matrix product per expert and linear layer.
 
-    The activation runs once over all tokens, and an expert without tokens costs nothing but its zero gradient. Expert
-    tensor parallelism needs no more: the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and
-    fc2 fit each other. Low-rank adapters are two such products more. Experts whose linear layers were wrapped otherwise
-    (ModelOpt's quantizers) take Megatron's own path.
+    In bf16 it is one product for all experts, on GPUs that have it (ops/grouped_products.py). The activation runs once over
+    all tokens, and an expert without tokens costs nothing but its zero gradient. Expert tensor parallelism needs no more:
+    the dispatcher gathers and reduces the tokens, and each rank's slices of fc1 and fc2 fit each other. Low-rank adapters are
+    two such products more. Experts whose linear layers were wrapped otherwise (ModelOpt's quantizers) take Megatron's own
+    path.
     """
 
     quantizer: FakeQuantizer | None = None
@@ -31,10 +59,12 @@ class GroupedExperts(SequentialMLP):
     experts' layers."""
 
     @staticmethod
-    def product(x: torch.Tensor, counts: list[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def product(x: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """X `[N, in]` by expert, weights `[out, in]` of each -> `[N, out]`."""
+        if (ends := groups.together(weights)) is not None:
+            return grouped_products.product(x.contiguous(), ends, weights)
         out = x.new_empty((x.shape[0], weights[0].shape[0]))
-        for expert, rows in _rows(counts):
+        for expert, rows in _rows(groups.counts):
             out[rows] = torch.mm(x[rows], weights[expert].t())
         return out
 
@@ -49,10 +79,10 @@ class GroupedExperts(SequentialMLP):
         )
         if not plain or config.fp8 or config.fp4 or config.moe_apply_probs_on_input or not config.gated_linear_unit:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        counts = tokens_per_expert.tolist()
+        groups = Groups.of(permuted_local_hidden_states, tokens_per_expert.tolist())  # Megatron has them on the host
         fc1, fc2 = ([getattr(e, name) for e in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
         biases = None if fc1[0].bias is None else torch.stack([layer.bias for layer in fc1])  # a wrapped layer's own
-        hidden = self._grouped_linear(permuted_local_hidden_states, counts, fc1, biases)
+        hidden = self._grouped_linear(permuted_local_hidden_states, groups, fc1, biases)
         probs = permuted_probs.unsqueeze(-1)
         if (
             config.activation_func is F.silu
@@ -64,7 +94,7 @@ class GroupedExperts(SequentialMLP):
             hidden = _Recomputed.apply(self._weighted_glu, hidden, probs)
         # Its bias is weighted like the output; Megatron refuses it with expert tensor parallelism.
         biases = None if fc2[0].bias is None else torch.stack([layer.bias for layer in fc2])
-        return self._grouped_linear(hidden, counts, fc2, biases, probs), None
+        return self._grouped_linear(hidden, groups, fc2, biases, probs), None
 
     def _weighted_glu(self, hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Megatron's gated activation, clamped and with an offset: `[N, 2 F]`, router weights `[N, 1]` -> `[N, F]`."""
@@ -78,22 +108,22 @@ class GroupedExperts(SequentialMLP):
     def _grouped_linear(
         self,
         x: torch.Tensor,
-        counts: list[int],
+        groups: Groups,
         layers: Sequence[ColumnParallelLinear | RowParallelLinear | LoRALinear],
         biases: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.watch is not None:
-            self.watch(x, counts, [_base(layer) for layer in layers])
+            self.watch(x, groups.counts, [_base(layer) for layer in layers])
         weights = [cast("torch.Tensor", _base(layer).weight) for layer in layers]
         if self.quantizer is not None:
-            x, weights = self.quantizer.inputs(x, counts), [self.quantizer.weight(w) for w in weights]
-        out = _GroupedLinear.apply(x, counts, biases, scales, self.product, *weights)
+            x, weights = self.quantizer.inputs(x, groups.counts), [self.quantizer.weight(w) for w in weights]
+        out = _GroupedLinear.apply(x, groups, biases, scales, self.product, *weights)
         adapters: list[Any] = [a.adapter for a in layers if isinstance(a, LoRALinear) and a._adapter_enabled]
         if adapters:
             inside, outside = ([getattr(a, name).weight for a in adapters] for name in ("linear_in", "linear_out"))
-            low = _GroupedLinear.apply(adapters[0].dropout(x), counts, None, None, self.product, *inside)
-            added = _GroupedLinear.apply(low, counts, None, None, self.product, *outside)
+            low = _GroupedLinear.apply(adapters[0].dropout(x), groups, None, None, self.product, *inside)
+            added = _GroupedLinear.apply(low, groups, None, None, self.product, *outside)
             out = out + added * (adapters[0].alpha / adapters[0].dim)
         return out
 
@@ -113,17 +143,19 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        counts: list[int],
+        groups: Groups,
         biases: torch.Tensor | None,
         scales: torch.Tensor | None,
-        product: Callable[[torch.Tensor, list[int], Sequence[torch.Tensor]], torch.Tensor],
+        product: Product,
         *weights: torch.Tensor,
     ):
-        out = product(x, counts, weights)
-        if biases is not None:
-            for expert, rows in _rows(counts):
+        out = product(x, groups, weights)
+        if biases is not None and (ends := groups.together(weights)) is not None:
+            grouped_products.add_biases(out, ends, biases, scales)
+        elif biases is not None:
+            for expert, rows in _rows(groups.counts):
                 out[rows] += biases[expert] if scales is None else scales[rows] * biases[expert]
-        ctx.counts, ctx.biased, ctx.weighted = counts, biases is not None, biases is not None and scales is not None
+        ctx.groups, ctx.biased, ctx.weighted = groups, biases is not None, biases is not None and scales is not None
         inputs = x if any(ctx.needs_input_grad[5:]) else None  # frozen weights ask for none
         ctx.save_for_backward(inputs, *((scales, biases) if ctx.weighted else (None, None)), *weights)
         return out
@@ -132,15 +164,25 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor):
         x, scales, biases, *weights = ctx.saved_tensors
         grad = grad.contiguous()
+        counts, needed = ctx.groups.counts, ctx.needs_input_grad[5:]
+        if (ends := ctx.groups.together(weights)) is not None:
+            grad_x = grouped_products.input_gradient(grad, ends, weights)
+            grad_scales = (
+                grouped_products.scale_gradients(grad, ends, biases).to(scales.dtype) if ctx.weighted else None
+            )
+            grad_biases = grouped_products.bias_gradients(grad, ends, counts, scales) if ctx.biased else None
+            grad_weights = [None] * len(weights)
+            if any(needed):
+                grad_weights = grouped_products.weight_gradients(grad, x.contiguous(), ends, counts)
+            return grad_x, None, grad_biases, grad_scales, None, *grad_weights
         grad_x = grad.new_empty((grad.shape[0], weights[0].shape[1]))
-        needed = ctx.needs_input_grad[5:]
         grad_weights = [
             None if count or not need else torch.zeros_like(w)
-            for count, need, w in zip(ctx.counts, needed, weights, strict=True)
+            for count, need, w in zip(counts, needed, weights, strict=True)
         ]
         grad_biases = grad.new_zeros((len(weights), grad.shape[1])) if ctx.biased else None
         grad_scales = torch.empty_like(scales) if ctx.weighted else None
-        for expert, rows in _rows(ctx.counts):
+        for expert, rows in _rows(counts):
             grad_x[rows] = torch.mm(grad[rows], weights[expert])
             if needed[expert]:
                 grad_weights[expert] = torch.mm(grad[rows].t(), x[rows])

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from megatron_rl.launch.memory import GPU
 from megatron_rl.models.experts import GroupedExperts
 from megatron_rl.models.spec import layer_spec
+from megatron_rl.ops import grouped_products
 
 SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -58,9 +59,24 @@ class GptOssExperts(GroupedExperts):
         return torch.cat(outputs), None
 
 
+@pytest.fixture(params=["one by one", "together"])
+def products(request, monkeypatch) -> list[tuple[int, ...]] | None:
+    """Shapes of products of all experts at once, as on a GPU that has them; None: each expert has its own, as here."""
+    if request.param == "one by one":
+        return None
+    seen, grouped = [], torch.nn.functional.grouped_mm
+    monkeypatch.setattr(grouped_products, "served", lambda x, groups: len(x) > 0)
+    monkeypatch.setattr(
+        grouped_products.F,
+        "grouped_mm",
+        lambda *x, offs: (seen.append((*x[0].shape, *x[1].shape)), grouped(*x, offs=offs))[1],
+    )
+    return seen
+
+
 @pytest.mark.parametrize("family", ["moe", "gpt_oss"])
 @pytest.mark.parametrize("counts", [[5, 3, 9, 4], [0, 7, 0, 2], [0, 0, 0, 0], [11, 0, 0, 0]])
-def test_equals_sequential_mlp(family, counts):
+def test_equals_sequential_mlp(family, counts, products):
     """gpt_oss: biases, clamped quick-GELU and the offset of the linear half."""
     config, (ours, theirs) = both(family, GptOssExperts if family == "gpt_oss" else SequentialMLP)
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
@@ -70,6 +86,23 @@ def test_equals_sequential_mlp(family, counts):
     arguments = (x, torch.tensor(counts), torch.rand(tokens), direction)
     for a, b in zip(outputs_and_gradients(ours, *arguments), outputs_and_gradients(theirs, *arguments), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    # fc1 and fc2: forward and both gradients, and those of both biases and of fc2's scales.
+    if products is not None:
+        assert len(products) == (0 if not tokens else 6 if family == "moe" else 9)
+
+
+def test_in_bf16_products_of_all_experts_are_those_of_each(monkeypatch):
+    """Rounded to bf16 alike, but for sums in another order: 2^-8 of the largest."""
+    _, (ours, theirs) = both("gpt_oss", GroupedExperts)
+    ours, theirs = ours.bfloat16(), theirs.bfloat16()
+    counts = torch.tensor([0, 40, 3, 21])
+    x, direction = (torch.randn(64, 32).bfloat16() for _ in range(2))
+    arguments = (x, counts, torch.rand(64), direction)
+    expected = outputs_and_gradients(theirs, *arguments)
+    monkeypatch.setattr(grouped_products, "served", lambda x, groups: True)
+    for a, b in zip(outputs_and_gradients(ours, *arguments), expected, strict=True):
+        assert a.dtype == b.dtype
+        assert (a.double() - b.double()).norm() <= 2**-6 * b.double().norm()
 
 
 @pytest.mark.parametrize("family", ["moe", "gpt_oss"])

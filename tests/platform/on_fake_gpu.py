@@ -1,7 +1,8 @@
 """What a process on a GPU machine would build and run, without one: a child of the tests, which prints JSON.
 
 python on_fake_gpu.py names FOLDER...       models, their parameters, and the way to Hugging Face names and back
-python on_fake_gpu.py forward FOLDER...     the trainer's forward, loss and metrics, and every transfer on the way
+python on_fake_gpu.py forward FOLDER...     the trainer's forward, loss and metrics, and every transfer on the way; how often
+                                            experts, head and the norm of the gradients ask something of the GPU
 python on_fake_gpu.py delayed FOLDER        Transformer Engine's own record of delayed scaling, through scoring and a checkpoint
 """
 
@@ -25,6 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from megatron_rl.platform import fake_gpu  # noqa: E402
 
@@ -43,6 +45,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402  # isort: skip
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402  # isort: skip
 from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402  # isort: skip
+from megatron.core.optimizer import clip_grads  # noqa: E402  # isort: skip
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402  # isort: skip
 
 from safetensors import safe_open  # noqa: E402
@@ -54,8 +57,10 @@ from megatron_rl.launch.hooks import update_hooks  # noqa: E402
 from megatron_rl.metrics.mismatch_metrics import mismatch_metrics  # noqa: E402
 from megatron_rl.metrics.reduce import over_ranks  # noqa: E402
 from megatron_rl.models import delayed_scaling  # noqa: E402
+from megatron_rl.models.experts import GroupedExperts, Groups, _GroupedLinear  # noqa: E402
 from megatron_rl.models.moe import expert_slices, moe_layers  # noqa: E402
 from megatron_rl.models.parallel_check import expert_tensor_size  # noqa: E402
+from megatron_rl.ops.head_products import HeadGradients, scaled  # noqa: E402
 from megatron_rl.ops.late_checks import LateChecks  # noqa: E402
 from megatron_rl.rollout.sampling import SamplingSupport  # noqa: E402
 from megatron_rl.routing.table import RouteShape  # noqa: E402
@@ -181,8 +186,8 @@ def answer(transfer: fake_gpu.Transfer, seen: torch.Tensor) -> torch.Tensor | No
     return None
 
 
-LOOKS = ("totals", "on_host", "look", "mismatch_metrics.py")
-"""Where the trainer reads once an update."""
+LOOKS = ("totals", "on_host", "look", "mismatch_metrics.py", "clip_grads.py")
+"""Where the trainer, and Megatron's norm of the gradients, read once an update."""
 TOKENS = 0
 
 
@@ -310,6 +315,80 @@ def gradients_of(loss: torch.Tensor, inputs: Any, **_: Any) -> tuple[torch.Tenso
     return tuple(torch.zeros_like(x) * loss.detach() for x in inputs)
 
 
+class Operators(TorchDispatchMode):
+    """Names of the operators on tensors, in order, without views and what only allocates: about what is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
+        if func.namespace == "aten" and not any(views) and "aten.empty" not in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def expert_operators(experts: int, *, together: bool, biased: bool) -> list[str]:
+    """Of one linear layer of experts, forward and backward, each with its tokens."""
+    cuda = {"device": "cuda", "dtype": torch.bfloat16}
+    counts = [16] * experts
+    x, grad = torch.zeros(sum(counts), 32, **cuda), torch.zeros(sum(counts), 64, **cuda)
+    weights = [torch.zeros(64, 32, **cuda) for _ in counts]
+    biases = torch.zeros(experts, 64, **cuda) if biased else None
+    scales = torch.zeros(len(x), 1, device="cuda") if biased else None
+    kept: dict[str, Any] = {"needs_input_grad": [True] * (5 + experts)}
+    ctx = SimpleNamespace(**kept, save_for_backward=lambda *tensors: kept.update(tensors=tensors))
+    with Operators() as seen:
+        groups = Groups.of(x, counts) if together else Groups(counts, None)
+        out: Any = _GroupedLinear.forward(ctx, x, groups, biases, scales, GroupedExperts.product, *weights)
+        ctx.saved_tensors = kept["tensors"]
+        found: Any = _GroupedLinear.backward(ctx, grad)
+    shapes = [list(t.shape) for t in (out, found[0], *found[5:])]
+    assert shapes == [list(t.shape) for t in (grad, x, *weights)]
+    assert all(t.dtype == torch.bfloat16 and t.is_cuda for t in (out, found[0], *found[5:]))
+    if biases is not None and scales is not None:
+        assert (found[2].shape, found[3].shape, found[3].dtype) == (biases.shape, scales.shape, scales.dtype)
+    return seen.names
+
+
+def norm_operators(tensors: int) -> list[str]:
+    with Operators() as seen:
+        clip_grads.get_grad_norm_fp32([torch.zeros(8, 8, device="cuda") for _ in range(tensors)])
+    return [name for name in seen.names if "zeros" not in name]
+
+
+def head_operators(chunks: int) -> list[str]:
+    cuda = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden, weight = torch.zeros(4 * chunks, 16, **cuda), torch.zeros(64, 16, **cuda)
+    gradients = HeadGradients(hidden, weight, chunks, of_weight=True)
+    with Operators() as seen:
+        for start in range(0, len(hidden), 4):
+            chunk = slice(start, start + 4)
+            gradients.add(chunk, hidden[chunk], weight, torch.zeros(4, 64, **cuda))
+        assert gradients.weight is not None and gradients.weight.dtype == torch.float32
+        assert scaled(gradients.weight, torch.ones(1, device="cuda"), torch.bfloat16).dtype == torch.bfloat16
+    return [name for name in seen.names if "zeros" not in name and "ones" not in name]
+
+
+def operators(gpu: fake_gpu.FakeGPU) -> dict[str, Any]:
+    """How many, with few experts, tensors or chunks and with many; and what crossed between host and GPU."""
+    ways = [(way, biased) for way in ("together", "one by one") for biased in (False, True)]
+    out: dict[str, Any] = {
+        f"experts {way}{' with biases' * biased}": [
+            len(expert_operators(number, together=way == "together", biased=biased))
+            for number in (8, 128 if way == "together" else 24)
+        ]
+        for way, biased in ways
+    }
+    out["experts' transfers"] = [t.kind for t in gpu.transfers]
+    gpu.transfers.clear()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    out["norm"] = [norm_operators(number) for number in (2, 300)]
+    out["norm's transfers"] = [t.kind for t in gpu.transfers]
+    return out | {"head": [head_operators(chunks) for chunks in (2, 5)]}
+
+
 def main() -> None:
     what, *folders = sys.argv[1:]
     out: dict[str, Any] = {"te": HAVE_TE}
@@ -328,6 +407,8 @@ def main() -> None:
             one = names(folder, whole)
             start(2, half := ParallelConfig(tensor=2, expert=2 if one["experts"] else 1))
             out[folder.name] = {"one": one, "two": names(folder, half)}
+        if what == "forward":
+            out["operators"] = operators(gpu)
     print(json.dumps(out))
 
 

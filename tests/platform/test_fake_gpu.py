@@ -123,7 +123,7 @@ def test_scoring_leaves_transformer_engines_scales(tiny_model):
 def ran(tiny_model) -> dict[str, Any]:
     folders = {f: tiny_model(f, "--layers", "2") for f in ("qwen3_moe", "gpt_oss")}
     found = child("forward", *folders.values())
-    return {family: found[folder.name] for family, folder in folders.items()}
+    return {family: found[folder.name] for family, folder in folders.items()} | {"operators": found["operators"]}
 
 
 MEGATRONS_OWN = "wait aten._to_copy.default moe_utils.py"
@@ -138,6 +138,9 @@ def test_a_pass_never_waits_for_the_gpu(ran, family, stage):
     theirs = [t for t in found["stages"][stage] if t.startswith(MEGATRONS_OWN)]
     ours = [t for t in found["stages"][stage] if t not in theirs]
     assert len(theirs) == 2 * 2
+    uploads = [t for t in ours if t.startswith("upload")]  # where each expert's rows end, which Megatron has read
+    assert len(uploads) == 2 and all(t.endswith(" upload") for t in uploads)
+    ours = [t for t in ours if t not in uploads]
     assert len(ours) == (stage == "log_probs") and all(t.endswith(" look") for t in ours)  # after all micro-batches
     assert found["devices"] == ["cuda:0"] and found["grad"]
 
@@ -151,3 +154,34 @@ def test_an_update_is_read_a_few_times(ran, family):
     assert len(stages["look"]) == 1
     assert len(stages["sums"]) == 1  # of the loss and the routers
     assert all("wait aten._to_copy" in t and "mismatch_metrics.py" in t for t in stages["mismatch"])
+
+
+@pytest.fixture(scope="module")
+def operators(ran) -> dict[str, Any]:
+    return ran["operators"]
+
+
+def test_a_layer_of_experts_asks_as_often_however_many_there_are(operators):
+    """Forward and backward of one linear layer. One by one it is five operators an expert, and fourteen with biases."""
+    few, many = operators["experts together"]
+    assert few == many <= 8
+    few, many = operators["experts together with biases"]
+    assert few == many <= 24
+    for name, each in (("experts one by one", 5), ("experts one by one with biases", 14)):
+        few, many = operators[name]
+        assert many - few == each * (24 - 8)
+    assert set(operators["experts' transfers"]) == {"upload"}
+
+
+def test_the_norm_of_the_gradients_is_read_once(operators):
+    few, many = operators["norm"]
+    assert few == many and few.count("aten._foreach_norm.Scalar") == 1
+    assert operators["norm's transfers"] == ["wait", "wait"]  # one for each of both
+
+
+def test_the_heads_products_add_to_the_gradient(operators):
+    """In fp32: no chunk's product of the weight's size is in bf16, and scaling and rounding are one."""
+    of_hidden = ["aten.mm.default", "aten.copy_.default"]
+    for chunks, names in zip((2, 5), operators["head"], strict=True):
+        added = [*of_hidden, "aten.addmm.dtype_out"] * (chunks - 1)
+        assert names == [*of_hidden, "aten.mm.dtype", *added, "aten.mul.out"]

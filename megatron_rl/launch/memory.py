@@ -64,9 +64,12 @@ class Kernels:
     """Tensors of the inner size that experts with gpt-oss's activation keep for a token: both halves before they are clamped
     and after (Megatron clamps in front of its fused activation), and the activation. Ours on a CPU clamps again: 3."""
     transformer_engine: bool = True
+    head_adds: bool = True
+    """Whether the head's products of bf16 add to the fp32 sum of the weight's gradient, and one pass scales and rounds it."""
 
 
-GPU, CPU = Kernels(), Kernels(norm=2, fused_swiglu=False, clamped_experts=3, transformer_engine=False)
+GPU = Kernels()
+CPU = Kernels(norm=2, fused_swiglu=False, clamped_experts=3, transformer_engine=False, head_adds=False)
 
 
 @dataclass(frozen=True)
@@ -387,7 +390,7 @@ def _phases(
         "optimizer": {"optimizer_step": _step_work(config, weights, gpus)},
     }
     if stage == config.parallel.pipeline - 1:
-        phases["head"] = {"activations": activations, **head_work(config, shape, tokens.micro_batch)}
+        phases["head"] = {"activations": activations, **head_work(config, shape, tokens.micro_batch, kernels)}
     if config.vp2o.enabled and (of_experts := [w for w in weights if w.part == "experts" and w.is_matrix]):
         moe_layers = len([i for i in layers if i in shape.moe_layers])
         outputs = count(of_experts) // 3 // moe_layers  # fc1 is two thirds of an expert
@@ -499,7 +502,7 @@ def layer_work(config: Config, shape: Shape, layers: list[int], tokens: int, ker
     return {"layer": work, "dispatch": dispatch}
 
 
-def head_work(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
+def head_work(config: Config, shape: Shape, tokens: int, kernels: Kernels) -> dict[str, int]:
     """Logits of one chunk of tokens, and the sums over chunks: gradients of the weight (fp32) and of hidden states."""
     width = TRAIN[config.precision.train].dtype.itemsize
     rows = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
@@ -511,7 +514,8 @@ def head_work(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
     summed = (4 if tokens > chunk else width) * table
     # Forward: logits and a product. Backward: the sum times a number, and that in the weights' type.
     rounded = width * chunk * rows if fp32_logits and width < 4 else 0  # gradients of fp32 logits
-    peak = summed + max(logits + rounded + product, summed + product)
+    in_one = kernels.head_adds and width < 4
+    peak = summed + (max(logits + rounded, product) if in_one else max(logits + rounded + product, summed + product))
     hidden = 2 * width * tokens * shape.hidden
     return {"logits": logits, "head": peak - logits + hidden}
 

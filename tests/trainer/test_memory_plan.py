@@ -167,7 +167,7 @@ def check(folder: Path, shape: Shape, layout: dict, by_rank: list[dict[str, int]
     tokens = TOKENS // config.parallel.context
     phases = (
         layer_work(config, shape, stage_layers(shape, config.parallel, 0), tokens, CPU),
-        head_work(config, shape, tokens),
+        head_work(config, shape, tokens, CPU),
     )
     peak = kept // len(by_rank) + max(sum(kinds.values()) for kinds in phases)
     largest = max(figures["peak"] for figures in by_rank)

@@ -8,6 +8,7 @@
 
 #include "masked_log_softmax/cpu.h"
 #include "masked_log_softmax/cuda.h"
+#include "masked_log_softmax/row_values.h"
 #include "parallel.h"
 
 #ifdef WITH_CUDA
@@ -63,7 +64,7 @@ void launch(const Tensor& logits, OnCpu on_cpu, [[maybe_unused]] OnCuda on_cuda)
     }
 #endif
     TORCH_CHECK_VALUE(logits.is_cpu(), "logits are on ", logits.device(), ", for which these kernels are not built");
-    const int64_t rows_per_task = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, logits.size(1)));
+    const int64_t rows_per_task = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, logits.numel() / logits.size(0)));
     at::parallel_for(0, logits.size(0), rows_per_task,
                      [&](int64_t begin, int64_t end) { on_cpu(torch_isa(), msk::Range{begin, end}); });
 }
@@ -106,6 +107,59 @@ std::tuple<Tensor, Tensor> extremes_and_sums(const Tensor& logits, const Tensor&
     return {first, second};
 }
 
+// Calls each(row): the CPU's form of a kernel with a thread a row.
+template <typename Each>
+auto of_rows(Each each) {
+    return [=](Isa, msk::Range rows) {
+        for (int64_t row = rows.begin; row < rows.end; ++row) each(row);
+    };
+}
+
+std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>, Tensor, Tensor, Tensor, std::optional<Tensor>> finish(
+    const Tensor& targets, const Tensor& extremes, const Tensor& sums, std::optional<double> log_rho, double temperature,
+    bool with_entropy, std::optional<int64_t> vocabulary) {
+    const int64_t rows = targets.size(0);
+    const int64_t* const ids = data<int64_t>(targets, "targets", {rows}, targets);
+    const float* const p = data<float>(extremes, "extremes", {2, rows}, targets);
+    const float* const q = data<float>(sums, "sums", {3, rows}, targets);
+    const auto o = options(log_rho, temperature, with_entropy);
+    const auto make = [&](at::ScalarType type) { return at::empty({rows}, targets.options().dtype(type)); };
+    Tensor log_probs = make(at::kFloat), coverage = make(at::kFloat), margin = make(at::kFloat), pruned = make(at::kFloat);
+    Tensor in_support = make(at::kBool), bad_logits = make(at::kBool);
+    std::optional<Tensor> entropy, outside;
+    if (with_entropy) entropy = make(at::kFloat);
+    if (vocabulary) outside = make(at::kBool);
+    const auto floats = [](const Tensor& tensor) { return tensor.mutable_data_ptr<float>(); };
+    const auto flags = [](const Tensor& tensor) { return tensor.mutable_data_ptr<bool>(); };
+    const msk::Values values{floats(log_probs),  floats(coverage),  entropy ? floats(*entropy) : nullptr,
+                             floats(margin),     floats(pruned),    flags(in_support),
+                             flags(bad_logits), outside ? flags(*outside) : nullptr};
+    const int64_t size = vocabulary.value_or(0);
+    launch(
+        targets, of_rows([=](int64_t row) { msk::finish_row(row, ids, rows, size, p, q, o, values); }),
+        [&](auto stream) { msk::cuda::finish(ids, rows, size, p, q, o, values, stream); });
+    return {log_probs, in_support, coverage, entropy, margin, pruned, bad_logits, outside};
+}
+
+Tensor factors(const Tensor& targets, const Tensor& in_support, const Tensor& safe_sum, const std::optional<Tensor>& entropy,
+               const std::optional<Tensor>& grad_log_probs, const std::optional<Tensor>& grad_entropy, double temperature) {
+    const int64_t rows = targets.size(0);
+    const auto floats = [&](const std::optional<Tensor>& tensor, const char* name) {
+        return tensor ? data<float>(*tensor, name, {rows}, targets) : nullptr;
+    };
+    const int64_t* const ids = data<int64_t>(targets, "targets", {rows}, targets);
+    const msk::Slopes slopes{data<bool>(in_support, "in_support", {rows}, targets), floats(safe_sum, "safe_sum"),
+                             floats(entropy, "entropy"), floats(grad_log_probs, "grad_log_probs"),
+                             floats(grad_entropy, "grad_entropy")};
+    Tensor out = at::empty({3, rows}, targets.options().dtype(at::kFloat));
+    float* const p = out.mutable_data_ptr<float>();
+    const float t = static_cast<float>(temperature);
+    launch(
+        targets, of_rows([=](int64_t row) { msk::factors_row(row, ids, rows, slopes, t, p); }),
+        [&](auto stream) { msk::cuda::factors(ids, rows, slopes, t, p, stream); });
+    return out;
+}
+
 void gradient(const Tensor& logits, const Tensor& targets, int64_t first_column, const Tensor& maximum,
               const Tensor& factors, std::optional<double> log_rho, double temperature, const Tensor& out) {
     const auto x = view(logits);
@@ -135,6 +189,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("sums", &sums, "logits"_a, "maximum"_a, "log_rho"_a, "temperature"_a, "with_entropy"_a);
     module.def("extremes_and_sums", &extremes_and_sums, "logits"_a, "targets"_a, "log_rho"_a, "temperature"_a,
                "with_entropy"_a);
+    module.def("finish", &finish, "targets"_a, "extremes"_a, "sums"_a, "log_rho"_a, "temperature"_a, "with_entropy"_a,
+               "vocabulary"_a);
+    module.def("factors", &factors, "targets"_a, "in_support"_a, "safe_sum"_a, "entropy"_a, "grad_log_probs"_a,
+               "grad_entropy"_a, "temperature"_a);
     module.def("gradient", &gradient, "logits"_a, "targets"_a, "first_column"_a, "maximum"_a, "factors"_a, "log_rho"_a,
                "temperature"_a, "out"_a);
 }

@@ -38,6 +38,8 @@ Grid one_block_per_row(const Logits& logits) {
     return {logits.rows, threads_for<N>(logits.columns / N)};
 }
 
+Grid a_thread_per_row(int64_t rows) { return {(rows + ROWS - 1) / ROWS, ROWS}; }
+
 }  // namespace
 
 void extremes(Logits logits, Targets targets, float* extremes, void* stream) {
@@ -59,6 +61,15 @@ void extremes_and_sums(Logits logits, Targets targets, Options options, float* e
         const auto kernel = extremes_and_sums_kernel<decltype(type), n()>;
         launch("extremes_and_sums", one_block_per_row<n()>(logits), stream, kernel, logits, targets, options, extremes, sums);
     });
+}
+
+void finish(const int64_t* targets, int64_t rows, int64_t vocabulary, const float* extremes, const float* sums,
+            Options options, Values values, void* stream) {
+    launch("finish", a_thread_per_row(rows), stream, finish_kernel, targets, rows, vocabulary, extremes, sums, options, values);
+}
+
+void factors(const int64_t* targets, int64_t rows, Slopes slopes, float temperature, float* factors, void* stream) {
+    launch("factors", a_thread_per_row(rows), stream, factors_kernel, targets, rows, slopes, temperature, factors);
 }
 
 void gradient(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient,

@@ -1,4 +1,4 @@
-// The functions of cpu.h on the GPU, for all rows (at least one). Arrays are in device memory; the work is queued on
+// The functions of cpu.h on the GPU, and two small ones between them, for all rows (at least one). Arrays are in device memory; the work is queued on
 // `stream`, a cudaStream_t. They throw std::runtime_error where CUDA reports an error.
 #pragma once
 
@@ -12,6 +12,13 @@ void sums(Logits logits, const float* maximum, Options options, float* sums, voi
 
 // Both at once: what the second reading of a row finds in the L2 cache is not read from memory again.
 void extremes_and_sums(Logits logits, Targets targets, Options options, float* extremes, float* sums, void* stream);
+
+// Every row's values, from what extremes and sums have found over the whole vocabulary (row_values.h).
+void finish(const int64_t* targets, int64_t rows, int64_t vocabulary, const float* extremes, const float* sums,
+            Options options, Values values, void* stream);
+
+// factors [3, T] of gradient.
+void factors(const int64_t* targets, int64_t rows, Slopes slopes, float temperature, float* factors, void* stream);
 
 void gradient(Logits logits, Targets targets, const float* maximum, const float* factors, Options options, void* gradient,
               void* stream);

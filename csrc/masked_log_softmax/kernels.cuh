@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device.cuh"
+#include "masked_log_softmax/row_values.h"
 #include "masked_log_softmax/threshold.h"
 #include "masked_log_softmax/types.h"
 
@@ -12,6 +13,7 @@ namespace masked_log_softmax::cuda {
 constexpr float LOG2_E = 1.44269504088896341f, LOG_2 = 0.693147180559945309f;
 constexpr float LOWEST = -150.0f;  // stands for d = -inf: 2^d is 0, and so is 0 * d
 constexpr int THREADS = 512;       // of a block at most
+constexpr int ROWS = 128;          // of a block with a thread a row
 template <int N>
 constexpr int GROUP = N == 1 ? 16 : 4;  // packs of N logits
 
@@ -130,6 +132,18 @@ __global__ void __launch_bounds__(THREADS, 2)
         if (!(fabsf(most) <= FLT_MAX)) total[0] = total[1] = total[2] = 0;
         write_sums(sums, logits.rows, row, total, options);
     }
+}
+
+// A thread a row.
+__global__ void finish_kernel(const int64_t* ids, int64_t rows, int64_t vocabulary, const float* extremes, const float* sums,
+                              Options options, Values values) {
+    const int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (row < rows) finish_row(row, ids, rows, vocabulary, extremes, sums, options, values);
+}
+
+__global__ void factors_kernel(const int64_t* ids, int64_t rows, Slopes slopes, float temperature, float* factors) {
+    const int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (row < rows) factors_row(row, ids, rows, slopes, temperature, factors);
 }
 
 // In place where `gradient` is the logits: a thread writes a pack after it has read it.

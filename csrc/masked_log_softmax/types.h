@@ -24,4 +24,16 @@ struct Options {
     bool with_entropy;
 };
 
+// Where a row's values go, [T] each; null: not asked for.
+struct Values {
+    float *log_probs, *coverage, *entropy, *margin, *pruned;
+    bool *in_support, *bad_logits, *outside;
+};
+
+// What the gradient's factors are made of, [T] each; null: not there, or no gradient.
+struct Slopes {
+    const bool* in_support;
+    const float *safe, *entropy, *grad_log_probs, *grad_entropy;
+};
+
 }  // namespace masked_log_softmax

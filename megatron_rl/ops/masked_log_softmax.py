@@ -21,7 +21,7 @@ from megatron_rl.ops import masked_log_softmax_torch as plain
 from megatron_rl.ops.extensions import masked_log_softmax as compiled
 from megatron_rl.ops.late_checks import LateChecks, check
 
-IGNORE = -100
+IGNORE = plain.IGNORE
 _OP = "masked_log_softmax"
 
 
@@ -64,11 +64,11 @@ def masked_log_softmax(
     second tensor of their size exists: for logits that nothing reads after the backward.
 
     Errors: ValueError naming the argument, before anything is computed. ValueError naming the row, on every rank alike,
-    where a row that counts has NaN or +inf or nothing above -inf.
+    where a target is outside of the vocabulary, or a row that counts has NaN or +inf or nothing above -inf; the host waits
+    for the device once.
     """
     _check(logits, targets, inplace_backward)
     check_options(log_rho, temperature)
-    check_targets(targets, logits.shape[1] * (tp_group.size() if tp_group is not None else 1))
     found: Any = _MaskedLogSoftmax.apply(
         logits, targets, log_rho, temperature, tp_group, with_entropy, inplace_backward
     )
@@ -133,12 +133,12 @@ def check_options(log_rho: float | None, temperature: float) -> None:
 
 def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
     """Check that all targets are in the vocabulary; the host waits for the device once. Errors: ValueError."""
-    check(
-        (targets != IGNORE) & ((targets < 0) | (targets >= vocabulary)),
-        lambda row: ValueError(
-            f"{_OP}: target {int(targets[row])} of row {row} is outside the vocabulary of {vocabulary}"
-            f" ({IGNORE} ignores a row)"
-        ),
+    check(plain.outside_of(targets, vocabulary), partial(_bad_target, targets, vocabulary))
+
+
+def _bad_target(targets: torch.Tensor, vocabulary: int, row: int) -> ValueError:
+    return ValueError(
+        f"{_OP}: target {int(targets[row])} of row {row} is outside the vocabulary of {vocabulary} ({IGNORE} ignores a row)"
     )
 
 
@@ -152,6 +152,11 @@ def _bad_logits(targets: torch.Tensor, names: torch.Tensor | None, row: int) -> 
 def _kernels(logits: torch.Tensor) -> Any:
     served = not logits.is_cuda or (compiled.cuda and torch.cuda.get_device_capability(logits.device) >= (8, 0))
     return compiled if served and logits.dtype != torch.float64 else plain
+
+
+def _row_kernels(logits: torch.Tensor) -> Any:
+    """Of a few numbers a row: one launch on a GPU, small operators of torch elsewhere."""
+    return _kernels(logits) if logits.is_cuda else plain
 
 
 @dataclass(frozen=True)
@@ -183,46 +188,38 @@ def evaluate(
     with_entropy: bool,
     names: torch.Tensor | None = None,
     late: LateChecks | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[MaskedLogSoftmax, Rows]:
     """The values, without a graph, and what `write_gradient` needs. Arguments, checked, as `masked_log_softmax`.
 
-    names [T]: the rows' numbers for an error. Errors: ValueError naming the row, when `late` is looked at if it is given;
-    the values of such a row mean nothing.
+    names [T]: the rows' numbers for an error. vocabulary: the targets are to be checked too, else they have been. Errors:
+    ValueError naming the row, when `late` is looked at if it is given; the values of such a row mean nothing.
     """
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
     first_column = group.rank() * logits.shape[1] if group is not None else 0
     targets = targets.contiguous()
-    counts = targets != IGNORE
     kernels = _kernels(logits)
 
     if group is not None:
         extremes = kernels.extremes(logits, targets, first_column)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        maximum, at_target = extremes
-        sums = kernels.sums(logits, maximum, log_rho, temperature, with_entropy)
+        sums = kernels.sums(logits, extremes[0], log_rho, temperature, with_entropy)
         dist.all_reduce(sums, group=group)
     else:
-        (maximum, at_target), sums = kernels.extremes_and_sums(logits, targets, log_rho, temperature, with_entropy)
-    safe_sum, pruned_sum, weighted = sums
-
-    divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
-    most = maximum / divisor
-    # The same on all ranks.
-    check(counts & ~most.isfinite(), partial(_bad_logits, targets, names), late)
-    # An ignored row may hold anything: it is worked on as a row of whatever it holds and cleared here.
-    in_support = counts & (at_target > -torch.inf)
-    if log_rho is not None:
-        in_support &= at_target / divisor >= most + log_rho
-    log_sum = safe_sum.log()
-    log_probs = torch.where(in_support, (at_target - maximum) / temperature - log_sum, -torch.inf)
-    log_probs = torch.where(counts, log_probs, 0.0)
-    full_sum = safe_sum + pruned_sum
-    coverage = torch.where(counts, safe_sum / full_sum, 1.0)
-    pruned = torch.where(counts, pruned_sum / full_sum, 0.0)
-    entropy = torch.where(counts, log_sum - weighted / safe_sum, 0.0) if with_entropy else None
-    margin = torch.where(counts, at_target / divisor - most, 0.0)
-    values = MaskedLogSoftmax(log_probs, in_support, coverage, entropy, margin, pruned)
-    return values, Rows(targets, in_support, maximum, safe_sum, entropy, first_column, log_rho, temperature)
+        extremes, sums = kernels.extremes_and_sums(logits, targets, log_rho, temperature, with_entropy)
+    *values, bad_logits, outside = _row_kernels(logits).finish(
+        targets, extremes, sums, log_rho, temperature, with_entropy, vocabulary
+    )
+    found = MaskedLogSoftmax(*values)
+    checks = LateChecks() if late is None else late
+    if vocabulary is not None:
+        checks.add(outside, partial(_bad_target, targets, vocabulary))
+    checks.add(bad_logits, partial(_bad_logits, targets, names))
+    if late is None:
+        checks.look()
+    return found, Rows(
+        targets, found.in_support, extremes[0], sums[0], found.entropy, first_column, log_rho, temperature
+    )
 
 
 def write_gradient(
@@ -236,15 +233,10 @@ def write_gradient(
 
     dz_j = g (1[j = target] - p_j) - g_H p_j (log p_j + H), j in the safe set; every rank holds what it needs.
     """
-    factor = slope = at_target = torch.zeros_like(rows.maximum)
-    if grad_log_probs is not None:
-        at_target = torch.where(rows.in_support, grad_log_probs / rows.temperature, 0.0)
-        factor = torch.where(rows.in_support, -at_target / rows.safe_sum, 0.0)
-    if grad_entropy is not None and rows.entropy is not None:
-        scaled = torch.where(rows.targets != IGNORE, grad_entropy / rows.safe_sum / rows.temperature, 0.0)
-        slope = -scaled
-        factor = factor + torch.where(scaled != 0, scaled * (rows.safe_sum.log() - rows.entropy), 0.0)
-    factors = torch.stack([factor, slope, at_target])
+    sent = (None if g is None else g.contiguous() for g in (grad_log_probs, grad_entropy))
+    factors = _row_kernels(logits).factors(
+        rows.targets, rows.in_support, rows.safe_sum, rows.entropy, *sent, rows.temperature
+    )
     options = (rows.log_rho, rows.temperature)
     _kernels(logits).gradient(logits, rows.targets, rows.first_column, rows.maximum, factors, *options, out)
 
@@ -261,7 +253,8 @@ class _MaskedLogSoftmax(torch.autograd.Function):
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[torch.Tensor | None, ...]:
-        values, rows = evaluate(logits, targets, log_rho, temperature, tp_group, with_entropy)
+        vocabulary = logits.shape[1] * (tp_group.size() if tp_group is not None else 1)
+        values, rows = evaluate(logits, targets, log_rho, temperature, tp_group, with_entropy, vocabulary=vocabulary)
         ctx.save_for_backward(logits, *rows.tensors())
         ctx.numbers, ctx.inplace = (rows.first_column, log_rho, temperature), inplace_backward
         others = values.in_support, values.coverage, values.margin, values.pruned

@@ -1,6 +1,7 @@
 """masked_log_softmax in plain torch: its definition, and the row kernels for what the compiled ones do not serve.
 
-That is fp64, and CUDA tensors where csrc's CUDA part is not built. The four kernels have the signatures of csrc's.
+That is fp64, and CUDA tensors where csrc's CUDA part is not built; finish and factors also for tensors on the CPU, where small
+operators cost little. The kernels have the signatures of csrc's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+IGNORE = -100
 LOWEST = -1e4
 """Stands for a log-ratio of -inf: its exp is 0 in fp32 and fp64 too, and 0 times it is 0."""
 
@@ -74,6 +76,67 @@ def extremes_and_sums(
     """`extremes` and `sums` of logits that hold the whole vocabulary."""
     first = extremes(logits, targets, 0)
     return first, sums(logits, first[0], log_rho, temperature, with_entropy)
+
+
+def finish(
+    targets: torch.Tensor,
+    extremes: torch.Tensor,
+    sums: torch.Tensor,
+    log_rho: float | None,
+    temperature: float,
+    with_entropy: bool,
+    vocabulary: int | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Each row's (log_probs, in_support, coverage, entropy or None, margin, pruned, bad_logits, outside or None), [T].
+
+    extremes [2, T] and sums [3, T] are over the whole vocabulary. The last two are errors: NaN, +inf or nothing above -inf; a
+    target outside of the vocabulary, where its size is given.
+    """
+    (maximum, at_target), (safe_sum, pruned_sum, weighted) = extremes, sums
+    counts = targets != IGNORE
+    divisor = maximum.new_full((1,), temperature)  # by a number, CUDA multiplies with its inverse: another rounding
+    most = maximum / divisor
+    # The same on all ranks. An ignored row may hold anything: it is worked on as a row of whatever it holds and cleared here.
+    bad_logits = counts & ~most.isfinite()
+    in_support = counts & (at_target > -torch.inf)
+    if log_rho is not None:
+        in_support &= at_target / divisor >= most + log_rho
+    log_sum = safe_sum.log()
+    log_probs = torch.where(in_support, (at_target - maximum) / temperature - log_sum, -torch.inf)
+    log_probs = torch.where(counts, log_probs, 0.0)
+    full_sum = safe_sum + pruned_sum
+    coverage = torch.where(counts, safe_sum / full_sum, 1.0)
+    pruned = torch.where(counts, pruned_sum / full_sum, 0.0)
+    entropy = torch.where(counts, log_sum - weighted / safe_sum, 0.0) if with_entropy else None
+    margin = torch.where(counts, at_target / divisor - most, 0.0)
+    outside = None if vocabulary is None else outside_of(targets, vocabulary)
+    return log_probs, in_support, coverage, entropy, margin, pruned, bad_logits, outside
+
+
+def outside_of(targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """[T] bool: targets that count and are not in the vocabulary."""
+    return (targets != IGNORE) & ((targets < 0) | (targets >= vocabulary))
+
+
+def factors(
+    targets: torch.Tensor,
+    in_support: torch.Tensor,
+    safe_sum: torch.Tensor,
+    entropy: torch.Tensor | None,
+    grad_log_probs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    temperature: float,
+) -> torch.Tensor:
+    """[3, T]: factor, slope and at_target of `gradient`, from the gradients [T] that came back."""
+    factor = slope = at_target = torch.zeros_like(safe_sum)
+    if grad_log_probs is not None:
+        at_target = torch.where(in_support, grad_log_probs / temperature, 0.0)
+        factor = torch.where(in_support, -at_target / safe_sum, 0.0)
+    if grad_entropy is not None and entropy is not None:
+        scaled = torch.where(targets != IGNORE, grad_entropy / safe_sum / temperature, 0.0)
+        slope = -scaled
+        factor = factor + torch.where(scaled != 0, scaled * (safe_sum.log() - entropy), 0.0)
+    return torch.stack([factor, slope, at_target])
 
 
 def gradient(

@@ -33,4 +33,21 @@ const char* gradient(void* logits, bool bf16, int64_t rows, int64_t columns, int
         cuda::gradient({logits, bf16, rows, columns}, {targets, first_column}, maximum, factors, options, out, nullptr);
     });
 }
+
+const char* finish(int64_t* targets, int64_t rows, int64_t vocabulary, float* extremes, float* sums, float log_rho,
+                   float temperature, float* log_probs, float* coverage, float* entropy, float* margin, float* pruned,
+                   bool* in_support, bool* bad_logits, bool* outside) {
+    return error_of([&] {
+        const Values values{log_probs, coverage, entropy, margin, pruned, in_support, bad_logits, outside};
+        const Options options{log_rho, temperature, true};
+        cuda::finish(targets, rows, vocabulary, extremes, sums, options, values, nullptr);
+    });
+}
+
+const char* factors(int64_t* targets, int64_t rows, bool* in_support, float* safe, float* entropy, float* grad_log_probs,
+                    float* grad_entropy, float temperature, float* out) {
+    return error_of([&] {
+        cuda::factors(targets, rows, {in_support, safe, entropy, grad_log_probs, grad_entropy}, temperature, out, nullptr);
+    });
+}
 }

@@ -139,6 +139,95 @@ def test_results_do_not_depend_on_the_schedule(kernels, seed):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+class Rows:
+    """Sums of rows as the kernels find them, with targets and the gradients that come back."""
+
+    def __init__(self, seed: int):
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.count, self.vocabulary = rng.choice([1, 2, 127, 128, 129, 300]), 50
+        self.log_rho, self.temperature = rng.choice([None, 0.0, -0.5, -3.0]), rng.choice([1.0, 0.6, 1.7])
+        uniform = torch.rand(7, self.count, generator=generator)
+        self.targets = torch.randint(-2, self.vocabulary + 2, (self.count,), generator=generator)
+        self.targets[uniform[0] < 0.2] = -100
+        maximum = 20 * uniform[1] - 10
+        at_target = maximum - 8 * uniform[2] * (uniform[0] < 0.8)  # or the largest itself
+        at_target[uniform[0] > 0.9] = -INF
+        self.extremes = torch.stack([maximum, at_target])
+        safe = 1 + 30 * uniform[3]
+        self.sums = torch.stack([safe, 10 ** (2 - 10 * uniform[4]), -3 * safe * uniform[5]])
+        self.extremes[0, uniform[6] < 0.05] = INF
+        self.extremes[0, uniform[6] > 0.95] = -INF
+        self.grads = torch.randn(2, self.count, generator=generator)
+        self.grads[:, uniform[6] < 0.2] = 0.0
+
+    def expect(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Values and factors in fp64 by the definition; the set is taken in fp32."""
+        counts = self.targets != -100
+        maximum, at_target = self.extremes
+        safe, pruned, weighted = self.sums.double()
+        inside = counts & (at_target > -INF)
+        if self.log_rho is not None:
+            inside &= at_target / self.temperature >= maximum / self.temperature + self.log_rho
+        temperature = float(torch.tensor(self.temperature))
+        margin = (at_target.double() - maximum.double()) / temperature
+        entropy = safe.log() - weighted / safe
+        values = {
+            "log_probs": torch.where(inside, margin - safe.log(), torch.where(counts, -INF, 0.0)),
+            "coverage": torch.where(counts, safe / (safe + pruned), 1.0),
+            "entropy": torch.where(counts, entropy, 0.0),
+            "margin": torch.where(counts, margin, 0.0),
+            "pruned": torch.where(counts, pruned / (safe + pruned), 0.0),
+            "in_support": inside,
+            "bad_logits": counts & ~(maximum / self.temperature).isfinite(),
+            "outside": counts & ((self.targets < 0) | (self.targets >= self.vocabulary)),
+        }
+        of_log_probs, of_entropy = self.grads.double()
+        at_target = torch.where(inside, of_log_probs / temperature, 0.0)
+        scaled = torch.where(counts, of_entropy / safe / temperature, 0.0)
+        return values, torch.stack([scaled * (safe.log() - entropy) - at_target / safe, -scaled, at_target])
+
+
+def check_rows(kernels: Emulated, rows: Rows) -> None:
+    values, factors = rows.expect()
+    found = {n: Guarded(torch.zeros(rows.count)) for n in ("log_probs", "coverage", "entropy", "margin", "pruned")}
+    flags = {n: torch.zeros(rows.count, dtype=torch.bool) for n in ("in_support", "bad_logits", "outside")}
+    log_rho = -INF if rows.log_rho is None else rows.log_rho
+    given = (rows.targets, rows.count, rows.vocabulary, rows.extremes, rows.sums, log_rho, rows.temperature)
+    kernels.call("finish", *given, *(output.tensor for output in found.values()), *flags.values())
+    for name, output in flags.items():
+        assert torch.equal(output, values[name]), name
+    good = ~values["bad_logits"]  # else the numbers mean nothing
+    eps = 2.0**-23
+    sizes = rows.extremes.abs().nan_to_num(posinf=0.0, neginf=0.0).sum(0) / rows.temperature
+    for name, output in found.items():
+        output.check()
+        # A quotient and a logarithm of its own size, and before a margin two quotients of the size of logits.
+        within = 4 * eps * values[name].abs() + (
+            eps * (sizes + 5) if name in ("log_probs", "margin", "entropy") else 0.0
+        )
+        same = (output.tensor.double() == values[name]) | ((output.tensor.double() - values[name]).abs() <= within)
+        assert same[good].all(), name
+    out = Guarded(torch.zeros(3, rows.count))
+    safe, entropy = rows.sums[0].contiguous(), found["entropy"].tensor
+    given = (rows.targets, rows.count, flags["in_support"], safe, entropy)
+    kernels.call("factors", *given, *rows.grads, rows.temperature, out.tensor)
+    out.check()
+    # Each part is of a few roundings; the difference of logarithm and entropy keeps those of their sizes.
+    within = 8 * eps * (factors[2].abs() / safe + factors[1].abs() * (1 + safe.log() + entropy.abs()))
+    assert ((out.tensor[0].double() - factors[0]).abs() <= within)[good].all()
+    assert ((out.tensor[1:].double() - factors[1:]).abs() <= 4 * eps * factors[1:].abs())[:, good].all()
+    kernels.call("factors", *given[:4], 0, rows.grads[0], 0, rows.temperature, out.tensor)
+    assert torch.equal(out.tensor[1], torch.zeros(rows.count)) and torch.equal(
+        out.tensor[2].double() == 0, factors[2] == 0
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_values_and_factors_of_rows_match_the_definition(kernels, seed):
+    check_rows(kernels, Rows(seed))
+
+
 @pytest.mark.parametrize(
     ("dtype", "columns"), [(torch.bfloat16, 50_257), (torch.bfloat16, 201_088), (torch.float32, 262_144)]
 )
@@ -167,6 +256,7 @@ def test_what_does_not_fit_a_launch_is_an_error(kernels):
 
 
 KERNELS, LAUNCHERS, SHARED = "masked_log_softmax/kernels.cuh", "masked_log_softmax/cuda.cu", "device.cuh"
+ROWS = "masked_log_softmax/row_values.h"
 BUGS = {
     "no barrier in a reduction": (
         SHARED,
@@ -192,6 +282,9 @@ BUGS = {
     "ties without a gradient": (KERNELS, "v >= threshold ? value", "v > threshold ? value"),
     "NaN not seen": (KERNELS, "maximum_or_nan(most[0], to_float", "fmaxf(most[0], to_float"),
     "packs at odd addresses": (LAUNCHERS, "const bool aligned = (addresses | ", "const bool aligned = ("),
+    "entropy over the whole softmax": (ROWS, "row.weighted / row.safe", "row.weighted / full"),
+    "a gradient outside the set": (ROWS, "if (in_support) {", "if (target != IGNORED) {"),
+    "a row too few": (LAUNCHERS, "(rows + ROWS - 1) / ROWS", "(rows - 1) / ROWS"),
     "rows of odd length in packs": (LAUNCHERS, "(addresses | logits.columns * (logits.bf16 ? 2 : 4))", "addresses"),
 }
 
@@ -201,4 +294,11 @@ def test_planted_bugs_are_caught(bug, tmp_path):
     file, old, new = BUGS[bug]
     library = compile_emulated("masked_log_softmax", tmp_path, {file: (old, new)}, alignment=file == LAUNCHERS)
     broken = Emulated(library)
-    assert fails(lambda seed: check(broken, Case(seed)))
+
+    def look(seed: int) -> None:
+        if file == ROWS or "row too few" in bug:
+            check_rows(broken, Rows(seed))
+        else:
+            check(broken, Case(seed))
+
+    assert fails(look)

@@ -219,6 +219,39 @@ def test_the_compiled_kernels_agree_with_the_plain_ones(seed, columns, dtype, lo
     assert ((found - expected).abs() <= within).all()
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    log_rho=st.sampled_from([None, -3.0]),
+    temperature=st.sampled_from([1.0, 0.7]),
+    with_entropy=st.booleans(),
+    vocabulary=st.sampled_from([None, 60]),
+)
+def test_what_a_gpu_computes_of_a_row_is_what_plain_torch_does(seed, log_rho, temperature, with_entropy, vocabulary):
+    """On the CPU, where plain torch runs, but for the last bits of a logarithm: the functions that a GPU's threads call."""
+    logits, targets = batch(seed, 7, 64, torch.float32)
+    logits[-1] = -torch.inf
+    options = (log_rho, temperature, with_entropy)
+    sums = compiled.extremes_and_sums(logits, targets, *options)
+    found, expected = (k.finish(targets, *sums, *options, vocabulary) for k in (compiled, masked_log_softmax_torch))
+    assert len(found) == len(expected) == 8
+    good = ~expected[6]
+    assert expected[6].tolist() == [False] * 6 + [int(targets[-1]) != -100]
+    assert (found[3] is None) == (not with_entropy) and (found[7] is None) == (vocabulary is None)
+    within = {"atol": 2e-6, "rtol": 2e-6}
+    for ours, theirs in zip(found, expected, strict=True):
+        if theirs is not None:
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours[good], theirs[good], **within)
+    safe_sum, grads = sums[1][0], torch.randn(2, 7, generator=torch.Generator().manual_seed(seed))
+    for sent in ((grads[0], None), (None, grads[1]), tuple(grads)):
+        given = (targets, expected[1], safe_sum, expected[3], *sent, temperature)
+        ours, theirs = (kernels.factors(*given)[:, good] for kernels in (compiled, masked_log_softmax_torch))
+        torch.testing.assert_close(ours, theirs, **within)
+    with pytest.raises(ValueError, match=r"sums must be .* \[3, 7\], contiguous"):
+        compiled.finish(targets, sums[0], sums[1][:2], *options, vocabulary)
+
+
 def test_ties_at_the_threshold_belong_to_the_set():
     """max - 2 exactly, one bit above and one bit below it, at several temperatures."""
     for temperature in (1.0, 0.5, 0.7, 1.3, 100.0):

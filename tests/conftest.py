@@ -123,7 +123,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu")
     group.addoption("--on-cpu", action="store_true", help="run tests/gpu without a GPU where they can")
     group.addoption("--gpu-json", metavar="FILE", help="write outcomes and figures of tests/gpu to FILE")
-    group.addoption("--budget-s", type=float, metavar="N", help="begin no test of tests/gpu later than N s after the start")
+    group.addoption(
+        "--budget-s", type=float, metavar="N", help="begin no test of tests/gpu later than N s after the start"
+    )
     group.addoption(
         "--references",
         metavar="FOLDER",

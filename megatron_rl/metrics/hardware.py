@@ -37,6 +37,14 @@ def hardware_metrics(run: Run, trained: Iterable[Sequence], times: Mapping[str, 
     return found
 
 
+def used_gb() -> float | None:
+    """GB of 10^9 bytes that all processes together use of this process's GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    free, whole = torch.cuda.mem_get_info()
+    return (whole - free) / 1e9
+
+
 def per_second(run: Run, amount: float, seconds: float) -> Metric:
     """Sum of all processes' amounts / the seconds that rank 0 needed."""
     return ratio(amount, seconds if run.ranks.rank == 0 else 0.0)

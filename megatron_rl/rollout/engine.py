@@ -503,7 +503,7 @@ class Engine:
         return revived
 
     def metrics(self) -> Metrics:
-        """Counts since the start of the run, how stale the responses of the last step are, and the size of the last push."""
+        """Counts since the start of the run, how stale the responses of the last step are, the last push, and turns on GPUs."""
         loads, ages = bool(self.config.rollout.load), self._staleness
         sampled: Metrics = {}
         if not loads:
@@ -513,11 +513,13 @@ class Engine:
                 "rollout/staleness": mean(sum(ages), len(ages)),
                 "rollout/staleness_max": maximum(max(ages, default=0)),
                 "rollout/servers": maximum(len(self.client.addresses)),
+                "sync/push_s": maximum(self._pusher.sent.seconds),
             }
+            sampled |= self._turns.metrics()
         if self.config.rollout.over_sample_rate:
             sampled |= self._left_out.metrics()
         return sampled | {
             "rollout/restarts": maximum(0 if loads else self._recovery.restarts),
             "rollout/retries": total(self._retries),
-            "sync/megabytes": maximum(0.0 if loads else self._pusher.bytes / 1e6),
+            "sync/megabytes": maximum(0.0 if loads else self._pusher.sent.bytes / 1e6),
         }

@@ -13,7 +13,7 @@ from megatron_rl.rollout.turns import Turns
 from megatron_rl.sync.adapters import AdapterSync
 from megatron_rl.sync.checksums import WeightsDigest
 from megatron_rl.sync.owner import version_of
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.weight_sync import SyncStats, WeightSync
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
 
@@ -49,8 +49,8 @@ class Pusher:
         """Of all versions that were pushed by this process; empty ones where none are taken, and of one that is on its way."""
         self.latest: str | None = None
         """The last of them: the servers have it, or are being sent it."""
-        self.bytes = 0
-        """Size of the last push."""
+        self.sent = SyncStats(bytes=0, seconds=0.0, buckets=0, tensors=0)
+        """The last push."""
 
     def push(self, trainer: Trainer, version: int) -> None:
         """Send weights to all servers and compare checksums; a server that has died is restarted first."""
@@ -74,7 +74,7 @@ class Pusher:
                 if self._digests:
                     weights = digest.watch(weights)
                 self.digests.setdefault(str(self.now), "")  # answers may come before the push returns
-                self.bytes = self._sync.push(weights, version_of(self._run, self.now)).bytes
+                self.sent = self._sync.push(weights, version_of(self._run, self.now))
                 self.version = self.now
                 self.digests[str(self.now)] = self._ranks.from_main(str(digest))  # which alone may have seen adapters
                 self._trainer.weights_pushed()

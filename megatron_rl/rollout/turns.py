@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from megatron_rl.metrics.hardware import used_gb
+from megatron_rl.metrics.reduce import Metrics, maximum
 from megatron_rl.rollout.children import ChildServers
 from megatron_rl.trainer.parallel import Ranks
 from megatron_rl.trainer.trainer import Trainer
@@ -33,12 +35,16 @@ class Turns:
         """asleep: the servers have left the GPUs to the trainer."""
         self.trainer: Trainer
         """Known from the first push on."""
+        self._used: dict[str, float | None] = {}
+        """Memory of this process's GPU at the end of the servers' last turn."""
 
     def to_trainer(self) -> None:
         """Servers give up their memory, and all of the trainer is there again."""
         if self.shared and not self.asleep:
             with self._clock("sleep"):
+                awake = used_gb()
                 self._ranks.main_does(self._servers.sleep, patient=True)
+                self._used = {"memory/awake_gb": awake, "memory/asleep_gb": used_gb()}
                 self.asleep = True
                 self.trainer.wake()
 
@@ -66,3 +72,7 @@ class Turns:
         if self.shared:
             self.trainer.sleep()
             self._ranks.barrier()
+
+    def metrics(self) -> Metrics:
+        """GB used of a GPU, by all processes, as the servers' last turn ended: before they gave up theirs, and after."""
+        return {name: maximum(gb) for name, gb in self._used.items() if gb is not None}

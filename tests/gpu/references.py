@@ -1,4 +1,5 @@
-"""Makes what the stages models and training compare a GPU with: tiny models, their results on the CPU in fp32, rollouts.
+"""Makes what the stages compare a GPU with, and what they start from: tiny models, their results on the CPU in fp32, rollouts,
+and the warm starts of the stages with an engine.
 
     python tests/gpu/references.py gpu-bundle/references
 
@@ -64,6 +65,55 @@ def make_training(folder: Path) -> None:
     shutil.rmtree(work)
 
 
+WARM_STARTS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "qwen3_moe": ("quickstart_sft", "numbers", {"hidden": 256, "expert_intermediate": 128, "max_position": 512}),
+    # 128 wide, as it would be twice the size with 256; twice as wide as its experts it may not be.
+    "gpt_oss": (
+        "gptoss_quickstart_sft",
+        "harmony_calls",
+        {"hidden": 128, "expert_intermediate": 256, "max_position": 131_072, "window": 32},
+    ),
+}
+"""Family -> config of its warm start, tokenizer and sizes. An engine on a GPU wants heads of 64; block FP8, widths that 128
+divides."""
+
+
+def make_warm_start(family: str, folder: Path) -> None:
+    """The model of the family's quickstart in other widths, fine-tuned as there: a Hugging Face folder in bf16."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tools.make_tiny_model import Sizes, make_tiny_model
+
+    config, tokenizer, widths = WARM_STARTS[family]
+    work = folder.with_name(f"{folder.name}.work")
+    shutil.rmtree(work, ignore_errors=True)
+    sizes = Sizes(heads=4, kv_heads=2, head_dim=64, vocab=64, **widths)
+    make_tiny_model(family, work / "model", sizes=sizes, tokenizer=tokenizer, vector_noise=0.0)
+    cli = [sys.executable, "-m", "megatron_rl.cli", "sft", f"configs/{config}.yaml", "--logging.tensorboard", "false"]
+    cli += ["--runs_dir", str(work), "--name", "sft", "--model.path", str(work / "model")]
+    subprocess.run(cli, cwd=REPOSITORY, check=True, timeout=1500)
+    tuned = work / "sft" / "hf"
+    for file in tuned.glob("*.safetensors"):  # half the size, and the weights of either precision are the same
+        save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    config_file = tuned / "config.json"
+    settings = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(settings | {"dtype": "bfloat16"}, indent=2) + "\n")
+    shutil.copy(work / "sft" / "metrics.jsonl", tuned / "warm_start.jsonl")
+    tuned.rename(folder)
+    shutil.rmtree(work)
+
+
+def make_engine(folder: Path) -> None:
+    """Models that the stages with an engine start from: folder/qwen3_moe and folder/gpt_oss. What is there stays."""
+    for family in WARM_STARTS:
+        if not (folder / family / "config.json").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            make_warm_start(family, folder / family)
+        size = sum(path.stat().st_size for path in (folder / family).rglob("*") if path.is_file())
+        print(f"references: engine/{family}: {size / 2**20:.1f} MiB", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to make; what is there already stays")
@@ -80,6 +130,8 @@ def main() -> None:
     for family in options.family or FAMILIES:
         if not (options.out / family / "reference.pt").is_file():
             make_family(family, options.out / family)
+    if not options.family:
+        make_engine((options.out / "engine").resolve())
     if not options.family and not (options.out / "training" / "metrics.jsonl").is_file():
         try:
             find_python()

@@ -1,4 +1,4 @@
-"""Runs of the program for the stages that need whole ones: started, watched, waited for; a failure says what the logs said."""
+"""Runs and servers of the program for the stages that need whole ones; where one fails, the ends of its logs are said."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from megatron_rl.credentials import bearer
 from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -40,19 +43,19 @@ class Running:
         config: Path | str | None = None,
         values: Values | None = None,
         flags: Iterable[str] = (),
+        logs: Iterable[Path] = (),
     ) -> None:
-        """Start it. folder: of the run. config: a file of configs/; None for commands that are given a run.
+        """Start it. folder: of the run. config: its YAML file; None for commands that are given a run.
 
-        values: overrides by key. The trainer's log is beside the folder: FOLDER-COMMAND.log.
+        values: overrides by key. logs: of servers that it has not started. Its own is beside the folder: FOLDER-COMMAND.log.
         """
-        self.command, self.folder = command, folder
+        self.command, self.folder, self._logs = command, folder, [*logs]
         self.log = folder.with_name(f"{folder.name}-{command}.log")
         arguments = [command, str(config or folder), *flags]
         if command in NAMED:
             own = {"runs_dir": str(folder.parent), "name": folder.name, "logging.tensorboard": False}
             values = own | dict(values or {})
-        for key, value in (values or {}).items():
-            arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+        arguments += overrides(values or {})
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
         with open(self.log, "w") as log:
@@ -113,9 +116,12 @@ class Running:
                 tell(self.lines())
 
     def kill(self) -> None:
-        """End it with kill -9, where it runs; its servers end with it."""
-        self._process.kill()
-        self._process.wait(30)
+        """End it with kill -9, where it runs; its servers end with it, which is waited for."""
+        if self._process.poll() is None:
+            servers = self.server_processes()
+            self._process.kill()
+            self._process.wait(30)
+            psutil.wait_procs(servers, 30)
 
     def server_processes(self) -> list[psutil.Process]:
         """SGLang's processes that are alive below it, without their supervisor."""
@@ -134,9 +140,71 @@ class Running:
         found = (
             f"megatron-rl {self.command} of {self.folder.name} {what}, {self.seconds:.0f} s after its start, {logged}"
         )
-        for log in [*sorted(self.folder.glob("sglang*.log")), self.log]:
+        for log in [*sorted(self.folder.glob("sglang*.log")), *self._logs, self.log]:
             found += f"\n== end of {log.name}:\n{tail(log)}"
         return found
+
+
+class Served:
+    """A server by itself (tools/serve.py), whose address is a file of `folder`: a rollout.address_folder."""
+
+    def __init__(self, folder: Path, config: Path | str, values: Values) -> None:
+        """Start it; `wait_ready` waits."""
+        self.folder, self.log = folder, folder / "served.log"
+        folder.mkdir(parents=True)
+        command = [sys.executable, "tools/serve.py", str(config), "--host", "127.0.0.1"]
+        command += ["--address-file", str(folder / "one.address"), *overrides(values)]
+        with open(self.log, "w") as log:
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._process = subprocess.Popen(command, cwd=REPOSITORY, **options)
+
+    @property
+    def key(self) -> str:
+        """Its bearer token."""
+        return (self.folder / "server.key").read_text().strip()
+
+    @property
+    def address(self) -> str:
+        """http://host:port."""
+        return (self.folder / "one.address").read_text().strip()
+
+    def ask(self, path: str, body: Values | None = None) -> Any:
+        """Its answer, from JSON where it is some: to a GET, or with a body to a POST."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | bearer(self.key)
+        with urllib.request.urlopen(urllib.request.Request(self.address + path, data, headers), timeout=60) as reply:
+            text = reply.read().decode()
+        return json.loads(text) if text[:1] in ("{", "[") else text
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until it answers. Errors: RunFailed with the end of its log."""
+        deadline = time.monotonic() + timeout
+        while self.alive() and time.monotonic() < deadline:
+            try:
+                self.ask("/ready")
+                return
+            except OSError:
+                time.sleep(POLL_S)
+        raise RunFailed(f"the server did not start\n== end of {self.log.name}:\n{tail(self.log)}")
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End it, and wait for its end."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(30)
+
+
+def overrides(values: Values) -> list[str]:
+    """Command-line arguments of values by key."""
+    pairs = ((f"--{key}", value if isinstance(value, str) else json.dumps(value)) for key, value in values.items())
+    return [*chain.from_iterable(pairs)]
 
 
 def run(

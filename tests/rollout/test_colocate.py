@@ -17,6 +17,7 @@ from megatron_rl.config_file import build_config
 from megatron_rl.errors import UserError
 from megatron_rl.launch.run import Run
 from megatron_rl.metrics.reduce import figures
+from megatron_rl.rollout import turns
 from megatron_rl.rollout.children import place, place_here, visible_names
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.server import RolloutServer
@@ -227,9 +228,16 @@ PUSH = [
 ]
 
 
-def test_trainer_and_servers_take_turns(model, tmp_path, calls):
+def test_trainer_and_servers_take_turns(model, tmp_path, calls, monkeypatch):
     """Each has the GPUs when the other has left them; dead servers come back with the weights."""
     config = config_of(model, tmp_path, colocate=True)
+
+    def used() -> float:
+        """Sleeping servers, in the place of a GPU's memory."""
+        assert "Trainer wake" not in calls
+        return float(calls.count("RolloutServer sleep"))
+
+    monkeypatch.setattr(turns, "used_gb", used)
 
     def seen() -> list[str]:
         """Since the last time, what all servers do at once counted once."""
@@ -251,6 +259,11 @@ def test_trainer_and_servers_take_turns(model, tmp_path, calls):
                 prompts = run.stream.next(4)
                 trajectories = engine.collect(prompts, step=0)
                 assert seen() == ["RolloutServer sleep", "Trainer wake"]
+                measured = figures(engine.metrics())
+                assert (measured["memory/awake_gb"], measured["memory/asleep_gb"]) == (0, 2), (
+                    "before and after they slept"
+                )
+                assert 0 < measured["sync/push_s"] < clock.times()["time/step_s"]
                 assert {span.version for t in trajectories for span in t.weight_spans} == {"0"}
                 assert engine.client.versions == {"0"}, "a server that is started anew answers with those of its folder"
                 engine.sleep()

@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.trainer import Trainer
 
 
+PIECE_BYTES = 2**30
+"""Size of the pieces of host memory, a power of two: torch rounds each up to one, and storages by themselves would take up to
+twice their size (gpt-oss-20b's experts do)."""
+
+
 class HostCopy:
-    """The memory of some tensors of a device, in (pinned) host memory: each storage once, whole."""
+    """The memory of some tensors of a device, in (pinned) host memory: each storage once, whole, one behind another."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Starts the copies; `release` waits for them."""
@@ -32,29 +37,41 @@ class HostCopy:
         # Without a GPU, memory that a checkpoint's writer has seen as an array belongs to numpy too, and stays.
         storages = {storage._cdata: storage for storage in found if storage.resizable()}
         self._device = device
-        self._pairs = []
-        for storage in storages.values():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
-            host.copy_(self._bytes(storage), non_blocking=True)
-            self._pairs.append((storage, host))
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        total = sum(size for _, size in self._storages)
+        sizes = [min(PIECE_BYTES, total - start) for start in range(0, total, PIECE_BYTES)]
+        options = {"dtype": torch.uint8, "pin_memory": device.type == "cuda"}
+        self.pieces = [torch.empty(size, **options) for size in sizes]
+        for host, there in self._places():
+            host.copy_(there, non_blocking=True)
 
     def release(self) -> None:
         """Give the device's memory back to torch."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        for storage, _ in self._pairs:
+        for storage, _ in self._storages:
             storage.resize_(0)
 
     def restore(self) -> None:
         """Give the storages their memory and contents back."""
-        for storage, host in self._pairs:
-            storage.resize_(host.numel())
-            self._bytes(storage).copy_(host, non_blocking=True)
+        for storage, size in self._storages:
+            storage.resize_(size)
+        for host, there in self._places():
+            there.copy_(host, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+    def _places(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of the host, and those of the device that lie there: a storage may go over the border of a piece."""
+        position = 0
+        for storage, size in self._storages:
+            there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            start = 0
+            while start < size:
+                piece, at = divmod(position, PIECE_BYTES)
+                count = min(PIECE_BYTES - at, size - start)
+                yield self.pieces[piece][at : at + count], there[start : start + count]
+                start, position = start + count, position + count
 
 
 class Residence:

@@ -99,7 +99,6 @@ def make_warm_start(family: str, folder: Path) -> None:
     config_file = tuned / "config.json"
     settings = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(settings | {"dtype": "bfloat16"}, indent=2) + "\n")
-    shutil.copy(work / "sft" / "metrics.jsonl", tuned / "warm_start.jsonl")
     tuned.rename(folder)
     shutil.rmtree(work)
 

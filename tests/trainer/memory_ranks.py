@@ -13,7 +13,7 @@ from layouts import LATER, make_config, make_trainer
 from ranks import end_layout
 
 from megatron_rl.data.sequence import Sequence
-from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer import checkpoint, offload
 from megatron_rl.trainer import trainer as trainer_module
 from megatron_rl.trainer.objective import Policy
 from megatron_rl.trainer.optimizer import torch_adams, wrap_ddp
@@ -185,4 +185,5 @@ def sleep_between(model: str, samples: list[Sequence], overrides: dict) -> dict[
 
 
 def sleep_all(model: str, samples: list[Sequence], overrides: list[dict]) -> list[dict]:
+    offload.PIECE_BYTES = 50_000  # storages go over several
     return [sleep_between(model, samples, one) for one in overrides]

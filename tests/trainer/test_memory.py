@@ -9,6 +9,8 @@ from layouts import make_samples
 from memory_ranks import MAY_STAY
 from ranks import run_ranks
 
+from megatron_rl.trainer import offload
+
 pytestmark = pytest.mark.timeout(900)  # the limits of the processes below are what ends a test
 
 BF16 = {"precision": {"train": "bf16"}}
@@ -135,6 +137,22 @@ def test_a_sleep_changes_nothing(slept, name):
     assert result["gradients"]
     assert not any(result["gradients"])
     same(result["last"], result["expected"])
+
+
+def test_copies_on_the_host_lie_one_behind_another(monkeypatch):
+    """As many bytes as the storages have, in whole pieces; each storage once, and back where it was."""
+    rng = np.random.default_rng()
+    monkeypatch.setattr(offload, "PIECE_BYTES", int(rng.integers(1, 4000)))
+    tensors = [torch.from_numpy(rng.normal(size=int(size))) for size in rng.integers(1, 900, 12)]
+    tensors = [t.to(dtype) for t, dtype in zip(tensors, [torch.float32, torch.bfloat16, torch.int8] * 4, strict=True)]
+    before, total = [t.clone() for t in tensors], sum(t.nbytes for t in tensors)
+    copy = offload.HostCopy([*tensors, *(t[1:] for t in tensors)], torch.device("cpu"))
+    sizes = [piece.nbytes for piece in copy.pieces]
+    assert sum(sizes) == total and {*sizes[:-1]} <= {offload.PIECE_BYTES} and sizes[-1] <= offload.PIECE_BYTES
+    copy.release()
+    assert all(t.untyped_storage().nbytes() == 0 for t in tensors)
+    copy.restore()
+    assert all(torch.equal(t, old) for t, old in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("name", SLEEPS)

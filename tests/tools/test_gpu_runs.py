@@ -1,0 +1,58 @@
+"""What the stages of tests/gpu know of the program's runs: figures, and the ends of the logs where one fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+
+from runs import TAIL_CHARACTERS, RunFailed, Running, figures, overrides, tail
+
+
+def test_a_run_that_fails_says_what_the_logs_said(tmp_path):
+    """Of itself and of its servers, each by name; what it had logged is told in any case."""
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "sglang.log").write_text("noise\n" * 1000 + "RuntimeError: out of memory\n")
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/score": 0.5}\n{"step": 1, "reward/mean": 0.25}\n')
+    told = []
+    run = Running("plan", folder, "configs/quickstart.yaml", {"batch.samples_per_prompt": 0})
+    with pytest.raises(RunFailed) as error:
+        run.finish(60, told.append)
+    message = str(error.value)
+    assert message.startswith("megatron-rl plan of one ended with status 2, ") and "1 steps logged" in message
+    server, own = message.index("== end of sglang.log:"), message.index("== end of one-plan.log:")
+    assert "RuntimeError: out of memory" in message[server:own] and "batch.samples_per_prompt" in message[own:]
+    assert len(message) < 2 * TAIL_CHARACTERS + 200
+    assert [line["step"] for line in told[0]] == [0, 1]
+    with pytest.raises(RunFailed, match=r"ended with status 2 too early"):
+        run.wait_for(lambda: False, 60)
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path):
+    run = Running("plan", tmp_path / "one", "configs/quickstart.yaml")
+    with pytest.raises(RunFailed, match=r"was not done after 0 s.*\n== end of one-plan.log"):
+        run.finish(0.0)
+    assert run._process.returncode == -9
+
+
+def test_figures_by_name_and_by_beginning():
+    lines = [{"step": 0, "eval/score": 0.123456789}, {"step": 1, "time/a_s": 2, "time/b_s": 3.0, "x": None}]
+    assert figures(lines, ("eval/score", "time/*", "absent")) == {
+        "eval/score": [0.123457, None],
+        "time/a_s": [None, 2],
+        "time/b_s": [None, 3.0],
+        "absent": [None, None],
+    }
+    values = {"a.b": True, "c": "x", "d": ["--y", "z"], "e": None}
+    assert overrides(values) == ["--a.b", "true", "--c", "x", "--d", '["--y", "z"]', "--e", "null"]
+
+
+def test_the_end_of_a_log_begins_with_a_line(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("first line\nsecond\nthird\n")
+    assert tail(log, 100) == "first line\nsecond\nthird" and tail(log, 10) == "third"
+    assert tail(tmp_path / "none") == "(No such file or directory)"

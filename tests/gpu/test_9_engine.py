@@ -13,7 +13,7 @@ graphs 25), a trainer's 20 beside it.
 | test_twenty_steps_of_gpt_oss | is done by then | 5 |
 | test_pruned_and_pushed_by_disk | is done by then | 5 |
 | test_kept_sets | a trainer's start, two steps | 30 |
-| test_seeds_and_graphs | four rounds of 64 responses | 10 |
+| test_seeds_and_graphs | four rounds of 24 responses, two of them one by one | 10 |
 | test_real_widths[qwen3] | start 75, pinned memory 15, two steps of 15 | 120 |
 | test_real_widths[gpt_oss] | start 85, pinned memory 20, two steps of 20 | 145 |
 | test_a_slice_pushed_by_disk | start 75, two pushes of 15, a step; with --budget-s 440 it is left out | 120 |
@@ -46,8 +46,8 @@ GPU = torch.cuda.is_available()
 STEPS, KILLED_AFTER, FEW = (20, 6, 3) if GPU else (3, 1, 1)
 """Steps to a score; those that are logged when the server is killed; of a run that shows how things are."""
 LIMIT_S, START_S = 240.0, 200.0
-KERNELS = ["--attention-backend", "triton", "--sampling-backend", "pytorch"] if GPU else []
-"""FlashAttention 3 and flashinfer are not on every machine."""
+KERNELS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--max-running-requests", "256"] if GPU else []
+"""FlashAttention 3 and flashinfer are not on every machine; the largest graph of a server on one GPU is of 256 requests."""
 VERBOSE = ["--log-level", "info", "--decode-log-interval", "1"]
 """The server says of each batch whether a CUDA graph computed it."""
 MISMATCH = ("mismatch/kl", "mismatch/k1", "mismatch/ess", "mismatch/abs_*", "mismatch/close", "mismatch/ratio_*")
@@ -81,68 +81,133 @@ def served(models: Path) -> dict[str, Any]:
     """A config of the server that several runs have one after the other: it prunes, and it names kept sets."""
     sets = ["--sampling-mask-max-tokens", "8192"]
     values = base(models / "qwen3_moe") | {"rollout.server.extra_args": [*KERNELS, *VERBOSE, *sets]}
-    return values | {"rollout.colocate": False, "pruning.enabled": True, "pruning.rho": 3.4e-4}
+    return values | {"rollout.colocate": False, "pruning.enabled": True}
 
 
 SCORED = {"steps": STEPS, "eval.prompts": 200 if GPU else 16, "eval.samples": 4 if GPU else 1}
-SHOWN = {"steps": FEW, "eval.prompts": 0, "optimizer.warmup_steps": 1}
+SHOWN = {"steps": FEW, "eval.prompts": 0, "optimizer.warmup_steps": 0}
 RECORDED = {"rollout.record": True}
+BESIDE = ("bf16", "fp32", "gpt_oss", "pruned")
+"""Runs that are started at once on a GPU."""
+PRECISIONS = ("bf16", "fp32")
+ARMS = {"experts": False, "gates": True} if GPU else {"gates": True}
+"""What is replayed of the engine beside its experts: their weights, or not."""
+WIDE, WIDE_RESPONSES = ("qwen3", "gpt_oss"), 64 if GPU else 16
 
 
-class Small:
-    """Runs of small models by name: on a GPU all are started at once, on a CPU each when it is asked for."""
+def runs_of(models: Path, folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """All runs by name: config and overrides. models: references/engine; folder: where everything is."""
+    qwen3, asks = base(models / "qwen3_moe"), {"rollout.address_folder": str(folder / "served")}
+    server = served(models) | SHOWN | asks
+    truncated = {"pruning.enabled": False, "rollout.sampling.top_p": 0.9, "rollout.sampling.top_k": 32, "steps": 1}
+    found = {
+        "bf16": (QUICKSTART, qwen3 | SCORED | RECORDED),
+        "fp32": (QUICKSTART, base(models / "qwen3_moe", "fp32") | SHOWN | RECORDED),
+        "gpt_oss": ("configs/gptoss_quickstart.yaml", base(models / "gpt_oss") | SCORED),
+        "pruned": (QUICKSTART, server | {"pruning.rho": 3.4e-4, "sync.transport": "disk"}),
+        "kept": (QUICKSTART, server | truncated | RECORDED),
+    }
+    for precision in PRECISIONS:
+        again = {
+            "rollout.load": str(folder / precision / "rollouts"),
+            "rollout.colocate": False,
+            "routing.source": "r3",
+        }
+        values = base(models / "qwen3_moe", precision) | SHOWN | again | {"steps": 1}
+        found |= {f"{precision}-{arm}": (QUICKSTART, values | {"routing.replay_gates": ARMS[arm]}) for arm in ARMS}
+    found |= {f"wide-{model}": (QUICKSTART, wide_values(folder / "wide" / model)) for model in WIDE}
+    disk = {"sync.transport": "disk", "rollout.max_new_tokens": 32}
+    return found | {"wide-disk": (QUICKSTART, wide_values(folder / "wide" / "qwen3") | disk)}
+
+
+def wide_values(model: Path) -> dict[str, Any]:
+    """Long responses, all of a step in the cache at once, and two updates, so that there is a scoring pass."""
+    tokens = 1024 if GPU else 24
+    return base(model) | {
+        "steps": 10,  # it is ended before it saves
+        "batch.prompts_per_step": WIDE_RESPONSES // 8,
+        "batch.samples_per_prompt": 8,
+        "batch.updates_per_step": 2,
+        "batch.tokens_per_micro_batch": 16_384 if GPU else 256,
+        "algorithm.entropy_coefficient": 0.01,  # a random model earns nothing: its weights move by this alone
+        "eval.prompts": 0,
+        "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": 1,
+        "rollout.gates": False,
+        "rollout.durable": False,
+        "rollout.max_new_tokens": tokens,
+        "rollout.context_length": tokens + 64,
+        "rollout.server.max_total_tokens": None if GPU else 16_384,
+        "rollout.server.memory_fraction": 0.6,
+    }
+
+
+class Stage:
+    """Runs by name, each started once; on a GPU the small ones at once, and beside them the wide models are made."""
 
     def __init__(self, folder: Path, models: Path) -> None:
         self.folder, self.models = folder, models
         self._runs: dict[str, Running] = {}
+        self._values = runs_of(models, folder)
         self._server: Served | None = None
-        for name in self._values if GPU else ():
-            self.start(name)
+        self._made: dict[str, subprocess.Popen] = {}
 
-    @property
-    def _values(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        qwen3, oss = self.models / "qwen3_moe", self.models / "gpt_oss"
-        disk = served(self.models) | {"sync.transport": "disk", "rollout.address_folder": str(self.folder / "served")}
-        return {
-            "bf16": (QUICKSTART, base(qwen3) | SCORED | RECORDED),
-            "fp32": (QUICKSTART, base(qwen3, "fp32") | SHOWN | RECORDED),
-            "gpt_oss": ("configs/gptoss_quickstart.yaml", base(oss) | SCORED),
-            "pruned": (QUICKSTART, disk | SHOWN),
-        }
-
-    def start(self, name: str) -> Running:
-        """The run, which may have ended."""
+    def run(self, name: str) -> Running:
+        """It may have ended."""
         if name not in self._runs:
-            logs = [self.server().log] if name == "pruned" else []
-            self._runs[name] = Running("train", self.folder / name, *self._values[name], logs=logs)
+            config, values = self._values[name]
+            logs = [self.server().log] if "rollout.address_folder" in values else []
+            self._runs[name] = Running("train", self.folder / name, config, values, logs=logs)
         return self._runs[name]
 
+    def plan(self, name: str, memory_gb: float) -> Running:
+        """What `megatron-rl plan` says of a run, in JSON."""
+        flags = ["--gpus", "1", "--memory", f"{memory_gb:.0f}", "--json"]
+        return Running("plan", self.folder / name, *self._values[name], flags)
+
     def server(self) -> Served:
-        """The one that runs are not the owners of."""
+        """The one that several runs have."""
         if self._server is None:
             self._server = Served(self.folder / "served", QUICKSTART, served(self.models))
         return self._server
 
+    def make(self, model: str) -> subprocess.Popen:
+        """A process that makes, or has made, the folder of a wide model."""
+        if model not in self._made:
+            (self.folder / "wide").mkdir(exist_ok=True)
+            layers = 4 if GPU and torch.cuda.get_device_properties(0).total_memory > 120e9 else 2
+            command = [sys.executable, "tests/gpu/wide_model.py", model, str(self.folder / "wide" / model)]
+            command += ["--layers", str(layers)] if GPU else ["--tiny"]
+            with open(self.folder / "wide" / f"{model}.log", "w") as log:
+                self._made[model] = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+        return self._made[model]
+
+    def wide_model(self, model: str) -> Path:
+        """Its folder. Errors: AssertionError with the end of the log."""
+        status = self.make(model).wait(LIMIT_S)
+        assert status == 0, tail(self.folder / "wide" / f"{model}.log")
+        return self.folder / "wide" / model
+
     def close(self) -> None:
-        for run in self._runs.values():
-            run.kill()
+        for process in (*self._runs.values(), *self._made.values()):
+            process.kill()
         if self._server:
             self._server.stop()
 
 
 @pytest.fixture(scope="module")
-def models(references) -> Path:
-    folder = references / "engine"
-    if not (folder / "gpt_oss" / "config.json").is_file():
-        pytest.skip(f"no {folder}: python tests/gpu/references.py makes it")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def small(models, tmp_path_factory, request) -> Iterator[Small]:
-    if GPU and any("wide" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        request.getfixturevalue("wide")  # made beside the small runs
-    found = Small(tmp_path_factory.mktemp("engine"), models)
+def stage(references, tmp_path_factory, request) -> Iterator[Stage]:
+    models = references / "engine"
+    if not (models / "gpt_oss" / "config.json").is_file():
+        pytest.skip(f"no {models}: python tests/gpu/references.py makes it")
+    found = Stage(tmp_path_factory.mktemp("engine"), models)
+    selected = {item.name.partition("[")[0] for item in request.session.items}
+    if GPU and selected & {"test_twenty_steps_and_a_killed_server", "test_mismatch_of"}:
+        for name in BESIDE:
+            found.run(name)
+        if "test_real_widths" in selected:
+            for model in WIDE:
+                found.make(model)
     yield found
     found.close()
 
@@ -180,9 +245,9 @@ def graphs(log: Path) -> dict[str, int]:
     return {"graph": said.count("True"), "no graph": said.count("False")}
 
 
-def test_twenty_steps_and_a_killed_server(small, record_property):
+def test_twenty_steps_and_a_killed_server(stage, record_property):
     """The quickstart in bf16, colocated, by CUDA IPC; held-out prompts before and after. kill -9 of the server on the way."""
-    run = small.start("bf16")
+    run = stage.run("bf16")
     run.wait_for(lambda: len(run.steps()) >= KILLED_AFTER, LIMIT_S)
     killed = run.server_processes()
     for process in killed:
@@ -200,28 +265,20 @@ def test_twenty_steps_and_a_killed_server(small, record_property):
         assert found["no graph"] == 0 and after > before
 
 
-ARMS = {"experts": False, "gates": True}
-"""What is replayed of the engine beside its experts: their weights, or not."""
-
-
 @pytest.fixture(scope="module")
-def looks(small) -> dict[str, dict[str, Running]]:
-    """By precision and arm: the first responses of the run scored again; on a GPU at once."""
-    found: dict[str, dict[str, Running]] = {}
-    for precision in ("bf16", "fp32"):
+def attributing(stage) -> dict[str, Running]:
+    """By precision, of runs that ended well: who attributes the mismatch of the first responses. On a GPU they are scored again
+    in all arms at once."""
+    found: dict[str, Running] = {}
+    for precision in PRECISIONS:
         try:
-            small.start(precision).finish(LIMIT_S)
+            stage.run(precision).finish(LIMIT_S)
+            for arm in ARMS:
+                in_turn(stage.run(f"{precision}-{arm}"))
+            report = Running("report", stage.folder / precision, flags=["--attribute", "--step", "0"])
+            found[precision] = in_turn(report)
         except RunFailed:
             continue
-        of, arms = small.folder / precision, ARMS if GPU else {"gates": True}
-        values = base(small.models / "qwen3_moe", precision) | SHOWN
-        values |= {"steps": 1, "rollout.colocate": False, "rollout.load": str(of / "rollouts"), "routing.source": "r3"}
-        starts = {arm: ("train", small.folder / f"{precision}-{arm}", QUICKSTART) for arm in arms}
-        found[precision] = {}
-        for arm, (command, folder, config) in starts.items():
-            replay = values | {"routing.replay_gates": arms[arm]}
-            found[precision][arm] = in_turn(Running(command, folder, config, replay))
-        found[precision]["attribution"] = in_turn(Running("report", of, flags=["--attribute", "--step", "0"]))
     return found
 
 
@@ -233,20 +290,19 @@ def in_turn(run: Running) -> Running:
 
 
 @pytest.mark.parametrize(("precision", "near"), [("bf16", 0.05), ("fp32", 1e-3)])
-def test_mismatch_of(precision, near, small, looks, record_property):
+def test_mismatch_of(precision, near, stage, attributing, record_property):
     """Log-probs of both sides by class of probability: as they are, with the engine's experts, and with their weights."""
-    own = small.start(precision).finish(LIMIT_S)
+    own = stage.run(precision).finish(LIMIT_S)
     first = next(line for line in own if line["step"] == 1)
     record_property("free", figures([first], MISMATCH))
     medians = [first["mismatch/abs_median"]]
-    for arm, run in looks[precision].items():
-        if arm != "attribution":
-            line = run.finish(LIMIT_S)[-1]
-            record_property(arm, figures([line], MISMATCH))
-            medians.append(line["mismatch/abs_median"])
-            assert line["tokens"] == first["tokens"] and line["reward/mean"] == first["reward/mean"]
-    looks[precision]["attribution"].finish(LIMIT_S)
-    found = json.loads((small.folder / precision / "attribution.json").read_text())
+    for arm in ARMS:
+        line = stage.run(f"{precision}-{arm}").finish(LIMIT_S)[-1]
+        record_property(arm, figures([line], MISMATCH))
+        medians.append(line["mismatch/abs_median"])
+        assert line["tokens"] == first["tokens"] and line["reward/mean"] == first["reward/mean"]
+    attributing[precision].finish(LIMIT_S)
+    found = json.loads((stage.folder / precision / "attribution.json").read_text())
     record_property("attribution", found)
     assert max(medians) < near and found["kl"] == pytest.approx(first["mismatch/kl"], rel=0.5, abs=1e-6)
     assert {source["name"] for source in found["sources"] if source["kl"] is not None} >= {
@@ -256,9 +312,9 @@ def test_mismatch_of(precision, near, small, looks, record_property):
     }
 
 
-def test_twenty_steps_of_gpt_oss(small, record_property):
+def test_twenty_steps_of_gpt_oss(stage, record_property):
     """Sinks, windows, yarn and conversations with a tool, strictly on-policy: checksums are compared in every step."""
-    run = small.start("gpt_oss")
+    run = stage.run("gpt_oss")
     lines = run.finish(LIMIT_S, tell(record_property, *SCORE, *MISMATCH, *SPEED))
     assert [line["step"] for line in steps(lines)] == list(range(1, STEPS + 1))
     before, after = lines[0]["eval/score"], lines[-1]["eval/score"]
@@ -268,108 +324,62 @@ def test_twenty_steps_of_gpt_oss(small, record_property):
         assert after > before
 
 
-def test_pruned_and_pushed_by_disk(small, record_property):
+def test_pruned_and_pushed_by_disk(stage, record_property):
     """DVP: both sides over their safe sets, the engine's by a logit processor."""
-    lines = small.start("pruned").finish(LIMIT_S, tell(record_property, *SCORE, *MISMATCH, "pruning/*", *SPEED))
+    lines = stage.run("pruned").finish(LIMIT_S, tell(record_property, *SCORE, *MISMATCH, "pruning/*", *SPEED))
     record_property("push", pushed(lines))
     for line in steps(lines):
         assert 0.99 < line["pruning/coverage"] <= 1 and line["pruning/out_of_set"] < 0.01 * line["tokens"]
 
 
-def test_kept_sets(small, record_property):
+def test_kept_sets(stage, record_property):
     """Top-p and top-k of the engine, whose kept tokens are the trainer's support, on the same server."""
-    small.server().wait_ready(START_S)
-    values = served(small.models) | SHOWN | RECORDED | {"rollout.address_folder": str(small.folder / "served")}
-    values |= {"steps": 1, "pruning.enabled": False, "rollout.sampling.top_p": 0.9, "rollout.sampling.top_k": 32}
-    run = Running("train", small.folder / "kept", QUICKSTART, values, logs=[small.server().log])
-    lines = run.finish(LIMIT_S, tell(record_property, *SCORE, *MISMATCH, *SPEED))
+    stage.server().wait_ready(START_S)
+    lines = stage.run("kept").finish(LIMIT_S, tell(record_property, *SCORE, *MISMATCH, *SPEED))
     record_property("push", pushed(lines))
     assert len(steps(lines)) == 1
-    trajectories = load_trajectories(next((small.folder / "kept" / "rollouts").glob("*.npz")))
+    trajectories = load_trajectories(next((stage.folder / "kept" / "rollouts").glob("*.npz")))
     sizes = [len(kept) for trajectory in trajectories for kept in trajectory.kept or []]
     record_property("kept", {"tokens": len(sizes), "median": statistics.median(sizes), "largest": max(sizes)})
     assert min(sizes) >= 1 and max(sizes) <= 64
 
 
-def test_seeds_and_graphs(small, record_property):
+SEEDED = 24
+"""Responses of a round, to six prompts."""
+
+
+def test_seeds_and_graphs(stage, record_property):
     """The same request with the same seed, alone and among others; the graphs that the server has."""
-    server = small.server()
+    server = stage.server()
     server.wait_ready(START_S)
     state = server.ask("/server_info")["internal_states"][0]
     record_property("server", {key: state.get(key) for key in ("memory_usage", "decode_cuda_graph_bs", "startup_time")})
-    prompts = [Prompt(str(i), "", tokens=random.choices(range(3, 23), k=8)) for i in range(16)]
+    prompts = [Prompt(str(i), "", tokens=random.choices(range(3, 23), k=8)) for i in range(6)]
 
     def sampled(concurrency: int, shares: int) -> list[list[int]]:
-        """Four responses to each prompt, asked for in so many parts."""
+        """Responses asked for in so many parts."""
         server.ask("/flush_cache", {})
         found: list[list[int]] = []
         for number in range(shares):
-            part = range(number * 64 // shares, (number + 1) * 64 // shares)
-            options = {"samples_per_prompt": 4, "max_new_tokens": 24, "share": part, "seed": "0/seeds"}
+            part = range(number * SEEDED // shares, (number + 1) * SEEDED // shares)
+            options = {"samples_per_prompt": SEEDED // 6, "max_new_tokens": 24, "share": part, "seed": "0/seeds"}
             collection = Collection(prompts, SamplingSupport(), **options)
             client = SGLangClient([server.address], timeout_s=120, key=server.key, concurrency=concurrency)
             collection.run(client)
             found += [t.tokens[t.prompt_length :].tolist() for t in collection.trajectories()]
         return found
 
-    rounds = {
-        "alone": sampled(1, 64),
-        "alone again": sampled(1, 64),
-        "together": sampled(512, 1),
-        "in parts": sampled(512, 4),
-    }
+    rounds = {name: sampled(1, SEEDED) for name in ("alone", "alone again")}
+    rounds |= {"together": sampled(512, 1), "in parts": sampled(512, 4)}
     same = {name: sum(a == b for a, b in zip(rounds["alone"], found, strict=True)) for name, found in rounds.items()}
-    record_property("equal to those alone, of 64", same)
+    record_property(f"equal to those alone, of {SEEDED}", same)
     record_property("decode batches", found := graphs(server.log))
-    assert same["alone again"] == 64 and len({tuple(tokens) for tokens in rounds["alone"]}) > 32
+    assert same["alone again"] == SEEDED and len({tuple(tokens) for tokens in rounds["alone"]}) > SEEDED // 2
     if GPU:
         assert state["decode_cuda_graph_bs"] and found["graph"] > 0 and found["no graph"] == 0
 
 
 # -- real widths -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory) -> Iterator[Callable[[str], Path]]:
-    """Folders of random weights by model."""
-    folder = tmp_path_factory.mktemp("wide")
-    layers = 4 if GPU and torch.cuda.get_device_properties(0).total_memory > 120e9 else 2
-    made: dict[str, subprocess.Popen] = {}
-    for model in ("qwen3", "gpt_oss"):
-        command = [sys.executable, "tests/gpu/wide_model.py", model, str(folder / model), "--layers", str(layers)]
-        with open(folder / f"{model}.log", "w") as log:
-            tiny = [] if GPU else ["--tiny"]
-            made[model] = subprocess.Popen([*command, *tiny], cwd=REPOSITORY, stdout=log, stderr=log)
-
-    def path_of(model: str) -> Path:
-        assert made[model].wait(LIMIT_S) == 0, tail(folder / f"{model}.log")
-        return folder / model
-
-    yield path_of
-    for process in made.values():
-        process.kill()
-
-
-def wide_values(model: Path) -> dict[str, Any]:
-    """Long responses, all of a step in the cache at once, and two updates, so that there is a scoring pass."""
-    tokens = 1024 if GPU else 24
-    return base(model) | {
-        "steps": 10,  # it is ended before it saves
-        "batch.prompts_per_step": 8 if GPU else 2,
-        "batch.samples_per_prompt": 8 if GPU else 4,
-        "batch.updates_per_step": 2,
-        "batch.tokens_per_micro_batch": 16_384 if GPU else 256,
-        "algorithm.entropy_coefficient": 0.01,  # a random model earns nothing: its weights move by this alone
-        "eval.prompts": 0,
-        "optimizer.lr": 1e-6,
-        "optimizer.warmup_steps": 1,
-        "rollout.gates": False,
-        "rollout.durable": False,
-        "rollout.max_new_tokens": tokens,
-        "rollout.context_length": tokens + 64,
-        "rollout.server.max_total_tokens": None if GPU else 16_384,
-        "rollout.server.memory_fraction": 0.6,
-    }
 
 
 def used_gb() -> float | None:
@@ -390,22 +400,17 @@ def speed(line: dict, responses: int) -> dict[str, float]:
     return {part: round(count / line[f"time/{part}_s"], 1) for part, count in tokens.items()}
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gpt_oss"])
-def test_real_widths(model, wide, tmp_path, record_property):
+@pytest.mark.parametrize("model", WIDE)
+def test_real_widths(model, stage, record_property):
     """Layers of Qwen3-30B-A3B with its 128 experts, and of gpt-oss-20b: speed, memory, turns and pushes by CUDA IPC."""
-    folder = wide(model)
+    folder, name = stage.wide_model(model), f"wide-{model}"
     record_property("layers", json.loads((folder / "config.json").read_text())["num_hidden_layers"])
-    values, before = wide_values(folder), used_gb()
-    record_property("used_before_gb", before)
-    memory = torch.cuda.mem_get_info()[1] / 1e9 if GPU else 100.0
-    flags = ["--gpus", "1", "--memory", f"{memory:.0f}", "--json"]
-    plan = Running("plan", tmp_path / "plan", QUICKSTART, values, flags)
-    run = Running("train", tmp_path / model, QUICKSTART, values)
+    record_property("used_before_gb", before := used_gb())
+    plan = stage.plan(name, torch.cuda.mem_get_info()[1] / 1e9 if GPU else 100.0)
+    run = stage.run(name)
     lines = run.until(2, LIMIT_S, tell(record_property, *SPEED, *MISMATCH, *SCORE))
     record_property("push", pushed(lines))
-    record_property(
-        "tokens_per_s", speed(lines[-1], values["batch.prompts_per_step"] * values["batch.samples_per_prompt"])
-    )
+    record_property("tokens_per_s", speed(lines[-1], WIDE_RESPONSES))
     record_property("decode batches", found := graphs(run.folder / "sglang.log"))
     plan.finish(60)
     said = plan.log.read_text()
@@ -420,8 +425,8 @@ def test_real_widths(model, wide, tmp_path, record_property):
         assert after < before + 2 and last["memory/peak_gb"] < planned["total"] / 1e9
 
 
-def test_a_slice_pushed_by_disk(wide, tmp_path, record_property):
-    values = wide_values(wide("qwen3")) | {"sync.transport": "disk", "rollout.max_new_tokens": 32}
-    lines = Running("train", tmp_path / "disk", QUICKSTART, values).until(1, LIMIT_S, tell(record_property, *SPEED))
+def test_a_slice_pushed_by_disk(stage, record_property):
+    stage.wide_model("qwen3")
+    lines = stage.run("wide-disk").until(1, LIMIT_S, tell(record_property, *SPEED))
     record_property("push", pushed(lines))
     steps(lines)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+from megatron_rl.config_file import load_config
+from megatron_rl.launch.preflight import check_config
+from megatron_rl.models.precision import Machine
+from megatron_rl.rollout.server import RolloutServer
 
-from runs import TAIL_CHARACTERS, RunFailed, Running, figures, overrides, tail
+REPOSITORY = Path(__file__).resolve().parents[2]
+GPU_TESTS = REPOSITORY / "tests" / "gpu"
+sys.path.insert(0, str(GPU_TESTS))
+
+from runs import TAIL_CHARACTERS, RunFailed, Running, figures, overrides, tail  # noqa: E402
 
 
 def test_a_run_that_fails_says_what_the_logs_said(tmp_path):
@@ -56,3 +65,23 @@ def test_the_end_of_a_log_begins_with_a_line(tmp_path):
     log.write_text("first line\nsecond\nthird\n")
     assert tail(log, 100) == "first line\nsecond\nthird" and tail(log, 10) == "third"
     assert tail(tmp_path / "none") == "(No such file or directory)"
+
+
+def test_the_runs_of_stage_engine_are_valid_on_a_gpu(monkeypatch, tmp_path):
+    """Their configs as they are there, and the commands of their servers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    spec = importlib.util.spec_from_file_location("engine_on_a_gpu", GPU_TESTS / "test_9_engine.py")
+    engine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(engine)
+    monkeypatch.undo()
+    runs = engine.runs_of(tmp_path / "models", tmp_path / "engine")
+    assert engine.GPU and {*engine.BESIDE} < {*runs}
+    machine = Machine(gpu=(9, 0), transformer_engine=None, modelopt=None, cuda="13.0")
+    for name, (config, values) in (runs | {"served": (engine.QUICKSTART, engine.served(tmp_path / "models"))}).items():
+        found = load_config(REPOSITORY / config, overrides(values))
+        check_config(found, "train", 1)
+        server = RolloutServer.from_config(found, pythonpath=[], devices=["0"], sleeps=found.rollout.colocate)
+        command = server.command(machine)
+        assert "triton" in command and "--enable-return-routed-experts" in command, name
+        assert ("--enable-memory-saver" in command) == found.rollout.colocate
+        server.__exit__()

@@ -46,7 +46,9 @@ GPU = torch.cuda.is_available()
 STEPS, KILLED_AFTER, FEW = (20, 6, 3) if GPU else (3, 1, 1)
 """Steps to a score; those that are logged when the server is killed; of a run that shows how things are."""
 LIMIT_S, START_S = 240.0, 200.0
-KERNELS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--max-running-requests", "256"] if GPU else []
+KERNELS = (
+    ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--max-running-requests", "256"] if GPU else []
+)
 """FlashAttention 3 and flashinfer are not on every machine; the largest graph of a server on one GPU is of 256 requests."""
 VERBOSE = ["--log-level", "info", "--decode-log-interval", "1"]
 """The server says of each batch whether a CUDA graph computed it."""

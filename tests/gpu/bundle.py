@@ -67,7 +67,8 @@ def can_use_dual_gemm(*args, **kwargs):
     return False
 '''
 BUNDLES = {
-    "trainer": Bundle(unused=("bin", "pulp/solverdir")),
+    # Of bpe_openai the vocabulary that openai-harmony is given, 2 of 75 MB.
+    "trainer": Bundle(unused=("bin", "pulp/solverdir", "bpe_openai/_bindings*", "bpe_openai/data/[!o]*")),
     "rollout": Bundle(
         unused=(
             *("bin", "sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions"),

@@ -42,6 +42,8 @@ from megatron_rl.rollout.client import SGLangClient
 from megatron_rl.rollout.collect import Collection
 from megatron_rl.rollout.sampling import SamplingSupport
 
+pytestmark = pytest.mark.timeout(560)  # each run has a limit of its own
+
 GPU = torch.cuda.is_available()
 STEPS, KILLED_AFTER, FEW = (20, 6, 3) if GPU else (3, 1, 1)
 """Steps to a score; those that are logged when the server is killed; of a run that shows how things are."""

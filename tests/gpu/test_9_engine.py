@@ -356,8 +356,10 @@ def test_seeds_and_graphs(stage, record_property):
     """The same request with the same seed, alone and among others; the graphs that the server has."""
     server = stage.server()
     server.wait_ready(START_S)
-    state = server.ask("/server_info")["internal_states"][0]
-    record_property("server", {key: state.get(key) for key in ("memory_usage", "decode_cuda_graph_bs", "startup_time")})
+    info = server.ask("/server_info")
+    state = info["internal_states"][0]
+    told = ("memory_usage", "decode_cuda_graph_bs", "startup_time")
+    record_property("server", {"version": info.get("version")} | {key: state.get(key) for key in told})
     prompts = [Prompt(str(i), "", tokens=random.choices(range(3, 23), k=8)) for i in range(6)]
 
     def sampled(concurrency: int, shares: int) -> list[list[int]]:
@@ -413,6 +415,7 @@ def test_real_widths(model, stage, record_property):
     plan = stage.plan(name, torch.cuda.mem_get_info()[1] / 1e9 if GPU else 100.0)
     run = stage.run(name)
     lines = run.until(2, LIMIT_S, tell(record_property, *SPEED, *MISMATCH, *SCORE))
+    record_property("start_s", round(run.seconds - sum(line["time/step_s"] for line in lines if line["step"]), 1))
     record_property("push", pushed(lines))
     record_property("tokens_per_s", speed(lines[-1], WIDE_RESPONSES))
     record_property("decode batches", found := graphs(run.folder / "sglang.log"))

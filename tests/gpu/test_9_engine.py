@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,8 @@ class Stage:
 
     def wide_model(self, model: str) -> Path:
         """Its folder. Errors: AssertionError with the end of the log."""
+        for every in WIDE:
+            self.make(every)
         status = self.make(model).wait(LIMIT_S)
         assert status == 0, tail(self.folder / "wide" / f"{model}.log")
         return self.folder / "wide" / model
@@ -271,26 +274,17 @@ def test_twenty_steps_and_a_killed_server(stage, record_property):
 
 @pytest.fixture(scope="module")
 def attributing(stage) -> dict[str, Running]:
-    """By precision, of runs that ended well: who attributes the mismatch of the first responses. On a GPU they are scored again
-    in all arms at once."""
+    """By precision, of runs that ended well: who attributes the mismatch of the first responses, which are scored again in all
+    arms beside it; on a GPU those of both precisions at once."""
     found: dict[str, Running] = {}
     for precision in PRECISIONS:
-        try:
+        with suppress(RunFailed):
             stage.run(precision).finish(LIMIT_S)
-            for arm in ARMS:
-                in_turn(stage.run(f"{precision}-{arm}"))
-            report = Running("report", stage.folder / precision, flags=["--attribute", "--step", "0"])
-            found[precision] = in_turn(report)
-        except RunFailed:
-            continue
+            found[precision] = Running("report", stage.folder / precision, flags=["--attribute", "--step", "0"])
+            for run in [found[precision], *(stage.run(f"{precision}-{arm}") for arm in ARMS)]:
+                if not GPU:
+                    run.finish(LIMIT_S)
     return found
-
-
-def in_turn(run: Running) -> Running:
-    """On a CPU it has ended."""
-    if not GPU:
-        run.finish(LIMIT_S)
-    return run
 
 
 @pytest.mark.parametrize(("precision", "near"), [("bf16", 0.05), ("fp32", 1e-3)])

@@ -71,6 +71,7 @@ def test_the_runs_of_stage_engine_are_valid_on_a_gpu(monkeypatch, tmp_path):
     """Their configs as they are there, and the commands of their servers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     spec = importlib.util.spec_from_file_location("engine_on_a_gpu", GPU_TESTS / "test_9_engine.py")
+    assert spec and spec.loader
     engine = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(engine)
     monkeypatch.undo()

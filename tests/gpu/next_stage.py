@@ -27,11 +27,15 @@ class Stage:
     """At most, without what comes before the first test; of those with a stored result, its own time and a fifth."""
     files: tuple[str, ...]
     """What its result speaks for."""
+    budget: int | None = None
+    """Seconds after which it should begin no test, to end in time."""
 
 
 TRAINER = ("megatron_rl/models", "megatron_rl/trainer", "megatron_rl/ops", "csrc")
 STAGES = (
-    Stage("engine", ("trainer", "rollout", "references"), 540, (*TRAINER, "megatron_rl/rollout", "megatron_rl/sync")),
+    Stage(
+        "engine", ("trainer", "rollout", "references"), 540, (*TRAINER, "megatron_rl/rollout", "megatron_rl/sync"), 390
+    ),
     Stage("te", ("trainer", "rollout", "te", "references"), 480, TRAINER),
     Stage("speed", ("trainer",), 90, ("megatron_rl/ops", "megatron_rl/models/experts.py", "csrc")),
     Stage("attention", ("trainer", "te", "fa4"), 120, ("megatron_rl/ops", "csrc/sink_attention")),
@@ -83,7 +87,9 @@ def main() -> None:
         print("every stage has a result of the present code")
         return
     carried = " ".join(f"gpu-bundle/{name}{'' if name == 'references' else '.tar.xz*'}" for name in following.archives)
-    print(f"\nnext: tests/gpu/run.sh {following.name}   (without a network: {carried} gpu-bundle/SHA256SUMS)")
+    budget = f" --budget-s {following.budget}" if following.budget else ""
+    print(f"\nnext: tests/gpu/run.sh {following.name}{budget}")
+    print(f"on a machine without a network with {carried} gpu-bundle/SHA256SUMS gpu-bundle/COMMIT")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ def without_extra_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """As module.load_state_dict, of weights and buffers alone."""
-    nothing = {name: None for name in module.state_dict() if _NAME in name}
-    return module.load_state_dict(nothing | without_extra_state(weights), strict=strict)
+    """As module.load_state_dict, of weights and buffers alone. Errors: RuntimeError naming keys that are lost, if strict."""
+    # Not torch's own strictness: wrapped layers name what they store in one way and ask for it in another.
+    found = module.load_state_dict(without_extra_state(weights), strict=False)
+    missing, unexpected = ([key for key in keys if _NAME not in key] for keys in found)
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"{type(module).__name__}: missing keys {missing[:5]}, unexpected keys {unexpected[:5]}")
+    return type(found)(missing, unexpected)

@@ -34,14 +34,20 @@ class Stage:
 TRAINER = ("megatron_rl/models", "megatron_rl/trainer", "megatron_rl/ops", "csrc")
 STAGES = (
     Stage(
-        "engine", ("trainer", "rollout", "references"), 540, (*TRAINER, "megatron_rl/rollout", "megatron_rl/sync"), 390
+        "engine",
+        ("trainer", "rollout", "references/engine"),
+        540,
+        (*TRAINER, "megatron_rl/rollout", "megatron_rl/sync"),
+        390,
     ),
-    Stage("te", ("trainer", "rollout", "te", "references"), 480, TRAINER),
+    Stage("te", ("trainer", "rollout", "te", "references/engine"), 480, TRAINER),
     Stage("speed", ("trainer",), 90, ("megatron_rl/ops", "megatron_rl/models/experts.py", "csrc")),
     Stage("attention", ("trainer", "te", "fa4"), 120, ("megatron_rl/ops", "csrc/sink_attention")),
     Stage("kernels", ("trainer",), 50, ("megatron_rl/ops", "csrc")),
-    Stage("models", ("trainer", "references"), 110, TRAINER),
-    Stage("training", ("trainer", "references"), 210, (*TRAINER, "megatron_rl/algorithms", "megatron_rl/sync")),
+    Stage("models", ("trainer", "references/models"), 110, TRAINER),
+    Stage(
+        "training", ("trainer", "references/training"), 210, (*TRAINER, "megatron_rl/algorithms", "megatron_rl/sync")
+    ),
     Stage("slices", ("trainer",), 110, TRAINER),
     Stage("batch_invariant", ("trainer",), 130, ("megatron_rl/ops/batch_invariant.py", "csrc/batch_invariant")),
     Stage("invariance", ("trainer",), 20, ("megatron_rl/ops", "csrc")),
@@ -86,7 +92,7 @@ def main() -> None:
     if following is None:
         print("every stage has a result of the present code")
         return
-    carried = " ".join(f"gpu-bundle/{name}{'' if name == 'references' else '.tar.xz*'}" for name in following.archives)
+    carried = " ".join(f"gpu-bundle/{name}{'' if '/' in name else '.tar.xz*'}" for name in following.archives)
     budget = f" --budget-s {following.budget}" if following.budget else ""
     print(f"\nnext: tests/gpu/run.sh {following.name}{budget}")
     print(f"on a machine without a network with {carried} gpu-bundle/SHA256SUMS gpu-bundle/COMMIT")

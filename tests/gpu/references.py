@@ -127,8 +127,9 @@ def main() -> None:
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     for family in options.family or FAMILIES:
-        if not (options.out / family / "reference.pt").is_file():
-            make_family(family, options.out / family)
+        folder = options.out / "models" / family
+        if not (folder / "reference.pt").is_file():
+            make_family(family, folder)
     if not options.family:
         make_engine((options.out / "engine").resolve())
     if not options.family and not (options.out / "training" / "metrics.jsonl").is_file():

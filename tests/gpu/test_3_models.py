@@ -33,7 +33,7 @@ def leave_no_groups():
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def reference(request, references: Path, device) -> dict:
-    folder = references / request.param
+    folder = references / "models" / request.param
     stored = torch.load(folder / "reference.pt", weights_only=False)  # our own file, of plain arrays
     samples = [Sequence(**fields) for fields in stored.pop("samples")]
     return stored | {"family": request.param, "model": str(folder / "model"), "samples": samples}
@@ -78,7 +78,7 @@ def test_bf16_is_near(reference, record_property):
 @pytest.mark.parametrize("family", ROUTED)
 def test_replay_is_exact(family, source, references, device):
     """Random routes for each token and layer: the update starts from exactly the log-probs that were scored."""
-    model = str(references / family / "model")
+    model = str(references / "models" / family / "model")
     trainer = replays.make_trainer(replays.make_config(model, {}, source))
     samples = replays.make_samples(3, 12, 64, replays.shape_of(trainer.model.hf_config))
     found = replays.replay(trainer, samples, source, [])

@@ -33,6 +33,7 @@ from megatron_rl.models.checkpoint_reader import untrusted
 from megatron_rl.models.dist_write import Write, read
 from megatron_rl.models.freeze import ADAPTER, HEAD
 from megatron_rl.models.hf_folder import weights_digest
+from megatron_rl.models.parallel_check import expert_tensor_size
 from megatron_rl.trainer.hooks import UpdateHook
 from megatron_rl.trainer.optimizer import gather_parameters, torch_adams
 from megatron_rl.trainer.parallel import Ranks
@@ -114,14 +115,19 @@ def _state(trainer: Trainer, ranks: Ranks, *, loading: bool, with_random: bool =
     if with_random:
         # One object per process: it can be restored on the same number of processes alone.
         state["random"] = ShardedObject("random", random_states(), (ranks.world_size,), (ranks.rank,))
-    if _scales_by_history(trainer):
+    if _scales_layout(trainer):
         scales = delayed_scaling.remembered(_with_reference(trainer))
         state["scales"] = ShardedObject("scales", scales, (ranks.world_size,), (ranks.rank,))
     return state
 
 
-def _scales_by_history(trainer: Trainer) -> bool:
-    return trainer.model.recipe.fp8_recipe == "delayed"
+def _scales_layout(trainer: Trainer) -> dict[str, int]:
+    """The layout to which scales by history belong, a process's to its layers and experts; nothing where there are none."""
+    if trainer.model.recipe.fp8_recipe != "delayed":
+        return {}
+    parallel = trainer.config.parallel
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "context")}
+    return sizes | {"expert_tensor": expert_tensor_size(parallel)}
 
 
 def _with_reference(trainer: Trainer) -> list[GPTModel]:
@@ -194,7 +200,7 @@ class Save:
             "scheduler": trainer.scheduler.state_dict(),
             "freeze": sorted(trainer.config.model.freeze),
             "lora": _lora_of(trainer),
-            "scales": _scales_by_history(trainer),
+            "scales": _scales_layout(trainer),
             "hooks": {hook.name: _largest(ranks, hook.progress()) for hook in trainer.hooks if hook.name},
             "companions": {
                 name: {
@@ -299,7 +305,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
         learner.scheduler.load_state_dict(states[name]["scheduler"])
         _prepare_optimizers(learner)
     state, parts = _with_companions(trainer, ranks, loading=True, with_random=same_size)
-    if not (same_size and common.get("scales")):  # as of another recipe: scales begin anew
+    if not same_size or common.get("scales") != _scales_layout(trainer):  # or of another recipe: scales begin anew
         for name in learners:
             (state[name] if name else state).pop("scales", None)
     known = [hook for hook in trainer.hooks if hook.name in common["hooks"]]

@@ -203,7 +203,14 @@ def delayed_scales(model: str, samples: list, folder: Path) -> dict[str, Any]:
         update(again.trainer, batches)
         found["resumed"] = again.weights()
     end_layout()
-    # Another recipe's checkpoint has none: they start anew.
+    # A process of another layout has other layers and experts: they start anew.
+    other = WithScales(model)
+    parallel = replace(other.trainer.config.parallel, expert=2)  # as if there were two processes before and now
+    other.trainer.config = replace(other.trainer.config, parallel=parallel)
+    checkpoint.load(path, other.trainer, other.trainer.ranks)
+    found["other layout"] = other.scales()
+    end_layout()
+    # Another recipe's checkpoint has none.
     plain = make_trainer(make_config(model, {"precision": {"train": "bf16"}}))
     path = checkpoint.save(folder, 3, plain, plain.ranks, extra={}, keep=2)
     end_layout()

@@ -199,4 +199,4 @@ def test_delayed_scales_are_in_a_checkpoint(found):
     delayed = found["delayed"]
     assert torch.equal(delayed["loaded"], delayed["after 1"])
     assert torch.equal(delayed["resumed"], delayed["went on"])
-    assert (delayed["anew"] == 0).all()
+    assert (delayed["anew"] == 0).all() and (delayed["other layout"] == 0).all()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,7 +364,8 @@ def load(
     freeze: patterns of parameters that are not trained. lora: adapters, which start by `seed`. attention_sinks,
     flash_attention: as in ModelConfig. value_head: one number a token instead of logits, by the folder's own head (a
     classifier's) or, of a language model, by one that starts at zero. pooling: as in RewardModelConfig. plain: layers without
-    Transformer Engine's, whose inputs can be looked at, also where it is, as always in fp32; FP8 is then simulated.
+    Transformer Engine's, whose inputs can be looked at, also where it is, as always in fp32; FP8 is then simulated, or bf16
+    where it cannot be (fp8_delayed, mxfp8).
     identical: batch-invariant layers, as the engine's.
     Errors: UserError for a folder, an architecture or a precision that cannot be used.
     """
@@ -414,7 +415,7 @@ def load(
         hf_config,
         config,
         bridge,
-        TRAIN[precision],
+        replace(TRAIN[precision], fp8_recipe="") if plain else TRAIN[precision],
         tuple(freeze),
         value_head,
         lora or NO_ADAPTERS,

@@ -308,6 +308,12 @@ def test_megatrons_own_fp8_settings_on_a_gpu(name, monkeypatch):
     assert Layout(tensor=2, context=2, multiple=16).total_multiple == 64
 
 
+def test_plain_layers_have_no_recipe_of_transformer_engines(folders):
+    """Nothing is to be remembered of their scales, and no pass is computed twice for it; FP8 is simulated."""
+    recipe = load(folders["qwen3_moe"], parallel=ParallelConfig(), precision="fp8_blockwise", plain=True).recipe
+    assert recipe.fp8_recipe == "" and recipe.block == 128
+
+
 @pytest.mark.parametrize("apex", [False, True])
 def test_gradients_accumulate_in_a_fused_kernel_where_apex_has_it(apex, monkeypatch):
     """With Transformer Engine alone Megatron's own output layer would refuse to be built."""

@@ -1,5 +1,5 @@
-// The functions of cpu.h on the GPU, and two small ones between them, for all rows (at least one). Arrays are in device memory; the work is queued on
-// `stream`, a cudaStream_t. They throw std::runtime_error where CUDA reports an error.
+// The functions of cpu.h on the GPU, and two small ones between them, for all rows (at least one). Arrays are in device
+// memory; the work is queued on `stream`, a cudaStream_t. They throw std::runtime_error where CUDA reports an error.
 #pragma once
 
 #include "masked_log_softmax/types.h"

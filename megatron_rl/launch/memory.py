@@ -65,7 +65,7 @@ class Kernels:
     and after (Megatron clamps in front of its fused activation), and the activation. Ours on a CPU clamps again: 3."""
     transformer_engine: bool = True
     head_adds: bool = True
-    """Whether the head's products of bf16 add to the fp32 sum of the weight's gradient, and one pass scales and rounds it."""
+    """The head's products of bf16 add to the fp32 sum of the weight's gradient, and one pass scales and rounds it."""
 
 
 GPU = Kernels()

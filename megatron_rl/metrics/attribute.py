@@ -180,7 +180,7 @@ def attribute(
 
 
 def routed_otherwise(architectures: list[str], rollout: str, machine: Machine) -> str:
-    """What is to be said of the engine's own part in the routes: it is a text to append, empty where there is nothing."""
+    """A text to append on the engine's own part in the routes, empty where there is nothing to say."""
     rows = max((ROUTERS_OF_FEW.get(name, 0) for name in architectures), default=0)
     if not rows or rollout == "fp32" or (machine.gpu or (0, 0)) < (9, 0):
         return ""

@@ -25,11 +25,11 @@ class Groups:
     counts: list[int]
     """Tokens of each expert."""
     ends: torch.Tensor | None
-    """Where each expert's rows end, on the device of a GPU that multiplies all experts at once; None: one by one."""
+    """End of each expert's rows, on the device of a GPU that multiplies all experts at once; None: one by one."""
 
     @classmethod
     def of(cls, x: torch.Tensor, counts: list[int]) -> Groups:
-        """Those of rows x `[N, in]`."""
+        """Groups of rows x `[N, in]`."""
         together = grouped_products.served(x, len(counts))
         return cls(counts, grouped_products.ends_of(counts, x.device) if together else None)
 
@@ -39,7 +39,7 @@ class Groups:
 
 
 Product = Callable[[torch.Tensor, Groups, Sequence[torch.Tensor]], torch.Tensor]
-"""Of x `[N, in]` by expert and the weights `[out, in]` of each -> `[N, out]`."""
+"""X `[N, in]` by expert, weights `[out, in]` of each -> `[N, out]`."""
 
 
 class GroupedExperts(SequentialMLP):

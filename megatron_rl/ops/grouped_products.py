@@ -22,19 +22,19 @@ _BIAS_NUMBERS = 1 << 25
 
 
 def served(x: torch.Tensor, groups: int) -> bool:
-    """Whether torch's kernel takes rows x [N, in] of so many groups; else torch would go group by group itself."""
+    """True where torch's kernel takes rows x [N, in] of so many groups; else torch would go group by group itself."""
     if not (x.is_cuda and x.dtype == torch.bfloat16 and len(x) and groups <= MOST_GROUPS):
         return False
     return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def aligned(*widths: int) -> bool:
-    """Whether the kernel takes rows of these widths."""
+    """True where the kernel takes rows of these widths."""
     return all(width % _ALIGNED == 0 for width in widths)
 
 
 def ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Where each group's rows end, [E] int32 on the device, which the host does not wait for."""
+    """End of each group's rows, [E] int32 on the device, which the host does not wait for."""
     return upload(torch.tensor(list(accumulate(counts)), dtype=torch.int32), device)
 
 

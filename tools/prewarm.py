@@ -25,9 +25,9 @@ CAPABILITY = (9, 0)
 
 def main(jobs: int) -> int:
     sys.path.insert(0, str(REPOSITORY))
-    from megatron_rl.rollout.own_environment import compilers
+    from megatron_rl.rollout.own_environment import cuda_tools
 
-    os.environ.update(compilers(Path(sys.executable)))
+    os.environ.update(cuda_tools(Path(sys.executable)))
     from sglang.kernels.jit.utils.arch import override_jit_cuda_arch
     from sglang.kernels.jit.utils.compile.loader import load_jit
 

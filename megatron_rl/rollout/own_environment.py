@@ -25,14 +25,20 @@ def find_python(configured: str | None = None) -> Path:
     )
 
 
-def compilers(python: Path) -> dict[str, str]:
-    """Environment variables by which a server on a GPU finds what its kernels are compiled with when they are first used.
+def cuda_tools(python: Path) -> dict[str, str]:
+    """Environment variables by which a server on a GPU finds CUDA's parts of its own environment, which nothing else names.
 
-    Those are ninja and, unless CUDA_HOME says otherwise, nvcc, both of SGLang's own environment: nvcc is of the same
-    release as its CUDA headers there, and nothing else puts that environment on PATH.
+    Its kernels are compiled when they are first used, with ninja and, unless CUDA_HOME says otherwise, nvcc: that is of the
+    same release as the CUDA headers there. A server that sleeps preloads the library of torch_memory_saver, so that it does
+    not even start where the linker finds no CUDA runtime; torch, which knows its own, comes later.
     """
     found = {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    nvcc = next(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/nvcc"), None)
+    packages = "lib/python*/site-packages/nvidia/*"
+    nvcc = next(python.parents[1].glob(f"{packages}/bin/nvcc"), None)
     if nvcc is not None and not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
         found["CUDA_HOME"] = str(nvcc.parents[1])
+    runtime = next(python.parents[1].glob(f"{packages}/lib/libcudart.so.*"), None)
+    if runtime is not None:
+        folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+        found["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, str(runtime.parent)])
     return found

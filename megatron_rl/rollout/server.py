@@ -28,7 +28,7 @@ from megatron_rl.models.fp8 import quantization_config
 from megatron_rl.models.precision import ROLLOUT_DTYPES, Machine, this_machine
 from megatron_rl.platform import sglang as cpu_platform
 from megatron_rl.rollout.choices import FP32_PRODUCTS, asks_routes, check_extra_args, choices
-from megatron_rl.rollout.own_environment import compilers, find_python
+from megatron_rl.rollout.own_environment import cuda_tools, find_python
 from megatron_rl.rollout.sampling import ROOM_FOR_TIES, SamplingSupport
 from megatron_rl.rollout.supervise import KEY
 from megatron_rl.sync.allocator import ALLOCATOR_VARIABLES
@@ -347,7 +347,7 @@ class RolloutServer:
             paths.insert(0, str(cpu_platform.PYTHONPATH))
             environment |= cpu_platform.environment(self.config.threads or os.cpu_count() or 1)
         else:
-            environment |= compilers(find_python(self.config.python))
+            environment |= cuda_tools(find_python(self.config.python))
         return environment | {"PYTHONPATH": os.pathsep.join(paths), KEY: self.key}
 
     def start(self) -> None:

@@ -28,7 +28,7 @@ from megatron_rl.models.precision import Machine
 from megatron_rl.models.served import check_served
 from megatron_rl.rollout import leftovers
 from megatron_rl.rollout.children import ChildServers
-from megatron_rl.rollout.own_environment import compilers, find_python
+from megatron_rl.rollout.own_environment import cuda_tools, find_python
 from megatron_rl.rollout.server import SUPERVISOR, RolloutServer, reason_of_death, reserve_port
 from tests.rollout.conftest import CPU_SERVER
 from tools.make_tiny_model import make_tiny_model
@@ -229,14 +229,27 @@ def test_quantized_weights_are_served_but_not_pushed_to(tmp_path):
 def test_on_a_gpu_a_server_compiles_with_its_own_environments_tools(tmp_path, monkeypatch):
     """SGLang's samplers are compiled when they are first used, by ninja and nvcc, which need be nowhere else."""
     python, cuda = tmp_path / "bin" / "python", tmp_path / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
-    assert compilers(python)["PATH"].split(":")[0] == str(tmp_path / "bin")
+    assert cuda_tools(python)["PATH"].split(":")[0] == str(tmp_path / "bin")
     (cuda / "bin").mkdir(parents=True)
     (cuda / "bin" / "nvcc").write_text("")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    assert compilers(python)["CUDA_HOME"] == str(cuda)
+    assert cuda_tools(python)["CUDA_HOME"] == str(cuda)
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    assert "CUDA_HOME" not in compilers(python)
+    assert "CUDA_HOME" not in cuda_tools(python)
+
+
+def test_on_a_gpu_a_server_finds_the_cuda_runtime_before_torch_loads_it(tmp_path, monkeypatch):
+    """The library that a server preloads in order to sleep is linked with it: without it the process does not start."""
+    python = tmp_path / "bin" / "python"
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert "LD_LIBRARY_PATH" not in cuda_tools(python)
+    folder = tmp_path / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libcudart.so.13").write_text("")
+    assert cuda_tools(python)["LD_LIBRARY_PATH"] == str(folder)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/nvidia/lib64:")  # an empty name would be the current folder
+    assert cuda_tools(python)["LD_LIBRARY_PATH"] == f"/usr/local/nvidia/lib64:{folder}"
 
 
 def test_fp8_weights_are_served_on_a_gpu_alone(tmp_path, monkeypatch):

@@ -84,21 +84,24 @@ def machine() -> dict:
             "capability": f"{properties.major}.{properties.minor}",
             "memory_gib": round(properties.total_memory / 2**30, 1),
         }
-        smi = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-        )
-        found["driver"] = smi.stdout.split("\n")[0] if smi.returncode == 0 else None
+        found["driver"] = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found
+
+
+def said(*command: str) -> str | None:
+    """First line of what a program prints; None where it fails, or is not on this machine."""
+    try:
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else None
 
 
 def commit() -> str | None:
     """Of the checkout, "-dirty" where it was changed; a bundle carries it as a file, where git's own folder does not travel."""
     carried = REPOSITORY / "gpu-bundle" / "COMMIT"
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    if done.returncode == 0:
-        return done.stdout.strip()
-    return carried.read_text().strip() if carried.is_file() else None
+    found = said("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return found or (carried.read_text().strip() if carried.is_file() else None)
 
 
 class Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -86,3 +87,20 @@ def test_the_runs_of_stage_engine_are_valid_on_a_gpu(monkeypatch, tmp_path):
         assert "triton" in command and "--enable-return-routed-experts" in command, name
         assert ("--enable-memory-saver" in command) == found.rollout.colocate
         server.__exit__()
+
+
+def test_a_result_says_the_commit_where_there_is_no_git(tmp_path, monkeypatch):
+    """Neither its folder nor the program need be on a machine that a checkout was carried to."""
+    spec = importlib.util.spec_from_file_location("gpu_conftest", GPU_TESTS / "conftest.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", module.commit() or "")
+    monkeypatch.setattr(module, "REPOSITORY", tmp_path)
+    assert module.commit() is None
+    (tmp_path / "gpu-bundle").mkdir()
+    (tmp_path / "gpu-bundle" / "COMMIT").write_text("0" * 40 + "\n")
+    assert module.commit() == "0" * 40
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module.commit() == "0" * 40
+    assert module.machine()["commit"] == "0" * 40

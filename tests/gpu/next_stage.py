@@ -51,7 +51,7 @@ STAGES = (
     Stage("slices", ("trainer",), 110, TRAINER),
     Stage("batch_invariant", ("trainer",), 130, ("megatron_rl/ops/batch_invariant.py", "csrc/batch_invariant")),
     Stage("invariance", ("trainer",), 20, ("megatron_rl/ops", "csrc")),
-    Stage("start", ("trainer",), 40, ("setup.py", "megatron_rl/launch", "megatron_rl/platform")),
+    Stage("start", ("trainer",), 50, ("setup.py", "megatron_rl/launch", "megatron_rl/platform")),
 )
 
 

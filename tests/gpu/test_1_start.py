@@ -1,14 +1,19 @@
-"""Stage start: what was built runs here, and a trainer process can begin."""
+"""Stage start: what was built runs here, and a trainer process and an engine's can begin."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.own_environment import cuda_tools, find_python
 
 
 def test_the_kernels_were_built_for_this_gpu(cuda):
@@ -36,6 +41,22 @@ def test_doctor_finds_no_error(cuda, record_property):
     record_property("doctor", {part: f"{f['state']}: {f['found']}".replace(here, "") for part, f in findings.items()})
     # A bare machine has no SGLang: it is not what this stage is about.
     assert [part for part, f in findings.items() if f["state"] == "error" and part != "SGLang"] == []
+
+
+def test_an_engine_finds_its_libraries_and_gives_its_memory_back(cuda, record_property):
+    """In the environment of a server on a GPU, and with the library that one preloads to sleep."""
+    try:
+        python = find_python()
+    except UserError as error:
+        pytest.skip(str(error))
+    command = [python, Path(__file__).with_name("engine_parts.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | cuda_tools(python))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    record_property("engine", found)
+    # Nobody else is on the GPU in this stage. Two roundings to bf16, each 2^-9 of a number.
+    assert found["given_up"] > 0.9 * 2**30 and found["taken_back"] > 0.9 * 2**30
+    assert found["holds"] and found["norm_off"] < 2**-7
 
 
 def test_a_group_of_one_over_nccl(device):

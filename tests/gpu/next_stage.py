@@ -32,6 +32,7 @@ class Stage:
 
 
 TRAINER = ("megatron_rl/models", "megatron_rl/trainer", "megatron_rl/ops", "csrc")
+TWO_MODELS = ("references/models/qwen3_moe", "references/models/gpt_oss")
 STAGES = (
     Stage(
         "engine",
@@ -40,7 +41,7 @@ STAGES = (
         (*TRAINER, "megatron_rl/rollout", "megatron_rl/sync"),
         390,
     ),
-    Stage("te", ("trainer", "rollout", "te", "references/engine"), 480, TRAINER),
+    Stage("te", ("trainer", "rollout", "te", "references/engine", *TWO_MODELS), 480, TRAINER),
     Stage("speed", ("trainer",), 90, ("megatron_rl/ops", "megatron_rl/models/experts.py", "csrc")),
     Stage("attention", ("trainer", "te", "fa4"), 120, ("megatron_rl/ops", "csrc/sink_attention")),
     Stage("kernels", ("trainer",), 50, ("megatron_rl/ops", "csrc")),

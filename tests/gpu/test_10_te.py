@@ -173,7 +173,7 @@ def test_layers_are_the_local_ones(family, models, record_property):
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_fp32_is_no_tf32(family, references_or_none, record_property):
     """Beside Transformer Engine, whose products of fp32 are: as close to a CPU as in test_3_models.py, which has none of it."""
-    stored = references_or_none / family / "reference.pt"
+    stored = references_or_none / "models" / family / "reference.pt"
     if not stored.is_file():
         pytest.skip(f"no {stored}: python tests/gpu/references.py makes it")
     reference = torch.load(stored, weights_only=False)  # our own file, of plain arrays

@@ -106,7 +106,7 @@ def test_an_archive_is_the_same_whenever_it_is_made_and_in_files_that_fit(packed
 
 
 @pytest.fixture
-def elsewhere(tmp_path, packed) -> Callable[[], subprocess.CompletedProcess]:
+def elsewhere(tmp_path, packed) -> Callable[..., subprocess.CompletedProcess]:
     """The script in a checkout without an environment, beside a bundle of Transformer Engine alone."""
     for name in ("tests/gpu", "csrc", "setup.py"):
         source, target = REPOSITORY / name, tmp_path / name
@@ -115,8 +115,8 @@ def elsewhere(tmp_path, packed) -> Callable[[], subprocess.CompletedProcess]:
     bundle.write_sums(tmp_path / "gpu-bundle")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
-    def start() -> subprocess.CompletedProcess:
-        command = [tmp_path / "tests/gpu/run.sh", "start", tmp_path / "out", "--on-cpu"]
+    def start(stage: str = "start") -> subprocess.CompletedProcess:
+        command = [tmp_path / "tests/gpu/run.sh", stage, tmp_path / "out", "--on-cpu"]
         options = {"capture_output": True, "text": True, "timeout": 120}
         return subprocess.run(command, env=os.environ | {"PATH": path}, **options)
 
@@ -131,6 +131,16 @@ def test_a_file_that_was_damaged_on_the_way_is_refused(elsewhere, packed):
     done = elsewhere()
     assert done.returncode == 1 and "te did not arrive as it was packed" in done.stderr
     assert last.name in done.stderr
+
+
+def test_references_that_were_left_behind_are_not_made_there(elsewhere, tmp_path):
+    """Where minutes are few: it says what to carry instead."""
+    (tmp_path / ".venv-gpu").mkdir()
+    (tmp_path / ".venv-gpu" / "kernels").write_text(bundle.kernels_stamp())
+    (tmp_path / "gpu-bundle" / "references" / "models").mkdir(parents=True)
+    done = elsewhere("training")
+    assert done.returncode == 1 and "te: unpacked" in done.stderr
+    assert "error: no gpu-bundle/references/training, which has to be carried" in done.stderr
 
 
 def test_only_our_gpus_code_is_left_of_a_library(tmp_path):

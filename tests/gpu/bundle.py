@@ -37,6 +37,7 @@ REPOSITORY = HERE.parents[1]
 sys.path.append(str(HERE))
 
 import fatbin  # noqa: E402
+import next_stage  # noqa: E402
 
 PINS = HERE / "pins"
 MIB = 2**20
@@ -350,8 +351,7 @@ def main() -> None:
     finally:
         compiler.close()
     write_sums(out)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True).stdout
-    (out / "COMMIT").write_text(commit)
+    next_stage.write_commit(out)
 
 
 if __name__ == "__main__":

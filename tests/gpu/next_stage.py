@@ -3,6 +3,7 @@
     python tests/gpu/next_stage.py          # the queue, and the command for the next stage
 
 A result is docs/results/GPU/STAGE.json of a commit since which nothing has changed in the files that the stage speaks for.
+Where there is a bundle, its COMMIT becomes this checkout's: on a machine without git it is the commit of the results.
 """
 
 from __future__ import annotations
@@ -84,7 +85,17 @@ def state(stage: Stage, results: Path = RESULTS) -> tuple[bool, str]:
     return files == 0 and not failed, text if files == 0 else f"{text}, {files} files changed since"
 
 
+def write_commit(bundle: Path) -> None:
+    """bundle/COMMIT: this checkout's, "-dirty" where files differ from it; nothing where git knows none."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode == 0:
+        (bundle / "COMMIT").write_text(done.stdout)
+
+
 def main() -> None:
+    if (bundle := REPOSITORY / "gpu-bundle").is_dir():
+        write_commit(bundle)
     following = None
     for stage in STAGES:
         current, text = state(stage)

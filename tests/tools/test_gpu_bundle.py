@@ -200,6 +200,14 @@ def test_a_result_counts_until_its_code_changes(tmp_path):
     assert not current and "unknown" in text
 
 
+def test_what_is_carried_says_of_which_commit_it_is(tmp_path):
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    if head.returncode:
+        pytest.skip("no checkout of git")
+    next_stage.write_commit(tmp_path)
+    assert re.fullmatch(f"{head.stdout.strip()}(-dirty)?\n", (tmp_path / "COMMIT").read_text())
+
+
 def test_an_unknown_stage_is_refused_with_the_list():
     done = subprocess.run([REPOSITORY / "tests/gpu/run.sh", "kernel"], capture_output=True, text=True, timeout=20)
     assert done.returncode == 2

@@ -121,8 +121,8 @@ if [[ -x .venv/bin/megatron-rl ]]; then
 else
     make_from_bundle
     python=$PWD/.venv-gpu/bin/python
-    # SGLang's tree in Rust reads tensors as a later torch lays them out.
-    export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
+    # SGLang's tree in Rust reads tensors as a later torch lays them out, and a server refuses kernels that are as old as torch.
+    export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
     export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$PWD/.venv-gpu/flash_attention_4
     PATH="$(dirname "$machine"):$PATH"
     if [[ -z ${CUDA_HOME:-} ]] && nvcc=$(command -v nvcc); then

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.preloaded import PYTHON_WITH_TRAINER
 
@@ -46,6 +47,18 @@ def test_what_the_machine_has_stays_at_home():
     assert "torch" in there and not there & set.union(*packed.values())
     # torch's own parts are those of the torch that is there.
     assert not [n for n in set.union(*packed.values()) if re.fullmatch(r"triton|cuda-.*|nvidia-(cu|nccl|nv).*", n)]
+
+
+def test_a_server_takes_the_kernels_that_are_carried():
+    """SGLang's launcher refuses sgl_kernel below a version on a GPU, unless it is told not to look."""
+    version = next(line.split("==")[1] for line in bundle.wanted("rollout") if line.startswith("sglang-kernel=="))
+    (launcher,) = REPOSITORY.glob(".venv-rollout/lib/python3*/site-packages/sglang/srt/entrypoints/engine.py")
+    text = launcher.read_text()
+    (least,) = re.findall(r'assert_pkg_version\(\s*"sglang-kernel",\s*"([\d.]+)"', text)
+    told = 'get_bool_env_var("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK")' in text
+    script = (REPOSITORY / "tests" / "gpu" / "run.sh").read_text()
+    skips = told and " SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1" in script
+    assert skips == (Version(version) < Version(least))
 
 
 def test_the_table_of_differences_is_true():

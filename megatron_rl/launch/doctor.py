@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.own_environment import find_python
+from megatron_rl.rollout.own_environment import cuda_tools, find_python
 
 ENGINE_TIMEOUT_S = 120.0
 """Longest wait for SGLang's environment to import it; a few seconds on an idle machine."""
@@ -373,20 +373,19 @@ def _start_engine_probe() -> tuple[Path | None, subprocess.Popen | None]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                env=_engine_environment(),
+                env=_engine_environment(python),
             )
         return python, None
     return None, None
 
 
-def _engine_environment() -> dict[str, str]:
+def _engine_environment(python: Path) -> dict[str, str]:
     """The environment with which the trainer starts the server. A GPU is looked for without torch, for speed."""
-    environment = dict(os.environ)
-    if not Path("/dev/nvidiactl").exists():
-        from megatron_rl.platform import sglang as cpu_platform
+    if Path("/dev/nvidiactl").exists():
+        return os.environ | cuda_tools(python)
+    from megatron_rl.platform import sglang as cpu_platform
 
-        environment |= {**cpu_platform.environment(1), "PYTHONPATH": str(cpu_platform.PYTHONPATH)}
-    return environment
+    return os.environ | {**cpu_platform.environment(1), "PYTHONPATH": str(cpu_platform.PYTHONPATH)}
 
 
 def _sglang(probe: tuple[Path | None, subprocess.Popen | None]) -> Finding:

@@ -22,6 +22,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TAIL_CHARACTERS = 2200
 """Of each log in the message of a run that failed; conftest.py keeps as many of all of it as two logs have."""
 POLL_S = 0.1
+WITHOUT_FLASH_ATTENTION_3 = (
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
+    *("--cuda-graph-backend-prefill", "disabled"),
+)
+"""Flags of a server on a machine that has neither FlashAttention 3 nor FlashInfer. Decode goes by CUDA graphs; those of the
+prefill are 58 captures more at each start."""
 NAMED = ("train", "sft", "reward", "dpo", "eval", "rollout")
 """Commands that make a run of a config; others (`report`) are given the run itself."""
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import figures, run
+from runs import WITHOUT_FLASH_ATTENTION_3, figures, run
 from test_3_models import differences
 
 from benchmarks import slices
@@ -499,8 +499,7 @@ class Runs:
         values = self.common(self.steps) | {"precision.train": "bf16", "precision.rollout": "bf16"} | RECORDINGS[engine]
         values |= {"rollout.record": True, "rollout.server.max_total_tokens": 65_536}
         if self.gpu:  # FlashAttention 3 and flashinfer are not on every machine
-            kernels = ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-            flags = [*kernels, *values.get("rollout.server.extra_args", [])]
+            flags = [*WITHOUT_FLASH_ATTENTION_3, *values.get("rollout.server.extra_args", [])]
             values |= {"rollout.colocate": True, "rollout.server.extra_args": flags}
         return run("train", self.folder / name_of(engine), "configs/quickstart.yaml", values, timeout=240)
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import REPOSITORY, RunFailed, Running, Served, figures, tail
+from runs import REPOSITORY, WITHOUT_FLASH_ATTENTION_3, RunFailed, Running, Served, figures, tail
 
 from megatron_rl.data.record import load_trajectories
 from megatron_rl.environments import Prompt
@@ -49,10 +49,8 @@ GPU = torch.cuda.is_available()
 STEPS, KILLED_AFTER, FEW = (20, 6, 3) if GPU else (3, 1, 1)
 """Steps to a score; those that are logged when the server is killed; of a run that shows how things are."""
 LIMIT_S, START_S = 240.0, 200.0
-KERNELS = (
-    ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--max-running-requests", "256"] if GPU else []
-)
-"""FlashAttention 3 and flashinfer are not on every machine; the largest graph of a server on one GPU is of 256 requests."""
+KERNELS = [*WITHOUT_FLASH_ATTENTION_3, "--max-running-requests", "256"] if GPU else []
+"""The largest graph of a server on one GPU is of 256 requests."""
 VERBOSE = ["--log-level", "info", "--decode-log-interval", "1"]
 """The server says of each batch whether a CUDA graph computed it."""
 MISMATCH = ("mismatch/kl", "mismatch/k1", "mismatch/ess", "mismatch/abs_*", "mismatch/close", "mismatch/ratio_*")

@@ -71,7 +71,8 @@ def gpt_oss(tiny: bool) -> transformers.PreTrainedConfig:
         if tiny
         else {"num_local_experts": 8, "num_hidden_layers": 4}  # the rest is gpt-oss-20b's by default
     )
-    return transformers.GptOssConfig(**sizes, num_experts_per_tok=4, tie_word_embeddings=False)
+    # As in the released folders: SGLang reads it, and not every release of transformers has it.
+    return transformers.GptOssConfig(**sizes, num_experts_per_tok=4, swiglu_limit=7.0, tie_word_embeddings=False)
 
 
 MODELS = {"qwen3": qwen3, "gpt_oss": gpt_oss}

@@ -155,7 +155,7 @@ def _kernels(logits: torch.Tensor) -> Any:
 
 
 def _row_kernels(logits: torch.Tensor) -> Any:
-    """The values from a few numbers a row: one launch on a GPU, small operators of torch elsewhere."""
+    """Kernels for what follows from a few numbers a row: one launch on a GPU, small operators of torch elsewhere."""
     return _kernels(logits) if logits.is_cuda else plain
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.data.packing import Batch
 from megatron_rl.trainer.hooks import ALONE
 from megatron_rl.trainer.objective import Policy
-from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.trainer import ModelPass, Trainer
 
 
 def forward_and_backward(trainer: Trainer, batches: list[Batch]) -> Callable[[], None]:
@@ -22,7 +22,7 @@ def forward_and_backward(trainer: Trainer, batches: list[Batch]) -> Callable[[],
         for ddp in trainer.ddp:
             ddp.train()
         with trainer._observed(trainer.hooks, batches, "update", ALONE) as passes:
-            trainer._run(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False)
+            trainer._run(ModelPass(trainer.ddp, batches, passes, objective, trainer.support, forward_only=False))
 
     return run
 

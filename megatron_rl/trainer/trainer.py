@@ -76,6 +76,45 @@ class Update:
     """True: a hook leaves out all later updates of the rollout batch."""
 
 
+MicroBatch = tuple[int, Batch, RoutePass | None, LayerOutputs | None, RouterLosses | None]
+"""A micro-batch with its number and all that watches or moves the model's pass over it."""
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """A pass of the model over micro-batches: forward and, unless it only scores, backward."""
+
+    chunks: Items[torch.nn.Module]
+    batches: list[Batch]
+    routes: Items[RoutePass | None]
+    """Of each micro-batch, what watches or replays its routes."""
+    objective: Objective
+    support: SamplingSupport
+    features: Items[LayerOutputs] = ()
+    """Of each micro-batch, who looks at the outputs of the layers; empty: nobody."""
+    routers: Items[RouterLosses | None] = ()
+    """Of each micro-batch, what balances the routers; empty: nothing."""
+    forward_only: bool = True
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """The micro-batches in order, each with what belongs to it."""
+        nobody: list[None] = [None] * len(self.batches)
+        return zip(
+            range(len(self.batches)),
+            self.batches,
+            self.routes,
+            self.features or nobody,
+            self.routers or nobody,
+            strict=True,
+        )
+
+    def that_scores(self, model: Model) -> ModelPass:
+        """The forward of the same micro-batches alone, which nothing watches."""
+        objective = ComputeValues() if model.value_head else LogProbs()
+        routes = [None] * len(self.batches)
+        return ModelPass(self.chunks, self.batches, routes, objective, self.support)
+
+
 class Trainer:
     """The policy with its optimizer, and its frozen reference where one is asked for."""
 
@@ -197,14 +236,14 @@ class Trainer:
         hooks = [] if chunks is not None else list(self.hooks if hooks is None else hooks)
         support = support or self.support
         with self._observed(hooks, batches, "log_probs", place) as passes:
-            results = self._run(chunks or self.chunks, batches, passes, LogProbs(), support, forward_only=True)
+            results = self._run(ModelPass(chunks or self.chunks, batches, passes, LogProbs(), support))
         return [result and result.tokens["log_probs"] for result in results]
 
     @torch.no_grad()
     def compute_values(self, batches: list[Batch]) -> list[torch.Tensor | None]:
         """As compute_log_probs: values [T] of every position, by a model with a value head."""
         with self._observed([], batches, "log_probs", ALONE) as passes:
-            results = self._run(self.chunks, batches, passes, ComputeValues(), self.support, forward_only=True)
+            results = self._run(ModelPass(self.chunks, batches, passes, ComputeValues(), self.support))
         return [result and result.tokens["values"] for result in results]
 
     @torch.no_grad()
@@ -212,9 +251,7 @@ class Trainer:
         """As compute_log_probs: add last hidden states and outputs of these layers to the micro-batches of a student."""
         kept = [RecordedLayers(self._feature_rows(batch), layers) for batch in batches if layers]
         with self._observed([], batches, "log_probs", ALONE) as passes:
-            results = self._run(
-                self.chunks, batches, passes, ComputeHidden(), self.support, forward_only=True, features=kept
-            )
+            results = self._run(ModelPass(self.chunks, batches, passes, ComputeHidden(), self.support, features=kept))
         for batch, result in zip(batches, results, strict=True):
             batch.teacher_hidden = result and result.tokens["hidden"]
         for batch, of_batch in zip(batches, kept, strict=bool(layers)):
@@ -267,9 +304,8 @@ class Trainer:
         if objective.teacher is not None and objective.teacher.feature_layers:
             drawn = [DrawnLayers(self._feature_rows(b), b.teacher_layers, objective.teacher) for b in batches]
         with self._observed(self.hooks, batches, "update", place) as passes:
-            results = self._run(
-                self.ddp, batches, passes, objective, self.support, forward_only=False, features=drawn, routers=routers
-            )
+            asked = ModelPass(self.ddp, batches, passes, objective, self.support, drawn, routers, forward_only=False)
+            results = self._run(asked)
         for batch in () if place.again else batches:
             batch.teacher_hidden, batch.teacher_layers = None, {}  # which are large, and have been used
         measured = [result.metrics for result in results if result] if self.reports else []
@@ -370,82 +406,51 @@ class Trainer:
         for hook in hooks:
             hook.after_pass(stage)
 
-    def _run(
-        self,
-        chunks: Items[torch.nn.Module],
-        batches: list[Batch],
-        passes: list[RoutePass | None],
-        objective: Objective,
-        support: SamplingSupport,
-        *,
-        forward_only: bool,
-        features: Items[LayerOutputs] = (),
-        routers: Items[RouterLosses | None] = (),
-    ) -> list[Result | None]:
-        """What the objective makes of each micro-batch; None on pipeline stages without the head.
-
-        features: who looks at the outputs of the layers, of each micro-batch; empty: nobody. routers: likewise, of what the
-        routers balance.
-        """
+    def _run(self, asked: ModelPass) -> list[Result | None]:
+        """What the objective makes of each micro-batch; None on pipeline stages without the head."""
         self.residence.require("all")
-        run = partial(self._run_once, chunks, batches, support=support)
-        asked = partial(run, passes, objective, forward_only=forward_only, features=features, routers=routers)
         if self.model.recipe.fp8_recipe != "delayed":
-            return asked()
-        if not delayed_scaling.calibrated(chunks):
+            return self._forward_backward(asked)
+        if not delayed_scaling.calibrated(asked.chunks):
             with torch.no_grad():
-                scored = ComputeValues() if self.model.value_head else LogProbs()
-                run([None] * len(batches), scored, forward_only=True)
+                self._forward_backward(asked.that_scores(self.model))
             delayed_scaling.calibrate()
-        with delayed_scaling.amaxes_kept(chunks) if forward_only else nullcontext():
-            return asked()
+        with delayed_scaling.amaxes_kept(asked.chunks) if asked.forward_only else nullcontext():
+            return self._forward_backward(asked)
 
-    def _run_once(
-        self,
-        chunks: Items[torch.nn.Module],
-        batches: list[Batch],
-        passes: list[RoutePass | None],
-        objective: Objective,
-        *,
-        support: SamplingSupport,
-        forward_only: bool,
-        features: Items[LayerOutputs] = (),
-        routers: Items[RouterLosses | None] = (),
-    ) -> list[Result | None]:
+    def _forward_backward(self, asked: ModelPass) -> list[Result | None]:
+        chunks = asked.chunks
         for chunk in chunks:
-            chunk.train(not forward_only)
-        results: list[Result | None] = [None] * len(batches)
+            chunk.train(not asked.forward_only)
+        results: list[Result | None] = [None] * len(asked.batches)
         self._results = results
-        nobody: list[None] = [None] * len(batches)
-        of_each = (range(len(batches)), batches, passes, features or nobody, routers or nobody)
-        data: list[Iterator] = [zip(*of_each, strict=True) for _ in chunks]
+        data: list[Iterator] = [asked.micro_batches() for _ in chunks]
         late = LateChecks()
         if self.interrupt is not None:
             self.interrupt.look()
-        step = partial(self._forward_step, objective=objective, support=support, results=results, late=late)
-        with watched_layers(chunks if features else ()):
+        with watched_layers(chunks if asked.features else ()):
             get_forward_backward_func()(
-                forward_step_func=step,
+                forward_step_func=partial(self._forward_step, asked=asked, results=results, late=late),
                 data_iterator=data if len(chunks) > 1 else data[0],
                 model=[*chunks] if len(chunks) > 1 else chunks[0],
-                num_microbatches=len(batches),
+                num_microbatches=len(asked.batches),
                 seq_length=self.config.batch.tokens_per_micro_batch,
                 micro_batch_size=1,
-                forward_only=forward_only,
+                forward_only=asked.forward_only,
             )
         late.look()
         return results
 
     def _forward_step(
         self,
-        iterator: Iterator[tuple[int, Batch, RoutePass | None, LayerOutputs | None, RouterLosses | None]],
+        iterator: Iterator[MicroBatch],
         chunk: torch.nn.Module,
         *,
-        objective: Objective,
-        support: SamplingSupport,
+        asked: ModelPass,
         results: list[Result | None],
         late: LateChecks,
     ):
+        objective, support = asked.objective, asked.support
         index, batch, route_pass, features, router_losses = next(iterator)
         if self.interrupt is not None and self.interrupt.deep:
             self.interrupt.look()

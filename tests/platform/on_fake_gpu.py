@@ -67,7 +67,7 @@ from megatron_rl.routing.table import RouteShape  # noqa: E402
 from megatron_rl.trainer import parallel  # noqa: E402
 from megatron_rl.trainer.hooks import ALONE  # noqa: E402
 from megatron_rl.trainer.objective import Policy  # noqa: E402
-from megatron_rl.trainer.trainer import Update, build_trainer  # noqa: E402
+from megatron_rl.trainer.trainer import ModelPass, Update, build_trainer  # noqa: E402
 
 logging.disable(logging.ERROR)
 
@@ -233,9 +233,8 @@ def forward(gpu: fake_gpu.FakeGPU, folder: Path) -> dict[str, Any]:
     chunk.train()
     torch.autograd.grad = gradients_of
     routers = [trainer._router_losses(batch, 1.0) for batch in batches]
-    work = iter(zip(range(1), batches, passes, [None], routers, strict=True))
-    beside = {"objective": objective, "support": support, "results": results, "late": late}
-    values, loss = trainer._forward_step(work, chunk, **beside)
+    asked = ModelPass([chunk], batches, passes, objective, support, routers=routers, forward_only=False)
+    values, loss = trainer._forward_step(asked.micro_batches(), chunk, asked=asked, results=results, late=late)
     total, tokens, _ = loss(values)
     seen = [part for metric in results[0].metrics.values() for part in metric.parts]
     seen += [*values, total, tokens, *results[0].tokens.values()]

@@ -17,6 +17,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "docs" / "results"
 GPUS = ("h100", "h200")
+BUNDLE = REPOSITORY / "gpu-bundle"
+CALL_MIB = 64
+"""What a machine without a network takes in one call, the repository's REPOSITORY_MIB included."""
+REPOSITORY_MIB = 10
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,29 @@ def write_commit(bundle: Path) -> None:
         (bundle / "COMMIT").write_text(done.stdout)
 
 
+def parts(name: str, bundle: Path) -> list[Path]:
+    """Files of an archive, or the folder of references of that name; empty where the bundle has none."""
+    return [path for path in [bundle / name] if path.is_dir()] or sorted(bundle.glob(f"{name}.tar.xz*"))
+
+
+def calls(stage: Stage, bundle: Path, limit: int = (CALL_MIB - REPOSITORY_MIB) * 2**20) -> list[tuple[list[str], str]]:
+    """(paths to carry, command) of each call: the last runs the stage, those before unpack, and compile SGLang's kernels."""
+    carried: list[list[str]] = [[]]
+    room = limit
+    for path in (path for name in stage.archives for path in parts(name, bundle)):
+        size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+        if carried[-1] and size > room:
+            carried.append([])
+            room = limit
+        carried[-1].append(str(path.relative_to(bundle)))
+        room -= size
+    last = f"tests/gpu/run.sh {stage.name}" + (f" --budget-s {stage.budget}" if stage.budget else "")
+    return [(paths, "tests/gpu/run.sh start") for paths in carried[:-1]] + [(carried[-1], last)]
+
+
 def main() -> None:
-    if (bundle := REPOSITORY / "gpu-bundle").is_dir():
-        write_commit(bundle)
+    if BUNDLE.is_dir():
+        write_commit(BUNDLE)
     following = None
     for stage in STAGES:
         current, text = state(stage)
@@ -104,10 +128,14 @@ def main() -> None:
     if following is None:
         print("every stage has a result of the present code")
         return
-    carried = " ".join(f"gpu-bundle/{name}{'' if '/' in name else '.tar.xz*'}" for name in following.archives)
-    budget = f" --budget-s {following.budget}" if following.budget else ""
-    print(f"\nnext: tests/gpu/run.sh {following.name}{budget}")
-    print(f"on a machine without a network with {carried} gpu-bundle/SHA256SUMS gpu-bundle/COMMIT")
+    print("\nnext, where the network is:")
+    print(f"    tools/setup.sh --gpu && {calls(following, BUNDLE)[-1][1]}")
+    print(f"on a machine without one, in calls of at most {CALL_MIB} MiB, each with the repository:")
+    if missing := [name for name in following.archives if not parts(name, BUNDLE)]:
+        print(f"    (not packed yet: {', '.join(missing)}; python tests/gpu/bundle.py)")
+    for paths, command in calls(following, BUNDLE):
+        print(f"    {command}")
+        print(f"        with {' '.join(f'gpu-bundle/{path}' for path in [*paths, 'SHA256SUMS', 'COMMIT'])}")
 
 
 if __name__ == "__main__":

@@ -189,6 +189,22 @@ def test_the_queue_is_the_one_that_is_written_down():
     assert all((REPOSITORY / path).exists() for stage in next_stage.STAGES for path in stage.files)
 
 
+def test_what_a_stage_needs_is_carried_in_as_few_calls_as_take_it(tmp_path):
+    stage = next_stage.Stage("te", ("trainer", "te", "fa4", "references/engine"), 1, (), budget=300)
+    for name, size in {"trainer.tar.xz": 4, "te.tar.xz": 5, "fa4.tar.xz.1": 8, "fa4.tar.xz.2": 3}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    last = "tests/gpu/run.sh te --budget-s 300"
+    assert next_stage.calls(stage, tmp_path, limit=100) == [
+        (["trainer.tar.xz", "te.tar.xz", "fa4.tar.xz.1", "fa4.tar.xz.2"], last)
+    ]
+    assert next_stage.parts("references/engine", tmp_path) == []
+    (tmp_path / "references/engine/model").mkdir(parents=True)
+    (tmp_path / "references/engine/model/weights").write_bytes(bytes(7))
+    first = (["trainer.tar.xz", "te.tar.xz"], "tests/gpu/run.sh start")
+    second = (["fa4.tar.xz.1"], "tests/gpu/run.sh start")
+    assert next_stage.calls(stage, tmp_path, limit=10) == [first, second, (["fa4.tar.xz.2", "references/engine"], last)]
+
+
 def test_a_result_counts_until_its_code_changes(tmp_path):
     stage = next_stage.Stage("kernels", (), 1, ("LICENSE",))
     assert next_stage.state(stage, tmp_path) == (False, "never run")

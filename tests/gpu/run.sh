@@ -106,6 +106,24 @@ make_from_bundle() {
     fi
 }
 
+# nvcc may be a script that lies elsewhere than its toolkit, and the toolkit the compiler alone: torch brings the CUDA runtime,
+# and the archive of SGLang the C++ library.
+find_cuda() {
+    local nvcc toolkit library libraries=$PWD/.venv-gpu/libraries
+    for nvcc in nvcc /usr/local/cuda/bin/nvcc; do
+        if [[ -n ${CUDA_HOME:-} ]] || ! command -v "$nvcc" >/dev/null; then continue; fi
+        toolkit=$("$nvcc" --dryrun -x cu -E /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p') || continue
+        [[ ! -d $toolkit ]] || CUDA_HOME=$(realpath "$toolkit")
+    done
+    [[ -z ${CUDA_HOME:-} ]] || export CUDA_HOME
+    for library in .venv-gpu/lib/python3.12/site-packages/nvidia/cu1*/lib/libcudart.so.1*; do
+        [[ -e $library ]] || continue
+        mkdir -p "$libraries" && ln -sfn "$PWD/$library" "$libraries/libcudart.so"
+        export LIBRARY_PATH=$libraries${LIBRARY_PATH:+:$LIBRARY_PATH}
+        export CPATH=${CPATH:+$CPATH:}$PWD/${library%/lib/*}/include:$PWD/.venv-gpu/carried/rollout/site/nvidia/cu13/include/cccl
+    done
+}
+
 # A server would compile these when it first needs them, and others would wait for it.
 compile_ahead() {
     [[ -d .venv-gpu/carried/rollout && ! -f .venv-gpu/compiled_ahead ]] && nvidia-smi >/dev/null 2>&1 || return 0
@@ -125,9 +143,7 @@ else
     export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
     export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$PWD/.venv-gpu/flash_attention_4
     PATH="$(dirname "$machine"):$PATH"
-    if [[ -z ${CUDA_HOME:-} ]] && nvcc=$(command -v nvcc); then
-        CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$nvcc")")") && export CUDA_HOME
-    fi
+    find_cuda
     compile_ahead
 fi
 export PATH="${python%/*}:$PATH" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1

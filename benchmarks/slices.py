@@ -137,7 +137,7 @@ def synchronizations(trainer: Trainer, batches: list[Batch]) -> dict[str, int]:
 
 
 def profile(trainer: Trainer, batches: list[Batch], folder: Path | None) -> dict[str, Any]:
-    """Of one update: launches of kernels, and milliseconds of the ten (on a CPU: operators) that took longest.
+    """Launches of kernels in one update, and milliseconds of the ten (on a CPU: operators) that took longest.
 
     The trace goes to `folder`.
     """

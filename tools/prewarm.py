@@ -32,7 +32,7 @@ def main(jobs: int) -> int:
     from sglang.kernels.jit.utils.compile.loader import load_jit
 
     def build(module: tuple[list[str], dict]) -> str:
-        """What went wrong."""
+        """Compile one, and return its error, or an empty text."""
         try:
             load_jit(*module[0], **module[1])
         except Exception as error:

@@ -407,7 +407,7 @@ class Trainer:
             hook.after_pass(stage)
 
     def _run(self, asked: ModelPass) -> list[Result | None]:
-        """What the objective makes of each micro-batch; None on pipeline stages without the head."""
+        """Results of the objective, one a micro-batch; None on pipeline stages without the head."""
         self.residence.require("all")
         if self.model.recipe.fp8_recipe != "delayed":
             return self._forward_backward(asked)

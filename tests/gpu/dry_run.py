@@ -38,12 +38,12 @@ from pretended_h100 import H100, everywhere, pretend, stand_in_for_the_driver, w
 from megatron_rl.platform import fake_gpu
 
 LENGTHS = (37, 12, 64)
-"""Of the prompts."""
+"""Lengths of the prompts."""
 PLUGIN = Path(__file__).parents[2] / "megatron_rl" / "sync" / "pythonpath"
 
 
 class Seen:
-    """What this process reached."""
+    """Kernels, transfers and layers that this process reached."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, set[str]] = {}
@@ -57,7 +57,7 @@ class Seen:
 
 
 SEEN = Seen()
-"""Of a case, which is a process."""
+"""Record of a case, which is a process."""
 
 
 class Anything:
@@ -139,7 +139,7 @@ def note_triton() -> None:
 
 
 def bodies_of_operators() -> dict[str, Any]:
-    """Of SGLang's own operators of torch, by name: they are Python, and run as such. Autotuners and compilers need not be."""
+    """Bodies of SGLang's own operators of torch, by name: they are Python and run as such, without autotuner or compiler."""
     operators = torch._ops.OpOverloadPacket, torch._ops.OpOverload
     found = {}
     for module in list(sys.modules.values()):
@@ -208,7 +208,7 @@ def drive(arguments: list[str], bodies: dict[str, Any]) -> dict[str, Any]:
 
 
 def layout(runner: Any) -> dict[str, tuple[str, str]]:
-    """Of each weight what its checksum says: how it was computed and of which type, and the shape."""
+    """Kind and type of each weight's checksum, and its shape, by the weight's name."""
     checksums = runner.check_weights("checksum", role="target")["checksums"]
     fields = {name: text.split(":") for name, text in checksums.items()}
     return {name: (f"{kind}:{dtype}", shape) for name, (kind, _, dtype, shape) in fields.items()}
@@ -239,7 +239,7 @@ def request(bench: Any, server: Any, number: int, length: int) -> Any:
 
 
 def outcome(case: dict[str, Any], bodies: dict[str, Any]) -> dict[str, Any]:
-    """Of a case in this process."""
+    """Run a case in this process and return its outcome."""
     os.environ.update(case.get("environment", {}))
     SEEN.compiles = case.get("compile", False)
     found, error = {}, None

@@ -1,4 +1,4 @@
-"""What a server needs of a GPU machine: SGLang's own libraries load, and memory that it gives up is free until it comes back.
+"""Needs of a server on a GPU machine: SGLang's own libraries load, and memory given up is free until it comes back.
 
     PYTHON_WITH_SGLANG tests/gpu/engine_parts.py
 

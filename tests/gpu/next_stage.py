@@ -19,7 +19,7 @@ RESULTS = REPOSITORY / "docs" / "results"
 GPUS = ("h100", "h200")
 BUNDLE = REPOSITORY / "gpu-bundle"
 CALL_MIB = 64
-"""What a machine without a network takes in one call, the repository's REPOSITORY_MIB included."""
+"""Limit of one call to a machine without a network, the repository's REPOSITORY_MIB included."""
 REPOSITORY_MIB = 10
 
 

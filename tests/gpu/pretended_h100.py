@@ -22,7 +22,7 @@ CAPABILITY = (9, 0)
 
 
 class H100:
-    """What torch.cuda.get_device_properties knows of one."""
+    """Properties of one, as torch.cuda.get_device_properties gives them."""
 
     name, (major, minor), total_memory, uuid = "NVIDIA H100 80GB HBM3", CAPABILITY, 80 * 2**30, "0"
     multi_processor_count, warp_size, L2_cache_size, is_integrated, gcnArchName = 132, 32, 50 * 2**20, 0, ""

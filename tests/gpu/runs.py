@@ -20,7 +20,7 @@ from megatron_rl.metrics.logger import METRICS_FILE, read_json_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAIL_CHARACTERS = 2200
-"""Of each log in the message of a run that failed; conftest.py keeps as many of all of it as two logs have."""
+"""Last characters of each log in the message of a run that failed; conftest.py keeps as many in all as two logs have."""
 POLL_S = 0.1
 WITHOUT_FLASH_ATTENTION_3 = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
@@ -79,12 +79,12 @@ class Running:
         return time.monotonic() - self._started
 
     def lines(self) -> list[dict]:
-        """What it has logged so far, a line a step; evaluations before the first step are step 0."""
+        """Metrics logged so far, a line a step; evaluations before the first step are step 0."""
         path = self.folder / METRICS_FILE
         return list(read_json_lines(path)) if path.exists() else []
 
     def steps(self) -> list[dict]:
-        """Of `lines` those of steps."""
+        """Lines of steps alone."""
         return [line for line in self.lines() if line["step"] > 0]
 
     def finish(self, timeout: float, tell: Tell | None = None) -> list[dict]:
@@ -194,7 +194,7 @@ class Served:
         raise RunFailed(f"the server did not start\n== end of {self.log.name}:\n{tail(self.log)}")
 
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """True while its process runs."""
         return self._process.poll() is None
 
     def stop(self) -> None:

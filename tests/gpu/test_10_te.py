@@ -554,7 +554,7 @@ def test_an_engine_is_recorded(engine, engines, record_property):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: name_of(*pair))
 def test_mismatch(pair, engines, record_property):
-    """Of each step, by classes of the token's probability."""
+    """Mismatch of each step, by classes of the token's probability."""
     if pair not in engines.pairs:
         pytest.skip("needs a GPU")
     lines = [line for line in engines.pairs[pair].result(300) if line["step"] > 0]

@@ -53,7 +53,7 @@ def milliseconds(ways: dict[str, Way], device: torch.device, rounds: int = ROUND
 
 
 def profiled(way: Way, device: torch.device) -> dict[str, float]:
-    """What is launched, for how long the device is busy, how often the host reads a number or waits; the peak of memory."""
+    """Launches, milliseconds that the device is busy, reads and waits of the host, and the peak of memory."""
     gpu, activity = device.type == "cuda", torch.profiler.ProfilerActivity
     before = torch.cuda.memory_allocated() if gpu else 0
     if gpu:
@@ -74,7 +74,7 @@ def profiled(way: Way, device: torch.device) -> dict[str, float]:
 
 
 def compare(ways: dict[str, Way], device: torch.device, floor: float) -> dict[str, dict[str, float]]:
-    """Of each way: `milliseconds`, `profiled`, and its time over the floor in ms."""
+    """`milliseconds` and `profiled` of each way, and its time over the floor in ms."""
     times = milliseconds(ways, device)
     shares = {name: round(ms / floor, 2) if floor else 0.0 for name, ms in times.items()}
     return {
@@ -149,7 +149,7 @@ class Experts:
         return sum(2.0 * len(x) * out * width for x, (out, width) in zip(self.inputs, self.shapes, strict=True))
 
     def bytes_moved(self) -> float:
-        """Of inputs, outputs and weights once, of a forward."""
+        """Bytes of inputs, outputs and weights, each moved once by a forward."""
         tensors = [*self.inputs, *self.sent, *self.weights[0], *self.weights[1]]
         return sum(x.nbytes for x in tensors)
 
@@ -166,7 +166,7 @@ class Experts:
         return rows, [out, sent @ weight, sent.t() @ x]
 
     def errors(self, found: list[torch.Tensor]) -> dict[str, float]:
-        """Of what `both` has found for the expert with most tokens. An expert without tokens has a gradient of zeros."""
+        """Errors of `both` for the expert with most tokens. An expert without tokens has a gradient of zeros."""
         count, most = len(self.counts), max(range(len(self.counts)), key=self.counts.__getitem__)
         errors = {}
         for layer in range(2):
@@ -320,7 +320,7 @@ def test_log_softmax(model, device, floor, record_property, monkeypatch):
 
 
 def test_the_norm_of_the_gradients(device, floor, record_property):
-    """Of as many tensors as four layers of Qwen3-30B-A3B have by Megatron's stand-in, 1.0 B numbers in all."""
+    """As many tensors as four layers of Qwen3-30B-A3B have by Megatron's stand-in, 1.0 B numbers in all."""
     sizes = [3_100_000] * 318 if device.type == "cuda" else [1000] * 30
     buffer, flag = torch.randn(sum(sizes), device=device), torch.zeros(1, dtype=torch.int, device=device)
     grads = list(buffer.split(sizes))

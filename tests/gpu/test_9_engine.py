@@ -95,7 +95,7 @@ BESIDE = ("bf16", "fp32", "gpt_oss", "pruned")
 PRECISIONS = ("bf16", "fp32") if GPU else ("bf16",)
 """On a CPU the other is three more starts of a minute, of the same code."""
 ARMS = {"experts": False, "gates": True} if GPU else {"gates": True}
-"""What is replayed of the engine beside its experts: their weights, or not."""
+"""Arms of replay: the engine's experts, with their weights or without."""
 WIDE, WIDE_RESPONSES = ("qwen3", "gpt_oss"), 64 if GPU else 16
 
 
@@ -165,7 +165,7 @@ class Stage:
         return self._runs[name]
 
     def plan(self, name: str, memory_gb: float) -> Running:
-        """What `megatron-rl plan` says of a run, in JSON."""
+        """Start `megatron-rl plan` for a run, whose answer is JSON."""
         flags = ["--gpus", "1", "--memory", f"{memory_gb:.0f}", "--json"]
         return Running("plan", self.folder / name, *self._values[name], flags)
 
@@ -236,7 +236,7 @@ def steps(lines: list[dict]) -> list[dict]:
 
 
 def pushed(lines: list[dict]) -> dict[str, float]:
-    """Of a step's push: all of it, from the first tensor that is exported to equal checksums."""
+    """Speed of a step's push, from the first tensor that is exported to equal checksums."""
     seconds = statistics.median(line["sync/push_s"] for line in lines if line["step"] > 0)
     return {
         "megabytes": lines[-1]["sync/megabytes"],
@@ -273,8 +273,8 @@ def test_twenty_steps_and_a_killed_server(stage, record_property):
 
 @pytest.fixture(scope="module")
 def attributing(stage) -> dict[str, Running]:
-    """By precision, of runs that ended well: who attributes the mismatch of the first responses, which are scored again in all
-    arms beside it; on a GPU those of both precisions at once."""
+    """Processes that attribute the mismatch of the first responses of runs that ended well, by precision; responses are
+    scored again in all arms beside them, on a GPU those of both precisions at once."""
     found: dict[str, Running] = {}
     for precision in PRECISIONS:
         with suppress(RunFailed):
@@ -384,7 +384,7 @@ def test_seeds_and_graphs(stage, record_property):
 
 
 def used_gb() -> float | None:
-    """Of the GPU by all processes, once it no longer falls: what has ended gives its memory back in its own time."""
+    """Memory of the GPU used by all processes, once it no longer falls: an ended process gives its own back in its time."""
     if not GPU:
         return None
     used = [1e9]

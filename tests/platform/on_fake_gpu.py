@@ -329,7 +329,7 @@ class Operators(TorchDispatchMode):
 
 
 def expert_operators(experts: int, *, together: bool, biased: bool) -> list[str]:
-    """Of one linear layer of experts, forward and backward, each with its tokens."""
+    """Operators of one linear layer of experts, forward and backward, each expert with its tokens."""
     cuda = {"device": "cuda", "dtype": torch.bfloat16}
     counts = [16] * experts
     x, grad = torch.zeros(sum(counts), 32, **cuda), torch.zeros(sum(counts), 64, **cuda)

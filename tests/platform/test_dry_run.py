@@ -45,7 +45,7 @@ class Case:
     dtype: str = "bf16"
     extra: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    """What Sizes cannot say."""
+    """Entries of config.json that Sizes lacks."""
     gates: bool = True
     kept_sets: bool = False
 
@@ -94,7 +94,7 @@ GPT_OSS = widths(
 )
 MIXTRAL = widths(hidden=4096, heads=32, kv_heads=8, head_dim=128, expert_intermediate=14336, vocab=32000)
 STAGE = widths(hidden=256, heads=4, kv_heads=2, head_dim=64, expert_intermediate=128, vocab=64)
-"""Of the models in tests/gpu/."""
+"""Widths of the models in tests/gpu/."""
 CASES = {
     "quickstart": Case(*PRESETS["quickstart"], kept_sets=True),
     "quickstart, fp32": Case(*PRESETS["quickstart"], dtype="fp32", gates=False),
@@ -117,7 +117,7 @@ CASES = {
 }
 FEW = (("jit", "tiny_n_gemm"), ("flashinfer", "tinygemm2"))
 OPERATORS = {"rmsnorm", "fused_add_rmsnorm", "moe_align_block_size", "moe_sum_reduce"}
-"""Of sgl_kernel. Norms in bf16 are FlashInfer's where that is installed."""
+"""Operators of sgl_kernel. Norms in bf16 are FlashInfer's where that is installed."""
 TRITON_KERNELS = {
     *(
         "_fwd_kernel",
@@ -195,7 +195,7 @@ def test_every_family_runs_on_a_pretended_h100(compiles, tmp_path):
 
 @pytest.mark.timeout(2000)
 def test_all_that_is_compiled_ahead_compiles(tmp_path):
-    """Of which the dry run takes the compiler's word for granted."""
+    """The dry run takes the compiler's word for granted."""
     command = [str(find_python()), str(REPOSITORY / "tools" / "prewarm.py"), "2"]
     environment = os.environ | {"SGLANG_JIT_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment)

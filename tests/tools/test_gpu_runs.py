@@ -1,4 +1,4 @@
-"""What the stages of tests/gpu know of the program's runs: figures, and the ends of the logs where one fails."""
+"""Runs of the program as the stages of tests/gpu see them: figures, and the ends of the logs where one fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runs import TAIL_CHARACTERS, RunFailed, Running, figures, overrides, tail  
 
 
 def test_a_run_that_fails_says_what_the_logs_said(tmp_path):
-    """Of itself and of its servers, each by name; what it had logged is told in any case."""
+    """Its own log and its servers', each by name; metrics that it had logged are told in any case."""
     folder = tmp_path / "one"
     folder.mkdir()
     (folder / "sglang.log").write_text("noise\n" * 1000 + "RuntimeError: out of memory\n")

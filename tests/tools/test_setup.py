@@ -211,7 +211,7 @@ def test_a_transformer_engine_that_does_not_compile_says_what_to_do(gpu_checkout
 
 
 def test_kernels_of_sglang_are_compiled_ahead_where_there_is_a_gpu(checkout):
-    """By a program that fails at first, which is no failure of the set-up: a server compiles what it lacks."""
+    """The program fails at first, which is no failure of the set-up: a server compiles what it lacks."""
     (checkout / "requirements" / "gpu.txt").write_text(f"pluggy=={pins('test.txt')['pluggy']}\n")
     (checkout / "requirements" / "gpu.imports").write_text("pluggy\n")
     kernels = checkout / "requirements" / "rollout.kernels.json"

@@ -31,7 +31,7 @@ trap 'kill -- "-$checks" 2>/dev/null || true; rm -f "$found"' EXIT # a trap that
 # Three files of tests at a time, for two cores: some of them wait, for limits of time or for each other.
 case ${1:-} in
     --all) set -- "${@:2}" ;;
-    --fast) set -- -m "not slow" "${@:2}" ;;
+    --fast) set -- -m "not slow and not long" "${@:2}" ;;
     *) set -- -m "not long" "$@" ;;
 esac
 status=0

@@ -22,7 +22,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "te
 
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers", "triton", "transformer-engine", "numpy")
 LONGEST_ERROR = 6000
-"""Characters of a failure, from its end: of a run that failed (runs.py), the ends of its logs."""
+"""Characters of a failure, from its end: of a run that failed (programs.py), the ends of its logs."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import WITHOUT_FLASH_ATTENTION_3, figures, run
+from programs import WITHOUT_FLASH_ATTENTION_3, figures, run
 from test_3_models import differences
 
 from benchmarks import slices

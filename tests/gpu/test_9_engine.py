@@ -35,7 +35,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import REPOSITORY, WITHOUT_FLASH_ATTENTION_3, RunFailed, Running, Served, figures, tail
+from programs import REPOSITORY, WITHOUT_FLASH_ATTENTION_3, RunFailed, Running, Served, figures, tail
 
 from megatron_rl.data.record import load_trajectories
 from megatron_rl.environments import Prompt

@@ -273,6 +273,19 @@ def test_cuda_is_where_nvcc_says_and_torch_brings_the_rest(tmp_path, torch_has_c
         assert found(LIBRARY_PATH="/a", CPATH="/b") == [str(toolkit), f"{libraries}:/a", f"/b:{headers}"]
 
 
+def test_a_module_of_the_stages_has_no_name_of_a_folder_that_runs_make():
+    """The linter would take it for that folder where one has been made, and refuse the order of imports."""
+    made = {line.strip("/\n") for line in (REPOSITORY / ".gitignore").read_text().splitlines()}
+    assert "runs" in made and not made & {path.stem for path in (REPOSITORY / "tests" / "gpu").glob("*.py")}
+
+
+def test_long_tests_are_in_the_whole_suite_alone():
+    text = (REPOSITORY / "tests" / "run.sh").read_text()
+    chosen = dict(re.findall(r"^    (\S+)\) set -- (.*) ;;$", text, re.MULTILINE))
+    assert chosen["--all"] == '"${@:2}"'
+    assert all("not long" in chosen[name] for name in ("--fast", "*"))
+
+
 def test_an_unknown_stage_is_refused_with_the_list():
     done = subprocess.run([REPOSITORY / "tests/gpu/run.sh", "kernel"], capture_output=True, text=True, timeout=20)
     assert done.returncode == 2

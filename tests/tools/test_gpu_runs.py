@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 GPU_TESTS = REPOSITORY / "tests" / "gpu"
 sys.path.insert(0, str(GPU_TESTS))
 
-from runs import TAIL_CHARACTERS, RunFailed, Running, figures, overrides, tail  # noqa: E402
+from programs import TAIL_CHARACTERS, RunFailed, Running, figures, overrides, tail  # noqa: E402
 
 
 def test_a_run_that_fails_says_what_the_logs_said(tmp_path):
